@@ -1,0 +1,44 @@
+# make demo   set up, then train a small model to use a tool, and show it
+# make test   set up, then lint, type-check and test
+# make lock   resolve requirements/cpu.in anew into requirements/cpu.txt
+
+PYTHON ?= python3.11
+SEED ?= 0
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip
+# Where CPU torch is found when the machine's own pip configuration does not know it.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: setup demo test lint lock clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.txt
+	@command -v $(PYTHON) > /dev/null || { echo "turnwise needs $(PYTHON) on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 2; }
+	$(PYTHON) -m venv --clear .venv
+	@$(PIP) download -q --no-deps -d .venv/torch "$$(grep '^torch==' requirements/cpu.txt)" 2> /dev/null \
+	  || $(PIP) download -q --no-deps -d .venv/torch --index-url $(TORCH_INDEX) "$$(grep '^torch==' requirements/cpu.txt)"
+	$(PIP) install -q --no-deps --find-links .venv/torch -r requirements/cpu.txt
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@rm -rf .venv/torch
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: lint
+	$(BIN)/python -m pytest
+
+lock:
+	$(PIP) install -q --dry-run --ignore-installed --report - -r requirements/cpu.in | $(PYTHON) requirements/lock.py > requirements/cpu.txt.new
+	mv requirements/cpu.txt.new requirements/cpu.txt
+
+clean:
+	rm -rf .venv runs examples/calculator/build

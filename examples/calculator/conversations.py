@@ -1,0 +1,69 @@
+"""Solved problems as chat conversations, and conversations as token ids with labels.
+
+The ids are those of the chat template, so that a warm-started model meets in its rollouts
+what it met in training: a prompt ends with the generation prompt, an assistant turn ends with
+`<|im_end|>`. Labels are the ids of assistant turns, that token included, and `IGNORED`
+everywhere else.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from .problems import Row
+from .tool import calculate
+
+IGNORED = -100
+TOOL_SCHEMA = get_json_schema(calculate)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation: token ids and labels of equal length."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def solved_conversation(row: Row) -> list[dict[str, Any]]:
+    """The messages of a perfect attempt: a call for each step, then the answer."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
+    for a, operation, b in row["steps"]:
+        arguments = {"a": a, "operation": operation, "b": b}
+        call = {"type": "function", "function": {"name": "calculate", "arguments": arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": str(calculate(**arguments))})
+    messages.append({"role": "assistant", "content": f"The answer is {row['answer']}."})
+    return messages
+
+
+def conversation_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    """The whole conversation as the chat template renders it."""
+    messages = solved_conversation(row)
+    return tokenizer.apply_chat_template(messages, tools=[TOOL_SCHEMA], tokenize=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> list[Example]:
+    """Each row's conversation as an example."""
+    texts = [conversation_text(tokenizer, row) for row in rows]
+    opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return [
+        Example(ids, _assistant_labels(ids, opening, end))
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ]
+
+
+def _assistant_labels(ids: list[int], opening: list[int], end: int) -> list[int]:
+    labels = [IGNORED] * len(ids)
+    position = 0
+    while position < len(ids):
+        if ids[position] == opening[0] and ids[position : position + len(opening)] == opening:
+            start = position + len(opening)
+            position = ids.index(end, start) + 1
+            labels[start:position] = ids[start:position]
+        else:
+            position += 1
+    return labels

@@ -1,0 +1,31 @@
+"""The example's language model: Qwen3's architecture, small, with random weights."""
+
+import torch
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
+    """A fresh float32 model for the tokenizer, the same for the same seed."""
+    torch.manual_seed(seed)
+    stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **stop,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(**stop)
+    return model

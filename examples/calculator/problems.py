@@ -1,0 +1,101 @@
+"""Calculator word problems: chains of two or three operations, each on the last result.
+
+A problem is a row with the fields `question`, `answer`, `phrasing` and `steps`, the list of
+`[a, operation, b]`. Numbers in a question have up to four digits, results lie between 0 and
+99999. Every number of two or more digits belongs either to training or to the held-out set,
+by its hash: a held-out question contains held-out numbers only, and no held-out number occurs
+in a training problem, as an operand or as a result. The same seed gives the same rows.
+"""
+
+import json
+import operator
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .phrasings import PHRASINGS, SEEN, UNSEEN, Phrasing, Step
+
+Row = dict[str, Any]
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_LARGEST_RESULT = 99_999
+_HELD_OUT_ONE_IN = 8
+
+
+def is_held_out(number: int) -> bool:
+    """Whether a number is reserved for the held-out set; single digits never are."""
+    return number >= 10 and (number * 2_654_435_761 % 2**32 >> 16) % _HELD_OUT_ONE_IN == 0
+
+
+def _numbers_by_digits(held_out: bool) -> dict[int, list[int]]:
+    ranges = {digits: range(10 ** (digits - 1), 10**digits) for digits in range(1, 5)}
+    return {
+        digits: [number for number in numbers if number < 10 or is_held_out(number) == held_out]
+        for digits, numbers in ranges.items()
+    }
+
+
+_NUMBERS = {held_out: _numbers_by_digits(held_out) for held_out in (False, True)}
+
+
+def _draw_steps(rng: random.Random, held_out: bool) -> list[Step] | None:
+    """One chain of operations, or None when a result is out of bounds or held out."""
+    numbers = _NUMBERS[held_out]
+    value = rng.choice(numbers[rng.randint(2, 4)])
+    steps: list[Step] = []
+    for _ in range(rng.randint(2, 3)):
+        operation = rng.choice("+-*")
+        number = rng.choice(numbers[rng.randint(1, 2 if operation == "*" else 4)])
+        result = _OPERATIONS[operation](value, number)
+        if operation == "*" and number == 1:
+            return None
+        if not 0 <= result <= _LARGEST_RESULT or (not held_out and is_held_out(result)):
+            return None
+        steps.append((value, operation, number))
+        value = result
+    return steps
+
+
+def _draw(rng: random.Random, phrasing: Phrasing, held_out: bool) -> Row:
+    while (steps := _draw_steps(rng, held_out)) is None:
+        pass
+    a, operation, b = steps[-1]
+    return {
+        "question": phrasing.render(steps, rng),
+        "answer": _OPERATIONS[operation](a, b),
+        "phrasing": phrasing.name,
+        "steps": [list(step) for step in steps],
+    }
+
+
+def warm_start_problems(seed: int) -> Iterator[Row]:
+    """Endless training problems in the seen phrasings."""
+    rng = random.Random(f"warm start {seed}")
+    while True:
+        yield _draw(rng, rng.choice(SEEN), held_out=False)
+
+
+def validation_problems(count: int, seed: int) -> list[Row]:
+    """Training problems of another seed, every second one in an unseen phrasing."""
+    rng = random.Random(f"validation {seed}")
+    pools = (SEEN, UNSEEN)
+    return [_draw(rng, rng.choice(pools[i % 2]), held_out=False) for i in range(count)]
+
+
+def train_problems(count: int, seed: int) -> list[Row]:
+    """Problems for reinforcement learning, in all phrasings."""
+    rng = random.Random(f"train {seed}")
+    return [_draw(rng, rng.choice(PHRASINGS), held_out=False) for _ in range(count)]
+
+
+def heldout_problems(count: int, seed: int) -> list[Row]:
+    """Problems on held-out numbers, every second one in an unseen phrasing."""
+    rng = random.Random(f"held out {seed}")
+    pools = (SEEN, UNSEEN)
+    return [_draw(rng, rng.choice(pools[i % 2]), held_out=True) for i in range(count)]
+
+
+def write_rows(rows: list[Row], path: Path) -> None:
+    """Writes rows as JSON Lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

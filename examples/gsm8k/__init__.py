@@ -1,0 +1,1 @@
+"""Grade-school word problems (GSM8K), answered with a calculator."""

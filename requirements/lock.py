@@ -1,0 +1,18 @@
+"""Turn pip's resolution report on standard input into a fully pinned requirements file.
+
+    pip install --dry-run --ignore-installed --report - -r requirements/cpu.in | python lock.py
+
+Left out are packages that vLLM's CPU build names but does not need, and whose wheels are CUDA
+builds that break `import transformers` beside a CPU torch.
+"""
+
+import json
+import sys
+
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+
+print("# Made by `make lock` from cpu.in; installed with --no-deps.")
+for item in sorted(json.load(sys.stdin)["install"], key=lambda i: i["metadata"]["name"].lower()):
+    name, version = item["metadata"]["name"], item["metadata"]["version"]
+    if name.lower() not in LEFT_OUT:
+        print(f"{name}=={version}")

@@ -1,0 +1,157 @@
+"""The command line: train, eval, rollout, config.
+
+Every mistake of the user's ends in one sentence on standard error and exit code 2; Ctrl-C ends
+the run, everything that it started, and exits with 130.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from turnwise.config import Config, explain_config, load_config
+from turnwise.errors import TurnwiseError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning of tool-calling language models, exact to the token.",
+)
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
+]
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130
+
+
+@app.command()
+def train(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Train a model; everything about the run goes to its folder."""
+    _run(lambda: _train(load_config(file, overrides or ())))
+
+
+@app.command("eval")
+def evaluate(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Evaluate the model on data.eval_path (or data.path), and keep the trajectories."""
+    _run(lambda: _evaluate(load_config(file, overrides or ())))
+
+
+@app.command()
+def rollout(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to; default: rollouts.jsonl in the run folder.")
+    ] = None,
+) -> None:
+    """Sample the groups of data.path as training would, into a JSON Lines file."""
+    _run(lambda: _rollout(load_config(file, overrides or ()), output))
+
+
+@app.command()
+def config(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved configuration, with the meaning of each key."""
+    _run(lambda: _print_config(load_config(file, overrides or ())))
+
+
+def main() -> None:
+    """The command `turnwise`."""
+    # Plug-ins are named relative to where the command is run.
+    sys.path.insert(0, os.getcwd())
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    app()
+
+
+def _run(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    try:
+        asyncio.run(_interruptible(make()))
+    except TurnwiseError as error:
+        Console(stderr=True).print(
+            f"turnwise: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
+        raise typer.Exit(_EXIT_BAD_INPUT) from None
+    except asyncio.CancelledError:
+        Console(stderr=True).print("turnwise: interrupted; everything it started has ended")
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+
+
+async def _interruptible(run: Coroutine[Any, Any, None]) -> None:
+    """Cancel the run at the first Ctrl-C (or SIGTERM); more of them change nothing."""
+    task = asyncio.ensure_future(run)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await task
+
+
+async def _train(config: Config) -> None:
+    from turnwise.display import Display
+    from turnwise.loop import TrainingLoop
+    from turnwise.machinery import load_problems, open_machinery
+    from turnwise.run_folder import RunFolder
+
+    problems, heldout = load_problems(config)
+    folder = RunFolder(config)
+    console = Console()
+    try:
+        with Display(config.name, config.training.steps, console) as display:
+            async with open_machinery(config, [*problems, *heldout], training=True) as machinery:
+                loop = TrainingLoop(config, machinery, problems, heldout, folder, display)
+                await loop.run()
+    finally:
+        folder.close()
+    console.print(f"run folder {folder.path}\npicture    {folder.picture}", highlight=False)
+
+
+async def _evaluate(config: Config) -> None:
+    from turnwise.display import Display
+    from turnwise.machinery import evaluate, load_heldout, open_machinery
+    from turnwise.trajectory import write_jsonl
+
+    problems, console = load_heldout(config), Console()
+    with Display(config.name, 0, console) as display:
+        async with open_machinery(config, problems, training=False) as machinery:
+            evaluation = await evaluate(machinery, problems, config, display)
+    path = Path(config.output_dir) / config.name / "eval.jsonl"
+    write_jsonl(path, evaluation.trajectories)
+    console.print(
+        f"accuracy {evaluation.accuracy:.4f}  reward {evaluation.reward_mean:.4f}  "
+        f"trajectories {len(evaluation.trajectories)}  dropped {dict(evaluation.dropped)}  "
+        f"{evaluation.tokens_per_s:,.0f} tok/s\n{path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+async def _rollout(config: Config, output: Path | None) -> None:
+    from turnwise.display import Display
+    from turnwise.machinery import load_training, open_machinery, run_groups
+    from turnwise.rollout import check_failures
+    from turnwise.trajectory import write_jsonl
+
+    problems, console = load_training(config), Console()
+    with Display(config.name, 0, console) as display:
+        async with open_machinery(config, problems, training=False) as machinery:
+            display.phase("rollout", len(problems))
+            groups = await run_groups(machinery, problems, config.sampling, "rollout", display)
+    path = output or Path(config.output_dir) / config.name / "rollouts.jsonl"
+    write_jsonl(path, (t for group in groups for t in group.trajectories))
+    dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
+    count = sum(len(group.trajectories) for group in groups)
+    console.print(f"{count} trajectories  dropped {dict(dropped)}\n{path}", highlight=False)
+
+
+async def _print_config(config: Config) -> None:
+    sys.stdout.write(explain_config(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""The typed configuration: YAML plus `key.sub=value` overrides, checked before anything starts.
+
+Every key has a default or is required, one meaning (its docstring, which `turnwise config`
+prints) and a reader in the code (a test looks for it). Knows no other part of turnwise and
+imports no torch, vLLM or Ray.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from turnwise.errors import InputError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+# Keys of other systems that no vLLM of today reads, and what took their place.
+REPLACED_KEYS = {
+    "use_beam_search": "vLLM no longer samples by beam search; use sampling.n with "
+    "sampling.temperature for several answers to one prompt",
+    "best_of": "vLLM no longer has it; sample sampling.n answers and let the reward choose",
+    "max_paddings": "vLLM packs batches without padding; bound a batch by "
+    "engine.max_num_seqs and engine.max_num_batched_tokens",
+    "swap_space": "vLLM recomputes preempted requests instead of swapping them; give "
+    "engine.kv_cache_gib enough room",
+}
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, docstrings are the help text."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder or Hugging Face name of the model to start from, tokenizer included."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights, in the engine and in the trainer."""
+    max_length: PositiveInt = 4096
+    """Context in tokens: the longest prompt plus everything sampled after it."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights."""
+    template_args: dict[str, Any] = {}
+    """Extra variables for the chat template, such as {enable_thinking: false}."""
+
+
+class DataConfig(Section):
+    path: str
+    """Training rows: a .jsonl file, or the name of a Hugging Face dataset."""
+    eval_path: str | None = None
+    """Held-out rows for evaluation; without it `turnwise eval` takes data.path."""
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset, such as `main` for GSM8K."""
+    split: str = "train"
+    """Split of data.path when it is a Hugging Face dataset."""
+    eval_split: str = "test"
+    """Split of data.eval_path when it is a Hugging Face dataset."""
+    limit: PositiveInt | None = None
+    """Use only the first rows of data.path."""
+    eval_limit: PositiveInt | None = None
+    """Use only the first rows of data.eval_path."""
+
+
+class SamplingConfig(Section):
+    n: PositiveInt = 8
+    """Trajectories per problem: the size of a group."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Fraction = 1.0
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0 is all."""
+    max_tokens: PositiveInt = 512
+    """Tokens that one turn may sample, within what the context still holds."""
+    min_tokens: NonNegativeInt = 0
+    """Tokens that one turn samples before it may stop."""
+    stop: list[str] = []
+    """Strings that end a turn; they stay in its tokens."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a turn, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on sampling after the model's end-of-turn token."""
+    prompt_logprobs: bool = False
+    """Record the log-probs of each turn's prompt too (slower: it bypasses the prefix cache)."""
+    logits_processor_args: dict[str, Any] = {}
+    """Values that engine.logits_processors see for each request."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingConfig":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+
+class RolloutConfig(Section):
+    loop: str = "tool_calling"
+    """Agent loop: tool_calling, single_turn, interleaved, or package.module:Class."""
+    prompts_per_step: PositiveInt = 16
+    """Problems (groups) in one training step."""
+    concurrency: PositiveInt = 256
+    """Trajectories in flight at once."""
+    max_turns: PositiveInt = 8
+    """Calls of the engine that one trajectory may make."""
+    trajectory_timeout: PositiveFloat = 300.0
+    """Seconds for one trajectory, its tools and its reward included."""
+    max_failed_fraction: Fraction = 0.5
+    """A step (or an evaluation) in which more of the trajectories fail ends the run."""
+    tool_parser: str = "hermes"
+    """vLLM's name of the model's tool-call format."""
+    tool_timeout: PositiveFloat = 30.0
+    """Seconds for one tool call."""
+    tool_max_chars: PositiveInt = 8192
+    """Characters of one tool result that the model gets to see."""
+    open_tag: str = "<tool_call>"
+    """interleaved: what opens a call inside the assistant's turn."""
+    close_tag: str = "</tool_call>"
+    """interleaved: what closes a call; generation stops there."""
+    result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
+    """interleaved: how a result is put into the assistant's turn."""
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = 10
+    """Evaluate on data.eval_path before the first step, each so many steps, and at the end;
+    0 is never."""
+    sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
+    """Sampling in evaluation; greedy unless told."""
+
+
+class EngineConfig(Section):
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory for the KV cache in GiB; unset: 0.5 on a CPU, vLLM's own choice on a GPU."""
+    max_num_seqs: PositiveInt = 256
+    """Requests that the engine computes together."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Tokens that the engine computes together; at least model.max_length."""
+    prefix_caching: bool = True
+    """Reuse the KV cache of shared prefixes."""
+    threads: PositiveInt = 1
+    """CPU threads of the engine; more than one per core slows everything down."""
+    logits_processors: list[str] = []
+    """vLLM logits processors to load, each as package.module:Class."""
+    start_timeout: PositiveFloat = 300.0
+    """Seconds for the engine to start."""
+    request_timeout: PositiveFloat = 120.0
+    """Seconds for one call of the engine to answer."""
+    extra: dict[str, Any] = {}
+    """More arguments of vLLM's AsyncEngineArgs, such as {tensor_parallel_size: 2}."""
+
+
+class WeightsConfig(Section):
+    transport: Literal["shm"] = "shm"
+    """How weights reach the engine: shm is a shared-memory file on one host."""
+    update_timeout: PositiveFloat = 120.0
+    """Seconds for one update to land and be checked."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest log-prob difference on the canary prompt, engine against trainer; unset: 0.001
+    in float32, 0.2 in bfloat16."""
+
+
+class TrainingConfig(Section):
+    steps: PositiveInt = 100
+    """Training steps; one step consumes rollout.prompts_per_step groups."""
+    max_staleness: NonNegativeInt = 0
+    """Steps that rollouts may run ahead of the trainer; 0 is synchronous."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps per training step, each on an equal share of its samples."""
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW's learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio to the sampling policy is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio to the sampling policy is clipped above 1 + clip_high."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens, padding included, of one forward and backward pass."""
+    threads: NonNegativeInt = 0
+    """CPU threads of the trainer; 0 is one per core."""
+    step_timeout: PositiveFloat = 1800.0
+    """Seconds for the trainer to answer one call."""
+    checkpoint_every: NonNegativeInt = 0
+    """Save a checkpoint each so many steps; 0 saves only the last."""
+
+
+class Config(Section):
+    """Everything that a run depends on."""
+
+    name: str = "run"
+    """The run's folder under output_dir."""
+    output_dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = 0
+    """Seed of data order, sampling and dropout."""
+    deterministic: bool = False
+    """Bit-for-bit repeatable: the engine computes one request at a time, so it is slow."""
+    environment: str
+    """The environment that makes problems, tools and rewards of rows: package.module:Class."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster, or `auto`; unset starts Ray on this machine."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.engine.max_num_batched_tokens < self.model.max_length:
+            raise ValueError(
+                f"engine.max_num_batched_tokens {self.engine.max_num_batched_tokens} is below "
+                f"model.max_length {self.model.max_length}; raise the one or lower the other"
+            )
+        if self.training.max_staleness and self.deterministic:
+            raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key.sub=value` overrides (values are YAML), and check it all.
+
+    Raises:
+        InputError: naming the file, the override, or every key that is unknown, missing or
+            of the wrong kind, with the nearest known key.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text()) or {}
+    except FileNotFoundError:
+        raise InputError(f"there is no configuration file {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"the configuration file {path} cannot be read: {error}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"the configuration file {path} must hold keys and values")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Check a tree of plain values; raises `InputError` with one sentence for each mistake."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(dict(e)) for e in error.errors(include_url=False)]
+        raise InputError("configuration: " + "; ".join(problems)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+def known_keys() -> dict[str, str]:
+    """Every key as `section.key`, in order, with its meaning."""
+    return dict(_keys(Config, ""))
+
+
+def explain_config(config: Config) -> str:
+    """The resolved configuration as YAML, each key under its meaning."""
+    lines: list[str] = []
+    _describe(config, 0, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, " ".join((field.description or "").split())
+
+
+def _describe(section: Section, depth: int, lines: list[str]) -> None:
+    indent = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            lines += ["", f"{indent}{name}:"]
+            _describe(value, depth + 1, lines)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+            lines += [f"{indent}# {' '.join((field.description or '').split())}"]
+            lines += [f"{indent}{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}"]
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InputError(f"an override reads key.sub=value, not {override!r}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"the value of {key} is not YAML: {text!r}") from None
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InputError(f"{key}: {parent} is a value and has no keys below it")
+    tree[leaf] = value
+
+
+def _explain(error: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        leaf = str(error["loc"][-1])
+        if leaf in REPLACED_KEYS:
+            return f"{key} is gone: {REPLACED_KEYS[leaf]}"
+        return f"there is no key {key}{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{key} must be set ({known_keys().get(key, 'a section with required keys')})"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _nearest(key: str) -> str:
+    """The known key, or failing that the section's keys, that somebody may have meant."""
+    known = list(known_keys())
+    section, _, leaf = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
+    for candidates, name, prefix in (
+        (siblings, leaf, f"{section}." if section else ""),
+        (sections, key, ""),
+        (known, key, ""),
+    ):
+        if close := difflib.get_close_matches(name, candidates, 1, 0.75):
+            return f"; did you mean {prefix}{close[0]}?"
+    if elsewhere := [k for k in known if k.rpartition(".")[2] == leaf]:
+        return f"; did you mean {elsewhere[0]}?"
+    nearest = difflib.get_close_matches(leaf, siblings or sections, 1, 0.0)
+    return f"; did you mean {section + '.' if section else ''}{nearest[0]}?" if nearest else ""

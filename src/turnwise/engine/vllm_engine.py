@@ -1,0 +1,239 @@
+"""vLLM's asynchronous engine behind the `Engine` protocol: the same class on a CPU and on GPUs.
+
+The engine computes in a child process that a fork server starts; this object lives in the event
+loop that calls it. Log-probs are those of the processed distribution (after temperature, top-p
+and top-k), the one that the tokens were drawn from.
+"""
+
+import asyncio
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.engine.protocol import Completion, FinishReason, PauseMode, VersionSpan
+from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
+
+_CPU_KV_CACHE_GIB = 0.5
+_CPU_BLOCK_SIZE = 32
+
+
+class VllmEngine:
+    """One vLLM engine.
+
+    Args:
+        model: What to load.
+        engine: How to run it.
+        deterministic: Compute one request at a time without a prefix cache, so that a request's
+            tokens and log-probs depend on nothing but its prompt and seed.
+        worker_extension: `package.module.Class` that vLLM mixes into its worker; it brings the
+            weight transport.
+        weight_backend: Name under which the extension registers that transport.
+        name: What errors call this engine.
+
+    Raises:
+        InputError: when vLLM refuses the model or an argument.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        *,
+        deterministic: bool = False,
+        worker_extension: str = "",
+        weight_backend: str = "shm",
+        name: str = "engine",
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["turnwise.engine.preload"])
+        multiprocessing.forkserver.ensure_running()  # imports there while we import here
+        gc.disable()
+        vllm = importlib.import_module("turnwise.engine.vllm_names")
+        gc.enable()
+        vllm.use_process_context(context)
+        for processor in engine.logits_processors:
+            _check_class(processor)
+        self.name = name
+        self._vllm = vllm
+        self._timeout = engine.request_timeout
+        self._pending: set[str] = set()
+        arguments: dict[str, Any] = {
+            "model": model.path,
+            "dtype": model.dtype,
+            "trust_remote_code": model.trust_remote_code,
+            "max_model_len": model.max_length,
+            "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "enable_prefix_caching": engine.prefix_caching and not deterministic,
+            "logits_processors": engine.logits_processors or None,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": worker_extension,
+            "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
+            "enable_log_requests": False,
+            "disable_log_stats": True,
+        }
+        if engine.kv_cache_gib:
+            arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
+        if vllm.current_platform.is_cpu():
+            arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
+            arguments |= {
+                "block_size": _CPU_BLOCK_SIZE,
+                "enforce_eager": True,
+                "distributed_executor_backend": vllm.UNIPROC_EXECUTOR,
+            }
+        elif vllm.current_platform.is_cuda():
+            arguments["enable_sleep_mode"] = True
+        try:
+            args = vllm.AsyncEngineArgs(**(arguments | engine.extra))
+            self._llm = vllm.AsyncLLM.from_engine_args(args)
+        except (ValueError, TypeError, OSError) as error:
+            raise InputError(f"vLLM cannot serve {model.path}: {_first_sentence(error)}") from error
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None = None,
+    ) -> Completion:
+        vllm = self._vllm
+        params = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop=sampling.stop or None,
+            stop_token_ids=sampling.stop_token_ids or None,
+            ignore_eos=sampling.ignore_eos,
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+            extra_args=sampling.logits_processor_args or None,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = vllm.tokens_input(list(prompt_token_ids))
+        final = None
+        self._pending.add(request_id)
+        try:
+            async with self._deadline(f"request {request_id}", self._timeout):
+                async for output in self._llm.generate(prompt, params, request_id):
+                    final = output
+        except vllm.EngineDeadError as error:
+            raise EngineError(f"{self.name} died during request {request_id}") from error
+        except ValueError as error:
+            raise InputError(f"{self.name} refused {request_id}: {error}") from error
+        finally:
+            self._pending.discard(request_id)
+        if final is None:
+            raise EngineError(f"{self.name} ended request {request_id} without an answer")
+        return self._completion(final)
+
+    def _completion(self, output: Any) -> Completion:
+        sampled = output.outputs[0]
+        prompt_logprobs = None
+        if output.prompt_logprobs is not None:
+            prompt_logprobs = [
+                next(iter(position.values())).logprob if position else None
+                for position in output.prompt_logprobs
+            ]
+        return Completion(
+            token_ids=list(sampled.token_ids),
+            logprobs=list(sampled.logprobs.logprobs) if sampled.logprobs is not None else [],
+            version_spans=[
+                VersionSpan(_version(span.version), span.start, span.end)
+                for span in sampled.weight_versions or ()
+            ],
+            finish_reason=cast(FinishReason, sampled.finish_reason),
+            cached_tokens=output.num_cached_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        await self._llm.abort(request_id)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        async with self._deadline("pausing", self._timeout):
+            await self._llm.pause_generation(mode=mode, clear_cache=True)
+
+    async def resume(self) -> None:
+        async with self._deadline("resuming", self._timeout):
+            await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        async with self._deadline("going to sleep", self._timeout):
+            await self._llm.sleep()
+
+    async def wake_up(self) -> None:
+        async with self._deadline("waking up", self._timeout):
+            await self._llm.wake_up()
+
+    async def update_weights(self, manifest: dict[str, Any]) -> None:
+        async with self._deadline(f"weight update {manifest['version']}", self._timeout):
+            refusals = await self._llm.collective_rpc("check_manifest", args=(manifest,))
+            if refusal := next(filter(None, refusals), None):
+                raise WeightUpdateError(f"{self.name} refused a weight update: {refusal}")
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            # A failure from here on leaves the engine paused: it must not serve half an update.
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(
+                    self._vllm.WeightTransferUpdateRequest(update_info={"manifest": manifest})
+                )
+                await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
+            except self._vllm.EngineDeadError as error:
+                raise EngineError(f"{self.name} died during a weight update") from error
+            except Exception as error:
+                raise WeightUpdateError(f"{self.name}: {_first_sentence(error)}") from error
+            await self._llm.resume_generation()
+
+    async def reset_prefix_cache(self) -> None:
+        async with self._deadline("resetting the prefix cache", self._timeout):
+            await self._llm.reset_prefix_cache()
+
+    async def check_health(self) -> None:
+        try:
+            async with self._deadline("a health check", self._timeout):
+                await self._llm.check_health()
+        except self._vllm.EngineDeadError as error:
+            raise EngineError(f"{self.name} is dead") from error
+
+    async def load(self) -> int:
+        return len(self._pending)
+
+    async def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    @asynccontextmanager
+    async def _deadline(self, what: str, seconds: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise DeadlineError(f"{self.name} did not finish {what} in {seconds:g} s") from None
+
+
+def _version(label: str) -> int:
+    """vLLM calls the weights that it loaded itself "default"; to us they are version 0."""
+    return 0 if label == "default" else int(label)
+
+
+def _check_class(path: str) -> None:
+    module, _, name = path.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"engine.logits_processors: {path} cannot be loaded: {error}") from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__

@@ -1,0 +1,77 @@
+"""vLLM's names, all of them: nothing else in turnwise imports vLLM.
+
+They were checked against vLLM 0.32. When they move, this file is the one to mend.
+"""
+
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.inputs import tokens_input
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.abstract import Executor
+
+UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
+
+PRELOAD_MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.llama",
+)
+"""What an engine process on a CPU needs, imported once before it is forked."""
+
+
+def use_process_context(context: Any) -> None:
+    """Make vLLM start its engine processes from this multiprocessing context."""
+    engine_utils.get_mp_context = lambda: context
+
+
+__all__ = [
+    "PRELOAD_MODULES",
+    "UNIPROC_EXECUTOR",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "ChatCompletionRequest",
+    "EngineDeadError",
+    "Executor",
+    "ParallelLMHead",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ToolParserManager",
+    "WeightTransferConfig",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferInitRequest",
+    "WeightTransferUpdateInfo",
+    "WeightTransferUpdateRequest",
+    "current_platform",
+    "finalize_layerwise_reload",
+    "initialize_layerwise_reload",
+    "tokens_input",
+    "use_process_context",
+]

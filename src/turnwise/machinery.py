@@ -1,0 +1,214 @@
+"""What training, evaluation and plain rollouts run on: the engine, the runner, the policy.
+
+`open_machinery` starts them side by side and ends them all, whatever happens in between.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.protocol import Engine
+from turnwise.engine.remote import RemoteEngine
+from turnwise.errors import InputError
+from turnwise.ray_calls import start_ray
+from turnwise.rollout import (
+    Group,
+    Problem,
+    Runner,
+    check_failures,
+    load_eval_rows,
+    load_rows,
+)
+from turnwise.tasks import task_group
+from turnwise.training.remote import RemotePolicy
+from turnwise.trajectory import Trajectory
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+
+class Progress(Protocol):
+    """What watches a run; `turnwise.display` shows it to a person."""
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """The run now does this, in `total` parts where they can be counted."""
+        ...
+
+    def advance(self) -> None:
+        """One part of the phase is done."""
+        ...
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A step is done, or (step 0) the first evaluation."""
+        ...
+
+
+@dataclass(slots=True)
+class Machinery:
+    """What a run works with; made and ended by `open_machinery`."""
+
+    engine: Engine
+    runner: Runner
+    policy: RemotePolicy | None
+
+
+@asynccontextmanager
+async def open_machinery(
+    config: Config, problems: Sequence[Problem], *, training: bool
+) -> AsyncIterator[Machinery]:
+    """Start Ray, the engine and, for training, the policy, side by side; end them all after.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+    """
+    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    # Threads cannot be cancelled: both are waited for before anything is ended.
+    ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
+    prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, config, tokenizer, problems))
+    engine: RemoteEngine | None = None
+    try:
+        gpus = await asyncio.shield(ray_started)
+        share = 1.0 if gpus >= 2 else gpus / 2  # engine and trainer share a single GPU
+        async with task_group() as starting:
+            starting_engine = starting.create_task(
+                RemoteEngine.start(
+                    config.model,
+                    config.engine,
+                    num_gpus=share if training else min(gpus, 1.0),
+                    deterministic=config.deterministic,
+                    worker_extension=WORKER_EXTENSION,
+                    weight_backend=BACKEND,
+                )
+            )
+            starting_policy = (
+                starting.create_task(RemotePolicy.start(config, num_gpus=share))
+                if training
+                else None
+            )
+            runner = await asyncio.shield(prepared)
+        engine = starting_engine.result()
+        yield Machinery(engine, runner, starting_policy.result() if starting_policy else None)
+    finally:
+        await asyncio.wait([ray_started, prepared])
+        if engine is not None:
+            await engine.shutdown()
+        await asyncio.to_thread(ray.shutdown)  # ends the policy, and an engine half started
+
+
+def _load_tokenizer(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    path, folder = config.model.path, Path(config.model.path).expanduser()
+    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not (folder / "config.json").is_file():
+        raise InputError(
+            f"model.path: there is no model in {path} (a folder with config.json, weights and "
+            "tokenizer, or a Hugging Face name)"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"model.path: the tokenizer of {path} cannot be loaded: {reason}"
+        ) from error
+
+
+def _prepare(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> Runner:
+    runner = Runner(config, tokenizer)
+    runner.check(problems)
+    return runner
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """How the model did on held-out problems."""
+
+    trajectories: list[Trajectory]
+    dropped: Counter[str]
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """The share of trajectories with reward 1 or more; dropped ones count as wrong."""
+        right = sum((t.reward or 0.0) >= 1.0 for t in self.trajectories)
+        return right / (len(self.trajectories) + self.dropped.total())
+
+    @property
+    def reward_mean(self) -> float:
+        return mean([t.reward or 0.0 for t in self.trajectories])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(t.sampled_tokens for t in self.trajectories) / self.seconds
+
+
+async def run_groups(
+    machinery: Machinery,
+    problems: Sequence[Problem],
+    sampling: SamplingConfig,
+    tag: str,
+    progress: Progress,
+) -> list[Group]:
+    """Run the groups of all problems side by side; results are in the problems' order."""
+
+    async def one(problem: Problem) -> Group:
+        group = await machinery.runner.run_group(machinery.engine, problem, sampling, tag)
+        progress.advance()
+        return group
+
+    return await asyncio.gather(*(one(problem) for problem in problems))
+
+
+async def evaluate(
+    machinery: Machinery,
+    problems: Sequence[Problem],
+    config: Config,
+    progress: Progress,
+    tag: str = "eval",
+) -> Evaluation:
+    """Run each problem under `eval.sampling`.
+
+    Raises:
+        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+    """
+    progress.phase("evaluate", len(problems))
+    started = time.perf_counter()
+    groups = await run_groups(machinery, problems, config.eval.sampling, tag, progress)
+    seconds = time.perf_counter() - started
+    dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
+    return Evaluation([t for g in groups for t in g.trajectories], dropped, seconds)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, 0.0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def load_training(config: Config) -> list[Problem]:
+    """The problems of data.path."""
+    data = config.data
+    rows = load_rows(data.path, split=data.split, subset=data.subset, limit=data.limit)
+    return _problems(data.path, rows)
+
+
+def load_heldout(config: Config) -> list[Problem]:
+    """The problems of data.eval_path, or of data.path where there is none."""
+    return _problems(*load_eval_rows(config.data))
+
+
+def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """Training problems, and held-out ones where data.eval_path names some."""
+    heldout = load_heldout(config) if config.data.eval_path else []
+    return load_training(config), heldout
+
+
+def _problems(path: str, rows: Sequence[dict[str, Any]]) -> list[Problem]:
+    name = Path(path).name
+    return [Problem(f"{name}:{number}", row) for number, row in enumerate(rows, start=1)]

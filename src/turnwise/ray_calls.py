@@ -1,0 +1,66 @@
+"""Ray with deadlines: starting it, and waiting for an actor's reply by name."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from turnwise.errors import DeadlineError, InputError, TurnwiseError
+
+_T = TypeVar("_T")
+_OBJECT_STORE_BYTES = 128 * 2**20
+"""Weights travel by their own transports; Ray's store carries calls and samples only."""
+
+
+def start_ray(address: str | None) -> float:
+    """Connect to a cluster, or start Ray on this machine; returns the GPUs it has.
+
+    Raises:
+        InputError: when no cluster answers at the address.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    # Plug-ins are imported from the working directory, in actors as in this process.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": paths}}
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if address is None:
+            ray.init(include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **options)
+        else:
+            ray.init(address=address, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"at {address}" if address else "on this machine"
+        raise InputError(f"Ray cannot be reached {where}: {error}") from error
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+async def reply_of(
+    reply: Awaitable[_T],
+    who: str,
+    what: str,
+    seconds: float,
+    failure: type[TurnwiseError] = TurnwiseError,
+) -> _T:
+    """Wait for an actor.
+
+    Raises:
+        DeadlineError: when it did not answer within `seconds`.
+        TurnwiseError: the one that the actor raised; or `failure` when it raised anything
+            else, or died.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await reply
+    except TimeoutError:
+        raise DeadlineError(f"{who} did not {what} within {seconds:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, TurnwiseError):
+            raise error.cause from None
+        raise failure(f"{who} failed to {what}: {error.cause!r}") from error
+    except RayActorError as error:
+        raise failure(f"the process of {who} died") from error

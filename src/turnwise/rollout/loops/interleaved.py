@@ -1,0 +1,41 @@
+"""Tools inside one assistant turn: generation stops at a closing tag, the result goes in, and on.
+
+The result's tokens are part of the assistant's turn but were not sampled, so the response mask
+leaves them out.
+"""
+
+from turnwise.rollout.agent_loop import RolloutContext
+from turnwise.rollout.environment import Environment
+from turnwise.rollout.loops.tool_calling import answer_calls
+
+
+class InterleavedLoop:
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        trajectory, template, rollout = context.trajectory, context.template, context.rollout
+        tools = context.toolbox.schemas
+        trajectory.messages = [dict(message) for message in environment.problem]
+        prompt = template.render(trajectory.messages, tools=tools)
+        answer = {"role": "assistant", "content": ""}
+        trajectory.messages.append(answer)
+        for turn in range(rollout.max_turns):
+            completion = await context.sample(prompt, stop=[rollout.close_tag])
+            if completion is None:
+                return
+            text = template.decode(completion.token_ids)
+            answer["content"] += text
+            start, end = text.rfind(rollout.open_tag), text.rfind(rollout.close_tag)
+            if completion.finish_reason == "length":
+                trajectory.status = "length"
+                return
+            if end < 0 or completion.token_ids[-1] == template.tokenizer.eos_token_id:
+                trajectory.status = "completed"
+                return
+            if turn + 1 < rollout.max_turns:
+                call = text[max(start, 0) : end + len(rollout.close_tag)]
+                results = await answer_calls(context.tool_parser.parse(call, tools), context)
+                shown = "".join(
+                    rollout.result_format.format(result=message["content"]) for message in results
+                )
+                answer["content"] += shown
+                prompt = [*prompt, *completion.token_ids, *template.encode(shown)]
+        trajectory.status = "max_turns"

@@ -1,0 +1,16 @@
+"""One question, one answer, no tools."""
+
+from turnwise.rollout.agent_loop import RolloutContext
+from turnwise.rollout.environment import Environment
+
+
+class SingleTurnLoop:
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        trajectory = context.trajectory
+        trajectory.messages = [dict(message) for message in environment.problem]
+        completion = await context.sample(context.template.render(trajectory.messages))
+        if completion is None:
+            return
+        text = context.template.decode(completion.token_ids)
+        trajectory.messages.append({"role": "assistant", "content": text})
+        trajectory.status = "length" if completion.finish_reason == "length" else "completed"

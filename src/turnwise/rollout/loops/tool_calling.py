@@ -1,0 +1,69 @@
+"""Turn by turn: the model answers, its tool calls run together, it reads the results."""
+
+import asyncio
+import json
+from typing import Any
+
+from turnwise.rollout.agent_loop import RolloutContext
+from turnwise.rollout.environment import Environment
+from turnwise.rollout.tool_parser import ParsedText, ToolCall
+from turnwise.trajectory import Message
+
+MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"
+
+
+class ToolCallingLoop:
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
+        trajectory.messages = [dict(message) for message in environment.problem]
+        prompt = template.render(trajectory.messages, tools=tools)
+        for turn in range(context.rollout.max_turns):
+            completion = await context.sample(prompt)
+            if completion is None:
+                return
+            parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
+            trajectory.messages.append(_assistant_message(parsed))
+            if completion.finish_reason == "length":
+                trajectory.status = "length"
+                return
+            if not parsed.calls and not parsed.malformed:
+                trajectory.status = "completed"
+                return
+            if turn + 1 < context.rollout.max_turns:
+                results = await answer_calls(parsed, context)
+                trajectory.messages += results
+                prompt = template.next_prompt(
+                    [*prompt, *completion.token_ids], results, tools=tools
+                )
+        trajectory.status = "max_turns"
+
+
+async def answer_calls(parsed: ParsedText, context: RolloutContext) -> list[Message]:
+    """Run the calls of one turn together; one tool message each, in their order."""
+    if parsed.malformed:
+        context.count("tool_malformed")
+        return [{"role": "tool", "content": MALFORMED}]
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
+    return [call.result() for call in calls]
+
+
+async def _answer(call: ToolCall, context: RolloutContext) -> Message:
+    result = await context.toolbox.call(call.name, call.arguments)
+    context.count("tool_call")
+    if result.outcome != "ok":
+        context.count(f"tool_{result.outcome}")
+    return {"role": "tool", "name": call.name, "content": result.text}
+
+
+def _assistant_message(parsed: ParsedText) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in parsed.calls
+        ]
+    return message

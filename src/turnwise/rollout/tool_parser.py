@@ -1,0 +1,61 @@
+"""A model's text to tool calls, by vLLM's own parser for the model's format."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    content: str
+    """What stands before the calls."""
+    calls: list[ToolCall]
+    malformed: bool
+    """The text opens a call that cannot be read."""
+
+
+class ToolParser:
+    """Reads calls in one of vLLM's tool-call formats.
+
+    Args:
+        name: vLLM's name of the format, such as `hermes` (which Qwen models write too).
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        InputError: when vLLM has no parser of that name.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from turnwise.engine import vllm_names as vllm  # seconds to import
+
+        try:
+            parser = vllm.ToolParserManager.get_tool_parser(name)
+        except KeyError:
+            raise InputError(
+                f"rollout.tool_parser: vLLM has no tool parser {name!r}; hermes fits Qwen models"
+            ) from None
+        # An unreadable call is counted and answered to the model; vLLM would log a traceback.
+        logging.getLogger(parser.__module__).setLevel(logging.CRITICAL)
+        self._parser = parser(tokenizer)
+        self._marker: str | None = getattr(self._parser, "tool_call_start_token", None)
+        self._request_type = vllm.ChatCompletionRequest
+
+    def parse(self, text: str, schemas: Sequence[dict[str, Any]]) -> ParsedText:
+        """Split a finished assistant turn into its text and its calls."""
+        if self._marker and self._marker not in text:
+            return ParsedText(text, [], malformed=False)
+        request = self._request_type(messages=[], tools=list(schemas) or None)
+        found = self._parser.extract_tool_calls(text, request)
+        calls = [ToolCall(c.function.name, c.function.arguments) for c in found.tool_calls]
+        malformed = bool(self._marker) and not calls
+        return ParsedText((found.content or "") if calls else text, calls, malformed)

@@ -1,0 +1,46 @@
+"""Small asyncio pieces that the standard library lacks."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A `TaskGroup` that raises the first error itself, not a group around it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def run_in_thread(function: Callable[[], _T]) -> _T:
+    """Run a blocking function in a daemon thread of its own.
+
+    One that never returns holds up neither other calls (as a pool's worker would) nor the exit
+    of the program.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        setter: Callable[[Any], None]
+        try:
+            setter, value = future.set_result, function()
+        except BaseException as error:
+            setter, value = future.set_exception, error  # type: ignore[assignment]
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, setter, value)
+
+    threading.Thread(target=work, daemon=True, name="turnwise-call").start()
+    return await future

@@ -1,0 +1,54 @@
+"""The canary: after each update the engine must score a fixed prompt as the trainer does.
+
+It finds what no checksum can: tensors that arrived whole and were then packed, tied or cached
+wrongly inside the engine.
+"""
+
+import random
+from collections.abc import Sequence
+
+from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Engine
+from turnwise.errors import WeightUpdateError
+
+_LENGTH = 32
+_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
+
+
+def canary_prompt(vocab_size: int) -> list[int]:
+    """The same few token ids for every run of a vocabulary."""
+    generator = random.Random(vocab_size)
+    return [generator.randrange(vocab_size) for _ in range(_LENGTH)]
+
+
+async def check_canary(
+    engine: Engine,
+    prompt_token_ids: Sequence[int],
+    expected_logprobs: Sequence[float],
+    tolerance: float,
+    version: int,
+) -> float:
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's.
+
+    Returns:
+        The largest absolute difference, in nats.
+
+    Raises:
+        WeightUpdateError: when it exceeds the tolerance; the message names it.
+    """
+    completion = await engine.generate(prompt_token_ids, _SAMPLING, f"canary-{version}")
+    scored = (completion.prompt_logprobs or [])[1:]
+    if len(scored) != len(expected_logprobs):
+        raise WeightUpdateError(f"the canary of version {version} came back without log-probs")
+    differences = [
+        abs((value if value is not None else float("nan")) - expected)
+        for value, expected in zip(scored, expected_logprobs, strict=True)
+    ]
+    largest = max(differences, key=lambda d: float("inf") if d != d else d)
+    if not largest <= tolerance:
+        raise WeightUpdateError(
+            f"after the update to version {version} the engine's log-probs differ from the "
+            f"trainer's by up to {largest:.3g} (allowed: {tolerance:g}); its weights are not the "
+            "trainer's"
+        )
+    return largest

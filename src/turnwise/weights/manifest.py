@@ -1,0 +1,57 @@
+"""What one weight update carries: names, types, shapes and places of its tensors, and a version."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor's place in the buffer: `nbytes` from byte `offset`."""
+
+    name: str
+    dtype: str
+    """torch's name of the type, such as `float32`."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, buffer: Any) -> torch.Tensor:
+        """The tensor in a writable buffer, without a copy."""
+        dtype = getattr(torch, self.dtype)
+        count = self.nbytes // dtype.itemsize
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=self.offset)
+        return flat.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One update under `version`: where its bytes lie, and what they mean."""
+
+    version: int
+    path: str
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> "Manifest":
+        tensors = (TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in tree["tensors"])
+        return cls(tree["version"], tree["path"], tree["nbytes"], tuple(tensors))
+
+
+def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Entries for named tensors one after the other, aligned, and the bytes that they take."""
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(entries), offset
