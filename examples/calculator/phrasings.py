@@ -110,17 +110,18 @@ _UNSEEN = (
         frame="Please work out {so_far} for me.",
     ),
     Phrasing(
-        name="left-to-right",
+        name="symbols",
         seen=False,
         opening="{n}",
-        steps=_suffixes(" + {n}", " - {n}", " * {n}"),
-        frame="From left to right: {so_far} = ?",
+        first=_suffixes(" + {n}", " - {n}", " * {n}"),
+        steps=_suffixes(", then + {n}", ", then - {n}", ", then * {n}"),
+        frame="Compute {so_far}, please.",
     ),
     Phrasing(
         name="shop",
         seen=False,
         opening="A shop has {n} {thing}",
-        steps=_suffixes(". It gets {n} more", ". It sells {n}", ". It multiplies them by {n}"),
+        steps=_suffixes(", gets {n} more", ", sells {n}", ", multiplies them by {n}"),
         frame="{so_far}. How many {thing} does it have?",
     ),
     Phrasing(
@@ -131,16 +132,15 @@ _UNSEEN = (
         frame="{so_far}. What does the display show?",
     ),
     Phrasing(
-        name="increase",
+        name="it",
         seen=False,
-        opening="{n}",
-        first={
-            "+": "Increase {so_far} by {n}",
-            "-": "Decrease {so_far} by {n}",
-            "*": "Multiply {so_far} by {n}",
-        },
-        steps=_suffixes(", increase it by {n}", ", decrease it by {n}", ", multiply it by {n}"),
-        frame="{so_far} and tell me the result.",
+        opening="A number is {n}",
+        steps=_suffixes(
+            ", then it is increased by {n}",
+            ", then it is decreased by {n}",
+            ", then it is multiplied by {n}",
+        ),
+        frame="{so_far}. What is it now?",
     ),
 )
 

@@ -27,7 +27,7 @@ class WarmStart:
     goal: float = 0.45
     updates: int = 2000
     conversations: int = 32
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
     warmup: int = 20
     check_every: int = 10
     validation: int = 200

@@ -68,6 +68,7 @@ def main() -> None:
     # Plug-ins are named relative to where the command is run.
     sys.path.insert(0, os.getcwd())
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
     app()
 
 

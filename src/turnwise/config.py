@@ -159,8 +159,6 @@ class EngineConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["shm"] = "shm"
-    """How weights reach the engine: shm is a shared-memory file on one host."""
     update_timeout: PositiveFloat = 120.0
     """Seconds for one update to land and be checked."""
     canary_tolerance: PositiveFloat | None = None

@@ -129,7 +129,7 @@ class VllmEngine:
                     final = output
         except vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during request {request_id}") from error
-        except ValueError as error:
+        except (ValueError, vllm.VLLMValidationError) as error:
             raise InputError(f"{self.name} refused {request_id}: {error}") from error
         finally:
             self._pending.discard(request_id)

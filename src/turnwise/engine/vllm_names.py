@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -62,6 +63,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ToolParserManager",
+    "VLLMValidationError",
     "WeightTransferConfig",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",

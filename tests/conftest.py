@@ -1,0 +1,94 @@
+"""What tests share: one untrained model, one engine and one Ray for the whole session."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from examples.calculator.prepare import prepare
+from examples.calculator.warm_start import WarmStart
+from turnwise.config import Config, parse_config
+from turnwise.engine.remote import RemoteEngine
+from turnwise.ray_calls import start_ray
+from turnwise.trajectory import ChatTemplate
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The calculator example's files, around a model that was hardly trained."""
+    folder = tmp_path_factory.mktemp("calculator")
+    torch.set_num_threads(2)
+    prepare(folder, seed=0, options=WarmStart(updates=5), train=64, heldout=16)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_path(build: Path) -> str:
+    return str(build / "model")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: str) -> Any:
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture(scope="session")
+def template(tokenizer: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    """A small configuration; arguments replace whole sections."""
+
+    def make(**sections: Any) -> Config:
+        tree: dict[str, Any] = {
+            "environment": "examples.calculator.environment:Calculator",
+            "output_dir": str(tmp_path_factory.mktemp("runs")),
+            "model": {"path": str(build / "model"), "max_length": 512},
+            "data": {
+                "path": str(build / "train.jsonl"),
+                "eval_path": str(build / "heldout.jsonl"),
+            },
+            "sampling": {"n": 4, "max_tokens": 16},
+            "engine": {"logits_processors": ["tests.forced_tokens:ForcedTokens"]},
+            "training": {"steps": 2, "learning_rate": 1e-3},
+        }
+        return parse_config(tree | sections)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ray_started() -> Iterator[None]:
+    import ray
+
+    start_ray(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+async def engine(
+    ray_started: None, make_config: Callable[..., Config]
+) -> AsyncIterator[RemoteEngine]:
+    """The real engine, in its own process; tests that change its weights put them back."""
+    config = make_config()
+    engine = await RemoteEngine.start(
+        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
+    )
+    yield engine
+    await engine.shutdown()
+
+
+def command_environment() -> dict[str, str]:
+    """The environment of a turnwise command that a test starts."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}

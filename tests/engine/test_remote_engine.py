@@ -1,0 +1,226 @@
+"""The real vLLM engine, in its own process, through the `Engine` protocol."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine import Completion, VersionSpan
+from turnwise.engine.remote import RemoteEngine
+from turnwise.errors import DeadlineError, EngineError, InputError
+from turnwise.training.scoring import token_logprobs
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def reference(model_path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: Any, completion: Completion, sampling: SamplingConfig) -> list[float]:
+    ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, len(PROMPT) :] = True
+    with torch.no_grad():
+        values: list[float] = token_logprobs(model, ids, mask, sampling).tolist()
+    return values
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(max_tokens=24),
+        SamplingConfig(max_tokens=24, temperature=0.7),
+        SamplingConfig(max_tokens=24, temperature=1.3, top_k=5),
+        SamplingConfig(max_tokens=24, top_p=0.6),
+        SamplingConfig(max_tokens=24, temperature=0.8, top_k=50, top_p=0.7),
+    ],
+    ids=["plain", "cold", "hot-top-k", "top-p", "all"],
+)
+async def test_logprobs_are_those_that_the_trainer_computes(
+    engine: RemoteEngine, reference: Any, sampling: SamplingConfig
+) -> None:
+    completion = await engine.generate(PROMPT, sampling, "logprobs")
+    expected = reference_logprobs(reference, completion, sampling)
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    assert completion.version_spans == [VersionSpan(0, 0, len(completion.token_ids))]
+    assert completion.weight_versions == [0] * len(completion.token_ids)
+
+
+async def test_greedy_takes_the_most_likely_token(engine: RemoteEngine, reference: Any) -> None:
+    sampling = SamplingConfig(temperature=0, max_tokens=8)
+    completion = await engine.generate(PROMPT, sampling, "greedy")
+    ids = list(PROMPT)
+    with torch.no_grad():
+        for token in completion.token_ids:
+            assert int(reference(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+
+
+async def test_prompt_logprobs_come_on_request(engine: RemoteEngine, reference: Any) -> None:
+    plain = await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "without")
+    assert plain.prompt_logprobs is None
+    scored = await engine.generate(
+        PROMPT, SamplingConfig(max_tokens=1, prompt_logprobs=True), "with"
+    )
+    assert scored.prompt_logprobs is not None
+    ids = torch.tensor([PROMPT])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    with torch.no_grad():
+        expected = token_logprobs(reference, ids, mask, SamplingConfig()).tolist()
+    assert scored.prompt_logprobs[0] is None
+    assert scored.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_limits_are_kept(engine: RemoteEngine, tokenizer: Any) -> None:
+    eos = tokenizer.eos_token_id
+    script = {"script": [[7, 8, eos, 9, 10, 11]]}
+
+    async def finish(**changes: Any) -> Completion:
+        sampling = SamplingConfig(max_tokens=6, logits_processor_args=script, **changes)
+        return await engine.generate(PROMPT, sampling, f"limits-{changes}")
+
+    stopped = await finish()
+    assert (stopped.token_ids, stopped.finish_reason) == ([7, 8, eos], "stop")
+    ignored = await finish(ignore_eos=True)
+    assert (ignored.token_ids, ignored.finish_reason) == ([7, 8, eos, 9, 10, 11], "length")
+    by_id = await finish(stop_token_ids=[8])
+    assert (by_id.token_ids, by_id.finish_reason) == ([7, 8], "stop")
+    at_least = await finish(min_tokens=5)
+    assert len(at_least.token_ids) >= 5
+
+
+async def test_a_stop_string_ends_the_turn_and_stays_in_it(
+    engine: RemoteEngine, tokenizer: Any
+) -> None:
+    ids = tokenizer.encode("one <tool_call>x</tool_call> more", add_special_tokens=False)
+    sampling = SamplingConfig(stop=["</tool_call>"], logits_processor_args={"script": [ids]})
+    completion = await engine.generate(PROMPT, sampling, "stop-string")
+    assert completion.finish_reason == "stop"
+    assert tokenizer.decode(completion.token_ids) == "one <tool_call>x</tool_call>"
+
+
+async def test_a_seed_repeats_a_request_among_others(engine: RemoteEngine) -> None:
+    sampling = SamplingConfig(max_tokens=16)
+    alone = await engine.generate(PROMPT, sampling, "seed-alone", 7)
+    crowd = await asyncio.gather(
+        *(engine.generate(PROMPT, sampling, f"seed-{i}", seed) for i, seed in enumerate([7, 8, 9]))
+    )
+    assert crowd[0].token_ids == alone.token_ids
+    assert len({tuple(c.token_ids) for c in crowd}) == 3
+
+
+async def test_a_shared_prefix_is_computed_once(engine: RemoteEngine) -> None:
+    prompt = [i % 300 for i in range(200)]
+    await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-1")
+    again = await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-2")
+    assert again.cached_tokens >= 160
+    await engine.reset_prefix_cache()
+    fresh = await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-3")
+    assert fresh.cached_tokens == 0
+
+
+async def test_an_aborted_request_returns_what_it_has(engine: RemoteEngine) -> None:
+    sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-abort"))
+    await asyncio.sleep(0.2)
+    assert await engine.load() == 1
+    await engine.abort("to-abort")
+    completion = await running
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
+
+
+async def test_a_cancelled_caller_frees_the_engine(engine: RemoteEngine) -> None:
+    sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-cancel"))
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(5):
+        while await engine.load():  # noqa: ASYNC110 (another process's count)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_pause_freezes_requests_and_a_resume_goes_on(engine: RemoteEngine) -> None:
+    sampling = SamplingConfig(max_tokens=100, ignore_eos=True)
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-pause"))
+    await asyncio.sleep(0.05)
+    await engine.pause("keep")
+    done, _ = await asyncio.wait([running], timeout=0.5)
+    assert not done
+    await engine.resume()
+    completion = await running
+    assert len(completion.token_ids) == 100
+
+
+async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteEngine) -> None:
+    sampling = SamplingConfig(temperature=0, max_tokens=8)
+    before = await engine.generate(PROMPT, sampling, "awake")
+    await engine.sleep()
+    await engine.wake_up()
+    await engine.check_health()
+    after = await engine.generate(PROMPT, sampling, "awake-again")
+    assert after.token_ids == before.token_ids
+
+
+async def test_a_prompt_that_the_engine_refuses_is_a_sentence(engine: RemoteEngine) -> None:
+    with pytest.raises(InputError, match="engine-0 refused too-long"):
+        await engine.generate([5] * 600, SamplingConfig(max_tokens=1), "too-long")
+    await engine.check_health()
+
+
+def test_a_completion_without_a_logprob_is_an_error() -> None:
+    with pytest.raises(EngineError, match="2 tokens with 1 log-probs"):
+        Completion([1, 2], [-0.5], [VersionSpan(0, 0, 2)], "stop")
+    with pytest.raises(EngineError, match="weight versions for 1 of them"):
+        Completion([1, 2], [-0.5, -0.5], [VersionSpan(0, 0, 1)], "stop")
+
+
+async def test_a_model_that_vllm_cannot_serve_is_a_sentence(
+    ray_started: None, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(engine={"extra": {"no_such_argument": 1}})
+    with pytest.raises(InputError, match="no_such_argument"):
+        await RemoteEngine.start(
+            config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
+        )
+
+
+async def test_deadlines_name_the_engine_and_death_is_told_at_once(
+    ray_started: None, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(engine={"request_timeout": 0.5})
+    engine = await RemoteEngine.start(
+        config.model,
+        config.engine,
+        name="engine-7",
+        worker_extension=WORKER_EXTENSION,
+        weight_backend=BACKEND,
+    )
+    endless = SamplingConfig(max_tokens=400, ignore_eos=True)
+    try:
+        await engine.pause("keep")
+        with pytest.raises(DeadlineError, match=r"engine-7 did not finish request slow in 0\.5 s"):
+            await engine.generate(PROMPT, endless, "slow")
+        await engine.resume()
+        running = asyncio.create_task(engine.generate(PROMPT, endless, "doomed"))
+        await asyncio.sleep(0.1)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="engine-7 died"):
+            async with asyncio.timeout(5):
+                await running
+        with pytest.raises(EngineError, match="engine-7"):
+            await engine.check_health()
+    finally:
+        await engine.shutdown()

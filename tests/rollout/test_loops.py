@@ -1,0 +1,294 @@
+"""Agent loops and the runner on the real engine, which is made to say what a test needs."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.remote import RemoteEngine
+from turnwise.errors import InputError, StepError
+from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.trajectory import ChatTemplate, Trajectory
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    text = str(arguments).replace("'", '"')
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+CROWD = asyncio.Barrier(16)
+
+
+class Desk:
+    """An environment with a tool of each kind; the reward is the row's."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = [{"role": "user", "content": row["question"]}]
+        self.tools = [self.double, self.meet, self.crowd, self.nap, self.fail]
+        self.row = row
+        self.pair = asyncio.Barrier(2)
+
+    def double(self, x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: The number.
+        """
+        return 2 * x
+
+    async def meet(self, name: str) -> str:
+        """Wait until two calls of this trajectory are here.
+
+        Args:
+            name: Who comes.
+        """
+        await self.pair.wait()
+        return f"{name} met"
+
+    async def crowd(self) -> str:
+        """Wait until sixteen trajectories are here."""
+        await CROWD.wait()
+        return "all here"
+
+    async def nap(self) -> None:
+        """Sleep for a minute."""
+        await asyncio.sleep(60)
+
+    def fail(self) -> None:
+        """Fail."""
+        raise RuntimeError("broken")
+
+    def reward(self, trajectory: Trajectory) -> float:
+        if self.row.get("reward") == "error":
+            raise ValueError("cannot judge")
+        return float(self.row.get("reward", 1.0))
+
+
+class SlowDesk(Desk):
+    async def reward(self, trajectory: Trajectory) -> float:  # type: ignore[override]
+        await asyncio.sleep(60)
+        return 0.0
+
+
+class UntypedDesk(Desk):
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+
+        def tool(x):  # type: ignore[no-untyped-def]
+            """Do something.
+
+            Args:
+                x: Something.
+            """
+
+        self.tools = [tool]
+
+
+class BrokenLoop:
+    async def run(self, environment: Any, context: Any) -> None:
+        await context.sample(context.template.render(environment.problem))
+        raise KeyError("oops")
+
+
+@pytest.fixture(scope="module")
+def attempt(
+    engine: RemoteEngine, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
+) -> Callable[..., Any]:
+    async def run(
+        script: list[str],
+        environment: str = "Desk",
+        row: dict[str, Any] | None = None,
+        n: int = 1,
+        sampling: dict[str, Any] | None = None,
+        max_length: int = 512,
+        **rollout: Any,
+    ) -> Group:
+        config = make_config(
+            environment=f"tests.rollout.test_loops:{environment}",
+            rollout={"loop": "tool_calling", **rollout},
+            model={**make_config().model.model_dump(), "max_length": max_length},
+        )
+        turns = [template.encode(turn) for turn in script]
+        values = {"n": n, "max_tokens": 200, **(sampling or {})}
+        chosen = SamplingConfig(**values, logits_processor_args={"script": turns})
+        runner = Runner(config, tokenizer)
+        problem = Problem("desk:1", {"question": "Go.", **(row or {})})
+        return await runner.run_group(engine, problem, chosen, f"t{time.perf_counter_ns()}")
+
+    return run
+
+
+END = "<|im_end|>"
+
+
+async def test_calls_of_one_turn_run_together_and_keep_their_order(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    said = [
+        call("meet", name="Ada") + call("double", x=21) + call("meet", name="Bob") + END,
+        "The answer is 42." + END,
+    ]
+    group = await attempt(said)
+    (trajectory,) = group.trajectories
+    assert trajectory.status == "completed"
+    assert trajectory.reward == 1.0
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == [
+        "Ada met",
+        "42",
+        "Bob met",
+    ]
+    assert trajectory.final_text == "The answer is 42."
+    assert trajectory.events == {"tool_call": 3}
+    sampled = [template.encode(turn) for turn in said]
+    assert [turn.completion_token_ids for turn in trajectory.turns] == sampled
+
+
+async def test_the_ids_are_those_that_the_template_renders(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    group = await attempt([call("double", x=4) + END, "8" + END])
+    (trajectory,) = group.trajectories
+    from turnwise.rollout.tools import Toolbox
+
+    desk = Desk({"question": "Go."})
+    schemas = Toolbox(desk.tools, timeout=1, max_chars=10).schemas
+    rendered = template.render(trajectory.messages, tools=schemas, add_generation_prompt=False)
+    length = len(trajectory.token_ids)
+    assert trajectory.token_ids == rendered[:length]
+    assert template.decode(rendered[length:]).strip() == ""
+    assert len(trajectory.logprobs) == length
+    assert sum(trajectory.response_mask) == sum(
+        len(turn.completion_token_ids) for turn in trajectory.turns
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "event"),
+    [
+        (call("undo", x=1), "there is no tool 'undo'", "tool_unknown"),
+        (call("double", x="two"), "x: Input should be a valid integer", "tool_bad_arguments"),
+        (call("fail"), "RuntimeError: broken", "tool_error"),
+        (call("nap"), "did not answer within 0.2 s", "tool_timeout"),
+        ("<tool_call>\n{nonsense\n</tool_call>", "cannot be read", "tool_malformed"),
+        (call("double", x=10**80), "0\n[21 more characters left out]", "tool_truncated"),
+    ],
+)
+async def test_a_bad_call_is_answered_and_counted_and_the_model_goes_on(
+    attempt: Callable[..., Any], said: str, answer: str, event: str
+) -> None:
+    group = await attempt([said + END, "I see." + END], tool_timeout=0.2, tool_max_chars=60)
+    (trajectory,) = group.trajectories
+    (result,) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert answer in result
+    assert trajectory.events[event] == 1
+    assert trajectory.final_text == "I see."
+
+
+async def test_limits_end_a_trajectory_with_a_status_and_keep_it(
+    attempt: Callable[..., Any],
+) -> None:
+    endless = [call("double", x=i) + END for i in range(10)]
+    (many,) = (await attempt(endless, max_turns=2)).trajectories
+    assert (many.status, len(many.turns), many.events["tool_call"]) == ("max_turns", 2, 1)
+    (cut,) = (await attempt(["a" * 60], sampling={"max_tokens": 5})).trajectories
+    assert (cut.status, cut.sampled_tokens) == ("length", 5)
+    (full,) = (await attempt(endless, max_length=240)).trajectories
+    assert full.status in ("context_full", "length")
+    assert len(full.token_ids) <= 240
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("reward_error", {"row": {"reward": "error"}}),
+        ("loop_error", {"loop": "tests.rollout.test_loops:BrokenLoop"}),
+        ("trajectory_timeout", {"environment": "SlowDesk", "trajectory_timeout": 0.5}),
+    ],
+)
+async def test_a_failure_is_counted_under_its_reason(
+    attempt: Callable[..., Any], reason: str, options: dict[str, Any]
+) -> None:
+    group = await attempt(["Hello." + END], n=3, **options)
+    assert group.trajectories == []
+    assert group.dropped == {reason: 3}
+    with pytest.raises(StepError, match=f"3 of 3 trajectories failed \\({reason}: 3\\)"):
+        check_failures([group], 0.5, "rollouts")
+
+
+def test_a_few_failures_do_not_end_a_step() -> None:
+    group = Group("p", [Trajectory("p"), Trajectory("p")])
+    group.dropped["reward_error"] = 2
+    assert check_failures([group], 0.5, "rollouts") == {"reward_error": 2}
+
+
+async def test_one_group_runs_side_by_side(attempt: Callable[..., Any]) -> None:
+    group = await attempt([call("crowd") + END, "Done." + END], n=16)
+    assert [t.sample_index for t in group.trajectories] == list(range(16))
+    assert {t.messages[2]["content"] for t in group.trajectories} == {"all here"}
+
+
+async def test_a_single_turn_offers_no_tools(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    (trajectory,) = (await attempt(["Yes." + END], loop="single_turn")).trajectories
+    (turn,) = trajectory.turns
+    assert turn.added_token_ids == template.render([{"role": "user", "content": "Go."}])
+    assert (trajectory.final_text, trajectory.status) == ("Yes.", "completed")
+
+
+async def test_interleaved_results_stand_inside_the_turn_and_are_not_trained(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    said = ["I double: " + call("double", x=4), " and again " + call("double", x=8), " 16." + END]
+    (trajectory,) = (await attempt(said, loop="interleaved")).trajectories
+    assert trajectory.status == "completed"
+    assert trajectory.events == {"tool_call": 2}
+    texts = [template.decode(turn.completion_token_ids) for turn in trajectory.turns]
+    assert texts == [*said[:2], " 16."]
+    between = [template.decode(turn.added_token_ids) for turn in trajectory.turns[1:]]
+    shown = [f"\n<tool_response>\n{n}\n</tool_response>\n" for n in (8, 16)]
+    assert between == shown
+    assert trajectory.final_text == said[0] + shown[0] + said[1] + shown[1] + " 16."
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant"]
+    assert sum(trajectory.response_mask) == sum(len(template.encode(turn)) for turn in said)
+
+
+async def test_an_interleaved_call_that_fails_is_answered_too(attempt: Callable[..., Any]) -> None:
+    said = ["<tool_call>{</tool_call>", " sorry." + END]
+    (trajectory,) = (await attempt(said, loop="interleaved")).trajectories
+    assert trajectory.events == {"tool_malformed": 1}
+    assert "cannot be read" in trajectory.final_text
+
+
+def test_a_check_before_the_run_names_the_row(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    long = {"question": "word " * 1000}
+    runner = Runner(make_config(environment="tests.rollout.test_loops:Desk"), tokenizer)
+    with pytest.raises(InputError, match=r"rows\.jsonl:2 has no field 'question'; it has: text"):
+        runner.check([Problem("rows.jsonl:2", {"text": "x"})])
+    with pytest.raises(InputError, match=r"rows\.jsonl:3: its prompt of \d+ tokens does not fit"):
+        runner.check([Problem("rows.jsonl:3", long)])
+    untyped = Runner(make_config(environment="tests.rollout.test_loops:UntypedDesk"), tokenizer)
+    with pytest.raises(InputError, match="tool tool cannot be offered"):
+        untyped.check([Problem("rows.jsonl:1", {"question": "Go."})])
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ("no_such_module:X", "no_such_module cannot be imported"),
+        ("tests.rollout.test_loops:X", "tests.rollout.test_loops has no X"),
+        ("nonsense", "reads package.module:Name"),
+    ],
+)
+def test_a_plug_in_that_is_not_there_is_named(
+    make_config: Callable[..., Config], tokenizer: Any, environment: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=f"environment.*{message}"):
+        Runner(make_config(environment=environment), tokenizer)
+    with pytest.raises(InputError, match=rf"rollout\.loop.*{message}"):
+        Runner(make_config(rollout={"loop": environment}), tokenizer)

@@ -1,0 +1,147 @@
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import turnwise
+from turnwise.config import (
+    REPLACED_KEYS,
+    dump_config,
+    explain_config,
+    known_keys,
+    load_config,
+    parse_config,
+)
+from turnwise.errors import InputError
+
+SOURCES = Path(turnwise.__file__).parent
+
+
+def minimal(**more: Any) -> dict[str, Any]:
+    return {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}, **more}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(minimal()))
+    return path
+
+
+def test_an_override_reaches_its_key_as_yaml(file: Path) -> None:
+    config = load_config(
+        file, ["training.steps=7", "sampling.stop=[a, b]", "data.limit=null", "name=x=y"]
+    )
+    assert config.training.steps == 7
+    assert config.sampling.stop == ["a", "b"]
+    assert config.data.limit is None
+    assert config.name == "x=y"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("sampling.temprature", "sampling.temperature"),
+        ("training.step", "training.steps"),
+        ("samplng", "sampling"),
+        ("temperature", "sampling.temperature"),
+        ("eval.sampling.topp", "eval.sampling.top_p"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant: str) -> None:
+    with pytest.raises(InputError, match=rf"there is no key {key}; did you mean {meant}\?"):
+        load_config(file, [f"{key}=1"])
+
+
+@pytest.mark.parametrize("key", sorted(REPLACED_KEYS))
+def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> None:
+    with pytest.raises(InputError, match=rf"engine\.{key} is gone: .*(sampling|engine)"):
+        load_config(file, [f"engine.{key}=1"])
+
+
+def test_every_mistake_is_named_at_once(file: Path) -> None:
+    with pytest.raises(InputError) as error:
+        load_config(file, ["training.steps=many", "sampling.top_p=2", "no.such=1"])
+    for part in ("training.steps", "sampling.top_p", "no"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("- 1", "must hold keys and values"),
+        ("environment: a:B\ndata: {path: d}", r"model must be set"),
+        ("model: {}\nenvironment: a:B\ndata: {path: d}", r"model\.path must be set"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no configuration file .*nothing\.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling": {"min_tokens": 9, "max_tokens": 8}},
+        {"engine": {"max_num_batched_tokens": 16}},
+        {"deterministic": True, "training": {"max_staleness": 1}},
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        parse_config(minimal(**more))
+
+
+def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
+    config = parse_config(minimal(sampling={"stop": ["\n", "é"], "top_p": 0.5}))
+    for text in (dump_config(config), explain_config(config)):
+        path = tmp_path / "again.yaml"
+        path.write_text(text)
+        assert load_config(path) == config
+
+
+def test_every_key_has_a_meaning_and_there_are_fewer_than_eighty() -> None:
+    keys = known_keys()
+    assert all(keys.values()), [key for key, meaning in keys.items() if not meaning]
+    assert len(keys) < 80
+
+
+def test_every_key_is_read_somewhere() -> None:
+    assert unread(known_keys()) == []
+
+
+def test_a_key_that_nothing_reads_is_found() -> None:
+    assert unread(["training.no_such_key", "no_such"]) == ["training.no_such_key", "no_such"]
+
+
+def unread(keys: Iterable[str]) -> list[str]:
+    """The keys that no source reads as an attribute of their section.
+
+    A section is passed around under its own name, or as `config` inside its own room.
+    """
+    read: set[tuple[str, str]] = set()
+    for path in SOURCES.rglob("*.py"):
+        if path.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")
+                read.add((owner.lstrip("_"), node.attr))
+    missing = []
+    for key in keys:
+        *sections, leaf = key.split(".")
+        owners = {sections[-1], "config"} if sections else {"config"}
+        if not any((owner, leaf) in read for owner in owners):
+            missing.append(key)
+    return missing

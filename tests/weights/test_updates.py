@@ -1,0 +1,169 @@
+"""Weights from the trainer's memory into the real engine."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnwise.config import SamplingConfig
+from turnwise.engine import VersionSpan
+from turnwise.engine.remote import RemoteEngine
+from turnwise.errors import InputError, WeightUpdateError
+from turnwise.training.scoring import token_logprobs
+from turnwise.weights.canary import canary_prompt, check_canary
+from turnwise.weights.shm import ShmSender
+
+PROMPT = list(range(5, 45))
+
+
+class Trainer:
+    """A model whose weights a test changes, and the transport that publishes them."""
+
+    def __init__(self, path: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.original = {k: v.detach().clone() for k, v in self.model.named_parameters()}
+        self.sender = ShmSender(self.model.named_parameters())
+        self.canary = canary_prompt(self.model.config.vocab_size)
+
+    def perturb(self, scale: float) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.original[name])
+                parameter.add_(torch.randn_like(parameter), alpha=scale)
+
+    def write(self, version: int) -> dict[str, Any]:
+        return self.sender.write(version, self.model.named_parameters()).to_dict()
+
+    def logprobs(self, ids: list[int], start: int) -> list[float]:
+        ids_1T = torch.tensor([ids])
+        mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
+        mask_1T[:, start:] = True
+        with torch.no_grad():
+            values: list[float] = token_logprobs(
+                self.model, ids_1T, mask_1T, SamplingConfig()
+            ).tolist()
+        return values
+
+
+@pytest.fixture(scope="module")
+def trainer(model_path: str) -> Iterator[Trainer]:
+    trainer = Trainer(model_path)
+    yield trainer
+    trainer.sender.close()
+
+
+@pytest.fixture(autouse=True)
+async def original_weights_after(engine: RemoteEngine, trainer: Trainer) -> AsyncIterator[None]:
+    yield
+    trainer.perturb(0.0)
+    await engine.update_weights(trainer.write(0))
+
+
+async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
+    engine: RemoteEngine, trainer: Trainer
+) -> None:
+    assert trainer.model.config.tie_word_embeddings  # the case that a plain reload gets wrong
+    for version in (1, 2, 3):
+        trainer.perturb(0.05)
+        await engine.update_weights(trainer.write(version))
+        completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
+        expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        assert set(completion.weight_versions) == {version}
+
+
+async def test_the_canary_sings_only_when_engine_and_trainer_agree(
+    engine: RemoteEngine, trainer: Trainer
+) -> None:
+    trainer.perturb(0.05)
+    await engine.update_weights(trainer.write(4))
+    expected = trainer.logprobs(trainer.canary, 1)
+    assert await check_canary(engine, trainer.canary, expected, 1e-3, 4) < 1e-4
+    with torch.no_grad():  # one head of one layer that the engine never got
+        trainer.model.model.layers[1].self_attn.o_proj.weight[:, :8] += 0.5
+    expected = trainer.logprobs(trainer.canary, 1)
+    with pytest.raises(WeightUpdateError, match=r"version 4 .* differ .* by up to \d") as error:
+        await check_canary(engine, trainer.canary, expected, 1e-3, 4)
+    now = (
+        await engine.generate(
+            trainer.canary, SamplingConfig(max_tokens=1, prompt_logprobs=True), "now"
+        )
+    ).prompt_logprobs
+    assert now is not None
+    largest = max(abs(a - b) for a, b in zip(now[1:], expected, strict=True) if a is not None)
+    assert f"by up to {largest:.3g}" in str(error.value)
+
+
+async def test_requests_in_flight_go_on_under_the_new_weights(
+    engine: RemoteEngine, trainer: Trainer
+) -> None:
+    sampling = SamplingConfig(max_tokens=300, ignore_eos=True)
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, "in-flight"))
+    await asyncio.sleep(0.2)
+    trainer.perturb(0.05)
+    await engine.update_weights(trainer.write(5))
+    completion = await running
+    first, second = completion.version_spans
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, 300)
+    assert first.end == second.start > 0
+    expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
+    assert completion.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-3)
+    assert max(map(abs, map(lambda a, b: a - b, completion.logprobs, expected))) > 1e-2
+
+
+async def test_the_next_version_can_be_written_while_one_is_read(
+    engine: RemoteEngine, trainer: Trainer
+) -> None:
+    trainer.perturb(0.05)
+    manifest = trainer.write(6)
+    expected = trainer.logprobs(trainer.canary, 1)
+    trainer.perturb(0.05)
+    following = trainer.write(7)
+    assert following["path"] != manifest["path"]
+    await engine.update_weights(manifest)
+    assert await check_canary(engine, trainer.canary, expected, 1e-3, 6) < 1e-4
+
+
+@pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "short"])
+async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
+    engine: RemoteEngine, trainer: Trainer, damage: str
+) -> None:
+    trainer.perturb(0.05)
+    manifest = trainer.write(8)
+    tensors = list(manifest["tensors"])
+    if damage == "twice":
+        tensors.append(tensors[0])
+    elif damage == "beyond":
+        tensors[-1] = {**tensors[-1], "offset": manifest["nbytes"]}
+    elif damage == "gone":
+        manifest["path"] = "/proc/self/fd/999"
+    else:
+        manifest["nbytes"] *= 2
+    words = {"twice": "stands twice", "beyond": "beyond", "gone": "cannot", "short": "bytes, not"}
+    with pytest.raises(WeightUpdateError, match=words[damage]):
+        await engine.update_weights({**manifest, "tensors": tuple(tensors)})
+    completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"after-{damage}")
+    assert completion.version_spans == [VersionSpan(0, 0, len(completion.token_ids))]
+
+
+def test_the_buffers_have_no_name_that_could_stay_behind(trainer: Trainer) -> None:
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("turnwise")]
+
+
+def test_too_little_shared_memory_says_how_much_is_needed() -> None:
+    huge = torch.empty(2**50, device="meta", dtype=torch.float32)
+    with pytest.raises(InputError, match=r"/dev/shm has \d+ MiB free, .* 4294967296 MiB each"):
+        ShmSender([("weight", huge)])
+
+
+def test_a_tensor_that_changes_its_shape_or_name_is_refused() -> None:
+    sender = ShmSender([("a", torch.zeros(4))])
+    with pytest.raises(WeightUpdateError, match="the shape or type of a changed"):
+        sender.write(1, [("a", torch.zeros(5))])
+    with pytest.raises(WeightUpdateError, match="tensors changed: a, b"):
+        sender.write(1, [("b", torch.zeros(4))])
+    sender.close()
