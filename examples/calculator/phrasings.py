@@ -121,7 +121,7 @@ _UNSEEN = (
         name="shop",
         seen=False,
         opening="A shop has {n} {thing}",
-        steps=_suffixes(", gets {n} more", ", sells {n}", ", multiplies them by {n}"),
+        steps=_suffixes(", gets {n} more", ", loses {n}", ", multiplies them by {n}"),
         frame="{so_far}. How many {thing} does it have?",
     ),
     Phrasing(
@@ -132,15 +132,11 @@ _UNSEEN = (
         frame="{so_far}. What does the display show?",
     ),
     Phrasing(
-        name="it",
+        name="if",
         seen=False,
-        opening="A number is {n}",
-        steps=_suffixes(
-            ", then it is increased by {n}",
-            ", then it is decreased by {n}",
-            ", then it is multiplied by {n}",
-        ),
-        frame="{so_far}. What is it now?",
+        opening="If the number {n}",
+        steps=_suffixes(" is increased by {n},", " is decreased by {n},", " is multiplied by {n},"),
+        frame="{so_far} what does it become?",
     ),
 )
 

@@ -67,10 +67,11 @@ async def open_machinery(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
-    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    runner = Runner(config, await asyncio.to_thread(_load_tokenizer, config))
+    runner.check(problems[:1])  # most mistakes show here, before anything is started
     # Threads cannot be cancelled: both are waited for before anything is ended.
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
-    prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, config, tokenizer, problems))
+    prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, runner, problems))
     engine: RemoteEngine | None = None
     try:
         gpus = await asyncio.shield(ray_started)
@@ -91,7 +92,7 @@ async def open_machinery(
                 if training
                 else None
             )
-            runner = await asyncio.shield(prepared)
+            await asyncio.shield(prepared)
         engine = starting_engine.result()
         yield Machinery(engine, runner, starting_policy.result() if starting_policy else None)
     finally:
@@ -120,10 +121,10 @@ def _load_tokenizer(config: Config) -> Any:
         ) from error
 
 
-def _prepare(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> Runner:
-    runner = Runner(config, tokenizer)
+def _prepare(runner: Runner, problems: Sequence[Problem]) -> None:
+    """What takes seconds: every row's prompt, and vLLM's parsers."""
     runner.check(problems)
-    return runner
+    _ = runner.tool_parser
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
+_CONNECT_SECONDS = 5.0
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
 
@@ -32,11 +34,19 @@ def start_ray(address: str | None) -> float:
         if address is None:
             ray.init(include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **options)
         else:
+            _knock(address)
             ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
     return float(ray.cluster_resources().get("GPU", 0))
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nobody listens; Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
 
 
 async def reply_of(

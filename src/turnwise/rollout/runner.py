@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from turnwise.config import Config, SamplingConfig
@@ -54,16 +55,21 @@ class Runner:
     """Makes groups with one environment type and one agent loop.
 
     Raises:
-        InputError: when the environment, the loop or the tool parser cannot be loaded.
+        InputError: when the environment or the loop cannot be loaded.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config
         self._environment: EnvironmentType = load_object(config.environment, "environment")
         self._template = ChatTemplate(tokenizer, **config.model.template_args)
-        self._tool_parser = ToolParser(config.rollout.tool_parser, tokenizer)
         self._loop = load_loop(config.rollout.loop)
+        self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
+
+    @cached_property
+    def tool_parser(self) -> ToolParser:
+        """Loaded at its first use, because it takes seconds."""
+        return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
 
     def check(self, problems: Sequence[Problem]) -> None:
         """Build every problem's prompt once, before anything is sampled.
@@ -131,7 +137,7 @@ class Runner:
             trajectory=trajectory,
             engine=engine,
             template=self._template,
-            tool_parser=self._tool_parser,
+            tool_parser=self.tool_parser,
             toolbox=self._toolbox(environment),
             rollout=self._config.rollout,
             sampling=sampling,

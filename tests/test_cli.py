@@ -1,0 +1,255 @@
+"""The commands as a person runs them: in a process of their own, on the real stack."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import ROOT, SHARED, command_environment
+from turnwise.config import Config, dump_config
+from turnwise.trajectory import Trajectory, read_jsonl
+
+COMMAND = [sys.executable, "-m", "turnwise.cli"]
+STEP_KEYS = {
+    "step",
+    "reward_mean",
+    "accuracy_heldout",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "staleness_max",
+    "trajectories",
+    "dropped",
+    "weight_version",
+    "weight_update_seconds",
+    "step_seconds",
+}
+TIMES = ("seconds", "per_s")
+
+
+@pytest.fixture
+def file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
+    """A configuration whose model says nonsense and whose rewards depend on the words."""
+    config = make_config(
+        environment="tests.test_cli:Lottery",
+        output_dir=str(tmp_path / "runs"),
+        rollout={"prompts_per_step": 4},
+        engine={},
+        eval={"every": 2, "sampling": {"n": 1, "temperature": 0, "max_tokens": 16}},
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+class Lottery:
+    """Rewards an even number of sampled tokens: a signal that even a nonsense model gives."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = [{"role": "user", "content": row["question"]}]
+        self.tools: list[Any] = []
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(sum(trajectory.turns[-1].completion_token_ids) % 2 == 0)
+
+
+def turnwise(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewhere(
+    file: Path, tmp_path: Path
+) -> None:
+    done = turnwise("train", file, "training.steps=3", "name=whole")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "whole"
+    names = {str(path.relative_to(run)) for path in run.rglob("*")}
+    assert {"config.yaml", "metrics.jsonl", "reward.png", "checkpoints/step-0003"} <= names
+    assert {f"trajectories/step-000{i}.jsonl" for i in (1, 2, 3)} <= names
+    assert any(name.startswith("tensorboard/events") for name in names)
+    assert yaml.safe_load((run / "config.yaml").read_text())["training"]["steps"] == 3
+
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row.keys() >= STEP_KEYS
+        assert row["staleness_max"] == 0
+        assert row["logprob_diff_max"] < 1e-4
+    assert [row["weight_version"] for row in rows] == [0, 1, 2, 3]
+    measured = [row["step"] for row in rows if row["accuracy_heldout"] is not None]
+    assert measured == [0, 2, 3]
+    assert done.stdout.count("step ") == 4
+
+    for step in (1, 2, 3):
+        trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
+        assert len(trajectories) == rows[step]["trajectories"] == 16
+        versions = {v for t in trajectories for v in t.weight_versions}
+        assert versions == {-1, step - 1}
+        mean = sum(t.reward or 0 for t in trajectories) / 16
+        assert rows[step]["reward_mean"] == pytest.approx(mean)
+
+    replay = subprocess.run(
+        [sys.executable, "-m", "tests.plain", str(run)],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    turns = sum(len(t.turns) for t in read_jsonl(run / "trajectories" / "eval-0003.jsonl"))
+    assert f"of {turns} greedy turns" in replay.stdout, replay.stderr
+    assert f"Transformers: {turns}, vLLM: {turns}" in replay.stdout
+
+    again = turnwise("train", file, "name=whole")
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+
+
+def test_a_deterministic_run_repeats_itself_bit_for_bit(file: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        done = turnwise("train", file, "deterministic=true", f"name={name}", "sampling.n=4")
+        assert done.returncode == 0, done.stderr
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    files = sorted(p.name for p in (one / "trajectories").iterdir())
+    assert len(files) == 4
+    for name in files:
+        first = (one / "trajectories" / name).read_text()
+        assert first == (two / "trajectories" / name).read_text()
+
+    def timeless(run: Path) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in row.items() if not key.endswith(TIMES)}
+            for row in metrics_of(run)
+        ]
+
+    assert timeless(one) == timeless(two)
+    samples = {
+        t.turns[0].completion_token_ids[0] for t in read_jsonl(one / "trajectories" / files[2])
+    }
+    assert len(samples) > 1  # a group's samples have seeds of their own
+
+
+def test_rollouts_run_ahead_by_at_most_the_bound(file: Path, tmp_path: Path) -> None:
+    done = turnwise("train", file, "training.max_staleness=1", "training.steps=4", "name=ahead")
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(tmp_path / "runs" / "ahead")
+    assert max(row["staleness_max"] for row in rows) == 1
+    assert [row["trajectories"] for row in rows[1:]] == [16] * 4
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    shared_memory = set(os.listdir("/dev/shm"))
+    running = subprocess.Popen(
+        [*COMMAND, "train", str(file), "training.steps=10000", "name=endless"],
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if line.startswith("step    2/"):
+            break
+    pressed = time.monotonic()
+    os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    _, errors = running.communicate(timeout=30)
+    assert time.monotonic() - pressed < 10
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+    ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM", "turnwise"))]
+    _, alive = psutil.wait_procs(left, timeout=3)
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_rollout_writes_what_training_would_sample(file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "made" / "rollouts.jsonl"
+    done = turnwise("rollout", file, "data.limit=3", "--output", output)
+    assert done.returncode == 0, done.stderr
+    trajectories = list(read_jsonl(output))
+    assert len(trajectories) == 12
+    assert "12 trajectories" in done.stdout
+    assert all(math.isfinite(t.reward or 0.0) for t in trajectories)
+
+
+def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model_path: str) -> None:
+    rows = SHARED / "gsm8k" / "test.jsonl"
+    if not rows.exists():
+        pytest.skip("GSM8K is not here")
+    done = turnwise(
+        "eval",
+        "examples/gsm8k/config.yaml",
+        f"data.path={rows}",
+        "data.limit=8",
+        f"model.path={model_path}",
+        f"output_dir={tmp_path}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+    (path,) = tmp_path.rglob("eval.jsonl")
+    assert len(list(read_jsonl(path))) == 8
+
+
+def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
+    done = turnwise("config", file, "training.steps=77")
+    assert done.returncode == 0
+    assert "  # Training steps; one step consumes" in done.stdout
+    assert "  steps: 77\n" in done.stdout
+    assert yaml.safe_load(done.stdout)["training"]["steps"] == 77
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=/no/such/model", "there is no model in /no/such/model"),
+        ("training.stepz=3", "there is no key training.stepz; did you mean training.steps?"),
+        ("engine.swap_space=4", "engine.swap_space is gone"),
+        ("data.path=/no/rows.jsonl", "there is no data file /no/rows.jsonl"),
+        ("environment=tests.test_cli:Nothing", "tests.test_cli has no Nothing"),
+        ("environment=tests.rollout.test_loops:UntypedDesk", "tool tool cannot be offered"),
+        ("environment=examples.gsm8k.environment:Gsm8k", "train.jsonl:1"),
+        ("model.max_length=16", "does not fit the context of 16"),
+        ("rollout.tool_parser=hermez", "vLLM has no tool parser 'hermez'"),
+        ("engine.extra={no_such: 1}", "no_such"),
+        ("ray_address=127.0.0.1:1", "Ray cannot be reached at 127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing_running(
+    file: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    done = turnwise("train", file, override)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM"))]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not alive
