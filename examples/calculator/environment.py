@@ -10,7 +10,7 @@ from turnwise.errors import InputError
 
 from .tool import calculate
 
-_ANSWER = re.compile(r"\banswer is (-?\d+)(?!\d)")
+_ANSWER = re.compile(r"\banswer is (-?\d+)(?![.,]?\d)")
 
 
 class Calculator:

@@ -7,7 +7,7 @@ Writes `model/` (model and tokenizer in Hugging Face's format), `train.jsonl` an
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,20 +43,20 @@ def prepare(
     return last
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="examples.calculator.prepare", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=BUILD)
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(2)
 
     def report(progress: Progress) -> None:
         if progress.updates % 50 == 0:
             print(_line(progress), flush=True)
 
-    print(_line(prepare(arguments.output, arguments.seed, report=report)))
-    print(f"wrote {arguments.output}")
+    print(_line(prepare(options.output, options.seed, report=report)))
+    print(f"wrote {options.output}")
 
 
 def _line(progress: Progress) -> str:
