@@ -4,7 +4,8 @@ A problem is a row with the fields `question`, `answer`, `phrasing` and `steps`,
 `[a, operation, b]`. Numbers in a question have up to four digits, results lie between 0 and
 99999. Every number of two or more digits belongs either to training or to the held-out set,
 by its hash: a held-out question contains held-out numbers only, and no held-out number occurs
-in a training problem, as an operand or as a result. The same seed gives the same rows.
+in a training problem, as an operand or as a result. Single digits occur in training problems
+alone. The same seed gives the same rows.
 """
 
 import json
@@ -21,6 +22,8 @@ Row = dict[str, Any]
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LARGEST_RESULT = 99_999
 _HELD_OUT_ONE_IN = 8
+_LENGTHS = (1, 2, 2, 3, 3, 4, 4)
+"""Digits of an operand, each as likely as it is often here."""
 
 
 def is_held_out(number: int) -> bool:
@@ -41,12 +44,13 @@ _NUMBERS = {held_out: _numbers_by_digits(held_out) for held_out in (False, True)
 
 def _draw_steps(rng: random.Random, held_out: bool) -> list[Step] | None:
     """One chain of operations, or None when a result is out of bounds or held out."""
-    numbers = _NUMBERS[held_out]
+    numbers, lengths = _NUMBERS[held_out], _LENGTHS[1:] if held_out else _LENGTHS
     value = rng.choice(numbers[rng.randint(2, 4)])
     steps: list[Step] = []
     for _ in range(rng.randint(2, 3)):
         operation = rng.choice("+-*")
-        number = rng.choice(numbers[rng.randint(1, 2 if operation == "*" else 4)])
+        digits = rng.choice([n for n in lengths if n <= (2 if operation == "*" else 4)])
+        number = rng.choice(numbers[digits])
         result = _OPERATIONS[operation](value, number)
         if operation == "*" and number == 1:
             return None

@@ -177,6 +177,8 @@ class TrainingConfig(Section):
     """AdamW's learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """After warm-up: constant, or falling linearly towards 0 at the last step."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0

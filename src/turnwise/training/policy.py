@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError
 from turnwise.training.grpo import TokenLoss, grpo_loss
 from turnwise.training.sample import MicroBatch, Sample, micro_batches
@@ -23,6 +23,7 @@ from turnwise.weights.canary import canary_prompt
 from turnwise.weights.shm import ShmSender
 
 _PLAIN = SamplingConfig()
+_ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 
 
 class Policy:
@@ -49,10 +50,10 @@ class Policy:
             self._model.parameters(),
             lr=self._config.learning_rate,
             weight_decay=self._config.weight_decay,
+            betas=_ADAM_BETAS,
         )
-        warmup = self._config.warmup_steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1))
+            self._optimizer, lambda step: _rate(step, self._config)
         )
         self._sender = ShmSender(self._model.named_parameters())
         self._canary = canary_prompt(self._model.config.vocab_size)
@@ -172,6 +173,15 @@ class Policy:
         self._tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
+
+
+def _rate(step: int, training: TrainingConfig) -> float:
+    """The share of the learning rate that optimizer step `step` (from 0) takes."""
+    rising = (step + 1) / (training.warmup_steps + 1)
+    if training.lr_schedule == "constant":
+        return min(1.0, rising)
+    total = training.steps * training.updates_per_step
+    return max(0.0, min(1.0, rising, (total - step) / max(1, total - training.warmup_steps)))
 
 
 def _shares(samples: Sequence[Sample], count: int) -> Iterator[Sequence[Sample]]:
