@@ -16,11 +16,12 @@ setup: $(STAMP)
 
 $(STAMP): requirements/cpu.txt
 	@command -v $(PYTHON) > /dev/null || { echo "turnwise needs $(PYTHON) on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 2; }
-	$(PYTHON) -m venv --clear .venv
-	@$(PIP) download -q --no-deps -d .venv/torch "$$(grep '^torch==' requirements/cpu.txt)" 2> /dev/null \
-	  || $(PIP) download -q --no-deps -d .venv/torch --index-url $(TORCH_INDEX) "$$(grep '^torch==' requirements/cpu.txt)"
-	$(PIP) install -q --no-deps --find-links .venv/torch -r requirements/cpu.txt
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@echo "setting up .venv (pinned requirements, about 3 GB unpacked) ..."
+	@$(PYTHON) -m venv --clear .venv
+	@$(PIP) download -qq --no-deps -d .venv/torch "$$(grep '^torch==' requirements/cpu.txt)" 2> /dev/null \
+	  || $(PIP) download -qq --no-deps -d .venv/torch --index-url $(TORCH_INDEX) "$$(grep '^torch==' requirements/cpu.txt)"
+	@$(PIP) install -qq --no-deps --find-links .venv/torch -r requirements/cpu.txt
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@rm -rf .venv/torch
 	@touch $@
 

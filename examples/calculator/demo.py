@@ -9,6 +9,7 @@ with what changed and where the picture is.
 import argparse
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -34,12 +35,10 @@ def main() -> int:
     name = _free_name(f"calculator-seed{seed}")
     command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}"]
     print(f"\n2. It learns the rest by trying: {' '.join(command)}", flush=True)
-    try:
-        done = subprocess.run([str(Path(sys.executable).with_name("turnwise")), *command[1:]])
-    except KeyboardInterrupt:
-        return 130
-    if done.returncode:
-        return done.returncode
+    with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *command[1:]]) as training:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for it; we wait until it is done
+        if code := training.wait():
+            return code
 
     rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]
     measured = [row["accuracy_heldout"] for row in rows if row["accuracy_heldout"] is not None]
@@ -60,4 +59,7 @@ def _free_name(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

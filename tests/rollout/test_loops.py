@@ -214,7 +214,7 @@ async def test_a_failure_is_counted_under_its_reason(
     group = await attempt(["Hello." + END], n=3, **options)
     assert group.trajectories == []
     assert group.dropped == {reason: 3}
-    with pytest.raises(StepError, match=f"3 of 3 trajectories failed \\({reason}: 3\\)"):
+    with pytest.raises(StepError, match=f"3 of 3 trajectories failed \\(3 {reason}: "):
         check_failures([group], 0.5, "rollouts")
 
 
@@ -254,6 +254,18 @@ async def test_interleaved_results_stand_inside_the_turn_and_are_not_trained(
     assert trajectory.final_text == said[0] + shown[0] + said[1] + shown[1] + " 16."
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant"]
     assert sum(trajectory.response_mask) == sum(len(template.encode(turn)) for turn in said)
+
+
+async def test_prompt_logprobs_are_kept_with_the_ids_that_they_belong_to(
+    attempt: Callable[..., Any],
+) -> None:
+    said = [call("double", x=4) + END, "8" + END]
+    (trajectory,) = (await attempt(said, sampling={"prompt_logprobs": True})).trajectories
+    for turn in trajectory.turns:
+        assert turn.added_logprobs is not None
+        assert len(turn.added_logprobs) == len(turn.added_token_ids)
+    assert trajectory.turns[0].added_logprobs[0] is None
+    assert all(value is not None for value in trajectory.turns[1].added_logprobs)
 
 
 async def test_an_interleaved_call_that_fails_is_answered_too(attempt: Callable[..., Any]) -> None:

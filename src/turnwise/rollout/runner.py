@@ -49,6 +49,8 @@ class Group:
     problem_id: str
     trajectories: list[Trajectory] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    causes: dict[str, str] = field(default_factory=dict)
+    """For each reason in `dropped`, what the first such failure said."""
 
 
 class Runner:
@@ -123,8 +125,9 @@ class Runner:
             except TimeoutError:
                 seconds = self._config.rollout.trajectory_timeout
                 reason, message = "trajectory_timeout", f"not done after {seconds:g} s"
-        logger.warning("dropped %s (%s): %s", name, reason, message)
+        logger.info("dropped %s (%s): %s", name, reason, message)
         group.dropped[reason] += 1
+        group.causes.setdefault(reason, message)
         return None
 
     async def _attempt(
@@ -171,7 +174,8 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: st
     dropped = sum((group.dropped for group in groups), Counter[str]())
     total = dropped.total() + sum(len(group.trajectories) for group in groups)
     if dropped.total() > max_failed_fraction * total:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.most_common())
+        causes = {reason: text for group in groups for reason, text in group.causes.items()}
+        reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
         raise StepError(f"{what}: {dropped.total()} of {total} trajectories failed ({reasons})")
     return dropped
 
