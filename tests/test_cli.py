@@ -152,7 +152,9 @@ def test_a_deterministic_run_repeats_itself_bit_for_bit(file: Path, tmp_path: Pa
 
 
 def test_rollouts_run_ahead_by_at_most_the_bound(file: Path, tmp_path: Path) -> None:
-    done = turnwise("train", file, "training.max_staleness=1", "training.steps=4", "name=ahead")
+    # Fewer rows than a step takes: each comes up several times in it.
+    few = ("data.limit=3", "training.max_staleness=1", "training.steps=4", "name=ahead")
+    done = turnwise("train", file, *few)
     assert done.returncode == 0, done.stderr
     rows = metrics_of(tmp_path / "runs" / "ahead")
     assert max(row["staleness_max"] for row in rows) == 1
@@ -177,6 +179,8 @@ def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -
             break
     pressed = time.monotonic()
     os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    time.sleep(0.3)
+    os.killpg(running.pid, signal.SIGINT)  # the impatient press it twice
     _, errors = running.communicate(timeout=30)
     assert time.monotonic() - pressed < 10
     assert running.returncode == 130
@@ -237,6 +241,7 @@ def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
         ("model.max_length=16", "does not fit the context of 16"),
         ("rollout.tool_parser=hermez", "vLLM has no tool parser 'hermez'"),
         ("engine.extra={no_such: 1}", "no_such"),
+        ("engine.kv_cache_gib=0.00001", "KV cache"),
         ("ray_address=127.0.0.1:1", "Ray cannot be reached at 127.0.0.1:1"),
     ],
 )

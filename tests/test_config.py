@@ -62,6 +62,11 @@ def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> 
         load_config(file, [f"engine.{key}=1"])
 
 
+def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -> None:
+    with pytest.raises(InputError, match=r"engine\.extra\.swap_space is gone"):
+        load_config(file, ["engine.extra={swap_space: 4}"])
+
+
 def test_every_mistake_is_named_at_once(file: Path) -> None:
     with pytest.raises(InputError) as error:
         load_config(file, ["training.steps=many", "sampling.top_p=2", "no.such=1"])

@@ -15,6 +15,7 @@ nor LaTeX is ever evaluated. math-verify's timeouts are switched off: they need 
 only the main thread may handle, and rewards run in worker threads.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -22,6 +23,8 @@ from typing import Any, Literal, Protocol
 from math_verify import ExprExtractionConfig, parse, verify
 
 from turnwise.errors import InputError
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of switched-off timeouts
 
 INSTRUCTION = (
     "Solve the problem step by step; the tool calculate does the arithmetic. End with a line "

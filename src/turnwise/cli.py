@@ -18,6 +18,7 @@ from rich.console import Console
 
 from turnwise.config import Config, explain_config, load_config
 from turnwise.errors import TurnwiseError
+from turnwise.tasks import run_in_thread
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -88,8 +89,13 @@ def _run(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def _interruptible(run: Coroutine[Any, Any, None]) -> None:
     """Cancel the run at the first Ctrl-C (or SIGTERM); more of them change nothing."""
     task = asyncio.ensure_future(run)
+
+    def interrupt() -> None:
+        if not task.cancelling():
+            task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
     await task
 
 
@@ -99,7 +105,7 @@ async def _train(config: Config) -> None:
     from turnwise.machinery import load_problems, open_machinery
     from turnwise.run_folder import RunFolder
 
-    problems, heldout = load_problems(config)
+    problems, heldout = await run_in_thread(lambda: load_problems(config))
     folder = RunFolder(config)
     console = Console()
     try:
@@ -117,7 +123,7 @@ async def _evaluate(config: Config) -> None:
     from turnwise.machinery import evaluate, load_heldout, open_machinery
     from turnwise.trajectory import write_jsonl
 
-    problems, console = load_heldout(config), Console()
+    problems, console = await run_in_thread(lambda: load_heldout(config)), Console()
     with Display(config.name, 0, console) as display:
         async with open_machinery(config, problems, training=False) as machinery:
             evaluation = await evaluate(machinery, problems, config, display)
@@ -138,7 +144,7 @@ async def _rollout(config: Config, output: Path | None) -> None:
     from turnwise.rollout import check_failures
     from turnwise.trajectory import write_jsonl
 
-    problems, console = load_training(config), Console()
+    problems, console = await run_in_thread(lambda: load_training(config)), Console()
     with Display(config.name, 0, console) as display:
         async with open_machinery(config, problems, training=False) as machinery:
             display.phase("rollout", len(problems))

@@ -155,7 +155,7 @@ class EngineConfig(Section):
     request_timeout: PositiveFloat = 120.0
     """Seconds for one call of the engine to answer."""
     extra: dict[str, Any] = {}
-    """More arguments of vLLM's AsyncEngineArgs, such as {tensor_parallel_size: 2}."""
+    """More arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
 
 
 class WeightsConfig(Section):
@@ -207,7 +207,7 @@ class Config(Section):
     output_dir: str = "runs"
     """Where run folders are made."""
     seed: int = 0
-    """Seed of data order, sampling and dropout."""
+    """Seed of the data order and of sampling; only deterministic runs repeat exactly."""
     deterministic: bool = False
     """Bit-for-bit repeatable: the engine computes one request at a time, so it is slow."""
     environment: str
@@ -230,6 +230,8 @@ class Config(Section):
                 f"engine.max_num_batched_tokens {self.engine.max_num_batched_tokens} is below "
                 f"model.max_length {self.model.max_length}; raise the one or lower the other"
             )
+        for key in REPLACED_KEYS.keys() & self.engine.extra.keys():
+            raise ValueError(f"engine.extra.{key} is gone: {REPLACED_KEYS[key]}")
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
         return self

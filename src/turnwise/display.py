@@ -45,14 +45,14 @@ class Display:
 
     def phase(self, name: str, total: int = 0) -> None:
         self._phase, self._done, self._total = name, 0, total
+        if name == "rollout" and self._first_step is None:
+            self._first_step = time.perf_counter()
 
     def advance(self) -> None:
         self._done += 1
 
     def step(self, metrics: dict[str, Any]) -> None:
         self._last = metrics
-        if self._first_step is None:
-            self._first_step = time.perf_counter()
         if metrics["accuracy_heldout"] is not None:
             self._accuracy = metrics["accuracy_heldout"]
         self._console.print(self._line(metrics), highlight=False, soft_wrap=True)

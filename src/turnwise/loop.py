@@ -34,6 +34,7 @@ class _Batch:
 
     groups: "list[asyncio.Task[Group]]"
     started: float
+    finished: float = 0.0
 
 
 class TrainingLoop:
@@ -83,14 +84,19 @@ class TrainingLoop:
                     await self._advanced.wait()
             problems = list(itertools.islice(self._problems, config.rollout.prompts_per_step))
             self._progress.phase("rollout", len(problems))
-            groups = [tasks.create_task(self._group(p, f"step{step}")) for p in problems]
-            self._batches.put_nowait(_Batch(groups, time.perf_counter()))
+            batch = _Batch([], time.perf_counter())
+            batch.groups = [
+                tasks.create_task(self._group(problem, f"step{step}.{i}", batch))
+                for i, problem in enumerate(problems)
+            ]
+            self._batches.put_nowait(batch)
 
-    async def _group(self, problem: Problem, tag: str) -> Group:
+    async def _group(self, problem: Problem, tag: str, batch: _Batch) -> Group:
         group = await self._machinery.runner.run_group(
             self._machinery.engine, problem, self._config.sampling, tag
         )
         self._progress.advance()
+        batch.finished = time.perf_counter()
         return group
 
     async def _consume(self) -> None:
@@ -98,7 +104,7 @@ class TrainingLoop:
         for step in range(1, self._config.training.steps + 1):
             batch = await self._batches.get()
             groups = await asyncio.gather(*batch.groups)
-            metrics = {"step": step} | self._describe(groups, time.perf_counter() - batch.started)
+            metrics = {"step": step} | self._describe(groups, batch.finished - batch.started)
             metrics |= await self._train_on(groups)
             metrics |= await self._update_weights()
             evaluation = await self._evaluate(step)
@@ -126,8 +132,8 @@ class TrainingLoop:
                 "accuracy_heldout": evaluation.accuracy,
                 "rollout_tokens_per_s": evaluation.tokens_per_s,
                 "train_tokens_per_s": 0.0,
-                "logprob_diff_mean": update["canary_diff"],
-                "logprob_diff_max": update["canary_diff"],
+                "logprob_diff_mean": update["canary_diff_mean"],
+                "logprob_diff_max": update["canary_diff_max"],
                 "staleness_max": 0,
                 "trajectories": len(evaluation.trajectories),
                 "dropped": dict(evaluation.dropped),
@@ -181,7 +187,7 @@ class TrainingLoop:
                 manifest, prompt, expected = await self._policy.publish()
                 version = manifest["version"]
                 await self._machinery.engine.update_weights(manifest)
-                canary = await check_canary(
+                diff_mean, diff_max = await check_canary(
                     self._machinery.engine, prompt, expected, tolerance, version
                 )
         except TimeoutError:
@@ -193,7 +199,8 @@ class TrainingLoop:
         return {
             "weight_version": version,
             "weight_update_seconds": seconds,
-            "canary_diff": canary,
+            "canary_diff_mean": diff_mean,
+            "canary_diff_max": diff_max,
         }
 
     async def _evaluate(self, step: int) -> Evaluation | None:
@@ -229,13 +236,17 @@ class TrainingLoop:
 
 
 def make_samples(groups: Sequence[Group]) -> tuple[list[Sample], int]:
-    """Samples with their advantages, and the number of groups whose rewards are all equal."""
+    """Samples with their advantages, and the number of groups whose rewards are all equal.
+
+    A group of which fewer than two trajectories came through gives no sample either; `dropped`
+    tells why.
+    """
     samples: list[Sample] = []
     without_signal = 0
     for group in groups:
         advantages = group_advantages([t.reward or 0.0 for t in group.trajectories])
         if advantages is None:
-            without_signal += 1
+            without_signal += len(group.trajectories) > 1
             continue
         samples += [
             _sample(t, advantage)

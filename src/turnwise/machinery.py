@@ -27,7 +27,7 @@ from turnwise.rollout import (
     load_eval_rows,
     load_rows,
 )
-from turnwise.tasks import task_group
+from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
 from turnwise.weights import BACKEND, WORKER_EXTENSION
@@ -67,11 +67,11 @@ async def open_machinery(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
-    runner = Runner(config, await asyncio.to_thread(_load_tokenizer, config))
+    runner = Runner(config, await run_in_thread(lambda: _load_tokenizer(config)))
     runner.check(problems[:1])  # most mistakes show here, before anything is started
-    # Threads cannot be cancelled: both are waited for before anything is ended.
+    # Ray's start cannot be cancelled: it is waited for before Ray is ended.
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
-    prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, runner, problems))
+    prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
     engine: RemoteEngine | None = None
     try:
         gpus = await asyncio.shield(ray_started)
@@ -82,6 +82,7 @@ async def open_machinery(
                     config.model,
                     config.engine,
                     num_gpus=share if training else min(gpus, 1.0),
+                    seed=config.seed,
                     deterministic=config.deterministic,
                     worker_extension=WORKER_EXTENSION,
                     weight_backend=BACKEND,
@@ -96,7 +97,8 @@ async def open_machinery(
         engine = starting_engine.result()
         yield Machinery(engine, runner, starting_policy.result() if starting_policy else None)
     finally:
-        await asyncio.wait([ray_started, prepared])
+        prepared.cancel()
+        await asyncio.wait([ray_started])
         if engine is not None:
             await engine.shutdown()
         await asyncio.to_thread(ray.shutdown)  # ends the policy, and an engine half started

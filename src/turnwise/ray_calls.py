@@ -32,7 +32,13 @@ def start_ray(address: str | None) -> float:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if address is None:
-            ray.init(include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **options)
+            # "local": without it Ray would join a cluster that somebody left running here.
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **options,
+            )
         else:
             _knock(address)
             ray.init(address=address, **options)
@@ -45,6 +51,8 @@ def start_ray(address: str | None) -> float:
 def _knock(address: str) -> None:
     """Fail at once where nobody listens; Ray itself would go on trying for minutes."""
     host, _, port = address.rpartition(":")
+    if "://" in address:
+        raise ValueError("give the cluster's own address, host:port or `auto`")
     if port.isdigit():
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
 

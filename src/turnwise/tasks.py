@@ -38,7 +38,10 @@ async def run_in_thread(function: Callable[[], _T]) -> _T:
         try:
             setter, value = future.set_result, function()
         except BaseException as error:
-            setter, value = future.set_exception, error  # type: ignore[assignment]
+            # A future takes no StopIteration, and SystemExit would end the event loop.
+            fine = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            setter = future.set_exception
+            value = error if fine else RuntimeError(f"raised {error!r}")  # type: ignore[assignment]
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, setter, value)
 

@@ -268,8 +268,11 @@ async def test_prompt_logprobs_are_kept_with_the_ids_that_they_belong_to(
     assert all(value is not None for value in trajectory.turns[1].added_logprobs)
 
 
-async def test_an_interleaved_call_that_fails_is_answered_too(attempt: Callable[..., Any]) -> None:
-    said = ["<tool_call>{</tool_call>", " sorry." + END]
+@pytest.mark.parametrize("call", ["<tool_call>{</tool_call>", "2 + 2</tool_call>"])
+async def test_an_interleaved_call_that_fails_is_answered_too(
+    attempt: Callable[..., Any], call: str
+) -> None:
+    said = [call, " sorry." + END]
     (trajectory,) = (await attempt(said, loop="interleaved")).trajectories
     assert trajectory.events == {"tool_malformed": 1}
     assert "cannot be read" in trajectory.final_text

@@ -36,6 +36,26 @@ def fail() -> None:
     raise RuntimeError("out of paper")
 
 
+def exhaust() -> int:
+    """Take from nothing."""
+    return next(iter([]))
+
+
+def leave() -> None:
+    """Leave the program."""
+    raise SystemExit(3)
+
+
+def unreachable() -> None:
+    """Find nobody."""
+    raise TimeoutError("nobody home")
+
+
+def tangle() -> dict[tuple[int, int], int]:
+    """Answer with what JSON cannot hold."""
+    return {(1, 2): 3}
+
+
 def hang() -> None:
     """Never answer."""
     threading.Event().wait()
@@ -103,6 +123,21 @@ async def test_a_call_is_answered_whatever_the_model_did(
     assert text in result.text
     if outcome == "ok":
         assert result.text == text
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (exhaust, "StopIteration"),
+        (leave, "SystemExit(3)"),
+        (unreachable, "TimeoutError: nobody home"),
+        (tangle, "keys must be str"),
+    ],
+)
+async def test_what_a_tool_raises_is_an_answer_whatever_it_is(function: object, text: str) -> None:
+    result = await toolbox(function).call(function.__name__, "{}")  # type: ignore[attr-defined]
+    assert result.outcome == "error"
+    assert text in result.text
 
 
 async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None:

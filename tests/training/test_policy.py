@@ -137,6 +137,28 @@ def test_a_checkpoint_appears_whole_and_loads_in_transformers(
     assert tokenizer.chat_template
 
 
+def test_small_steps_are_not_lost_to_bfloat16(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    model = make_config().model.model_copy(update={"dtype": "bfloat16"})
+    config = make_config(model=model, training={"learning_rate": 1e-6, "threads": 2})
+    policy = Policy(config)
+    before = [p.detach().clone() for p in policy._model.parameters()]
+    metrics = policy.train(samples(policy))
+    moved = [
+        (p.detach() != b).float().mean().item()
+        for p, b in zip(policy._model.parameters(), before, strict=True)
+    ]
+    assert min(moved[1:]) > 0.5
+    assert metrics["logprob_diff_max"] < 0.5
+    manifest, _, _ = policy.publish()
+    assert {tensor["dtype"] for tensor in manifest["tensors"]} == {"bfloat16"}
+    policy.save(tmp_path / "half")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert saved.dtype == torch.bfloat16
+    assert policy._model.dtype == torch.float32
+
+
 def test_a_model_that_is_not_there_is_named(make_config: Callable[..., Config]) -> None:
     config = make_config(model={"path": "/nowhere"})
     with pytest.raises(InputError, match="the model /nowhere cannot be loaded"):

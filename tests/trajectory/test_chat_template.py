@@ -76,6 +76,30 @@ def test_a_template_that_rewrites_the_past_is_a_reason_and_not_a_guess(tokenizer
     assert error.value.reason == "bridge"
 
 
+def test_a_template_that_marks_the_last_assistant_turn_alone_bridges(tokenizer: Any) -> None:
+    """As Qwen3's does, with an empty think block that later renderings leave out."""
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fake = SimpleNamespace(
+        chat_template=thinking,
+        eos_token_id=tokenizer.eos_token_id,
+        encode=tokenizer.encode,
+        apply_chat_template=lambda *args, **kwargs: tokenizer.apply_chat_template(
+            *args, chat_template=thinking, **kwargs
+        ),
+    )
+    template = ChatTemplate(fake)
+    sampled = template.encode("<think>\n\n</think>\n\n4<|im_end|>")
+    past = [*template.render(QUESTION), *sampled]
+    added = "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
+    following = template.next_prompt(past, [{"role": "tool", "content": "8"}])
+    assert following == [*past, *template.encode(added)]
+
+
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(InputError, match="the tokenizer of m has no chat template"):
         ChatTemplate(SimpleNamespace(chat_template=None, name_or_path="m"))

@@ -82,7 +82,7 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
     trainer.perturb(0.05)
     await engine.update_weights(trainer.write(4))
     expected = trainer.logprobs(trainer.canary, 1)
-    assert await check_canary(engine, trainer.canary, expected, 1e-3, 4) < 1e-4
+    assert (await check_canary(engine, trainer.canary, expected, 1e-3, 4))[1] < 1e-4
     with torch.no_grad():  # one head of one layer that the engine never got
         trainer.model.model.layers[1].self_attn.o_proj.weight[:, :8] += 0.5
     expected = trainer.logprobs(trainer.canary, 1)
@@ -125,7 +125,7 @@ async def test_the_next_version_can_be_written_while_one_is_read(
     following = trainer.write(7)
     assert following["path"] != manifest["path"]
     await engine.update_weights(manifest)
-    assert await check_canary(engine, trainer.canary, expected, 1e-3, 6) < 1e-4
+    assert (await check_canary(engine, trainer.canary, expected, 1e-3, 6))[1] < 1e-4
 
 
 @pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "short"])
@@ -162,7 +162,7 @@ def test_too_little_shared_memory_says_how_much_is_needed() -> None:
 
 def test_a_tensor_that_changes_its_shape_or_name_is_refused() -> None:
     sender = ShmSender([("a", torch.zeros(4))])
-    with pytest.raises(WeightUpdateError, match="the shape or type of a changed"):
+    with pytest.raises(WeightUpdateError, match="the shape of a changed"):
         sender.write(1, [("a", torch.zeros(5))])
     with pytest.raises(WeightUpdateError, match="tensors changed: a, b"):
         sender.write(1, [("b", torch.zeros(4))])

@@ -10,14 +10,18 @@ import gc
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, FinishReason, PauseMode, VersionSpan
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 
+_ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 
@@ -28,6 +32,7 @@ class VllmEngine:
     Args:
         model: What to load.
         engine: How to run it.
+        seed: Seed of the engine's own random numbers.
         deterministic: Compute one request at a time without a prefix cache, so that a request's
             tokens and log-probs depend on nothing but its prompt and seed.
         worker_extension: `package.module.Class` that vLLM mixes into its worker; it brings the
@@ -44,6 +49,7 @@ class VllmEngine:
         model: ModelConfig,
         engine: EngineConfig,
         *,
+        seed: int = 0,
         deterministic: bool = False,
         worker_extension: str = "",
         weight_backend: str = "shm",
@@ -71,6 +77,7 @@ class VllmEngine:
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "enable_prefix_caching": engine.prefix_caching and not deterministic,
             "logits_processors": engine.logits_processors or None,
+            "seed": seed,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": worker_extension,
             "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
@@ -93,6 +100,9 @@ class VllmEngine:
             self._llm = vllm.AsyncLLM.from_engine_args(args)
         except (ValueError, TypeError, OSError) as error:
             raise InputError(f"vLLM cannot serve {model.path}: {_first_sentence(error)}") from error
+        except RuntimeError as error:  # the engine's process failed: its log tells why
+            cause = _last_logged_error() or error
+            raise InputError(f"vLLM cannot serve {model.path}: {cause}") from error
 
     async def generate(
         self,
@@ -219,6 +229,14 @@ class VllmEngine:
                 yield
         except TimeoutError:
             raise DeadlineError(f"{self.name} did not finish {what} in {seconds:g} s") from None
+
+
+def _last_logged_error() -> str:
+    """The last error line in this process's log, which the engine's process writes to as well."""
+    path = Path(os.readlink("/proc/self/fd/2"))
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
+    return next((text for text in errors if "root cause" not in text), "")
 
 
 def _version(label: str) -> int:

@@ -82,24 +82,27 @@ class Toolbox:
             )
         values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout) as deadline:
                 if inspect.iscoroutinefunction(function):
                     value = await function(**values)
                 else:
                     value = await run_in_thread(lambda: function(**values))
-        except TimeoutError:
-            return ToolResult(f"Error: {name} did not answer within {self._timeout:g} s", "timeout")
+            text = value if isinstance(value, str) else _to_json(value)
         except Exception as error:
+            if deadline.expired():
+                text = f"Error: {name} did not answer within {self._timeout:g} s"
+                return ToolResult(text, "timeout")
             return ToolResult(f"Error: {name} failed: {type(error).__name__}: {error}", "error")
-        text = (
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        )
         if len(text) > self._max_chars:
             left_out = len(text) - self._max_chars
             return ToolResult(
                 f"{text[: self._max_chars]}\n[{left_out} more characters left out]", "truncated"
             )
         return ToolResult(text, "ok")
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ Knows samples and tensors; nothing of trajectories, engines or the loop. The wei
 the number of optimizer steps.
 """
 
+import copy
 import os
 import shutil
 import time
@@ -29,6 +30,9 @@ _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 
 class Policy:
     """The model in training.
 
+    Weights and optimizer are float32 whatever `model.dtype` is, since steps of a small learning
+    rate vanish in bfloat16; forward passes, engines and checkpoints have `model.dtype`.
+
     Raises:
         InputError: when the model cannot be loaded, or shared memory cannot hold its weights.
     """
@@ -41,6 +45,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         torch.set_num_threads(config.training.threads or os.cpu_count() or 1)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._model = self._load(config)
         self._reference = self._load(config).requires_grad_(False) if self._config.kl_coef else None
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -55,7 +60,7 @@ class Policy:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: _rate(step, self._config)
         )
-        self._sender = ShmSender(self._model.named_parameters())
+        self._sender = ShmSender(self._model.named_parameters(), self._dtype)
         self._canary = canary_prompt(self._model.config.vocab_size)
         self.version = 0
 
@@ -63,7 +68,7 @@ class Policy:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 config.model.path,
-                dtype=getattr(torch, config.model.dtype),
+                dtype=torch.float32,
                 trust_remote_code=config.model.trust_remote_code,
             )
         except (OSError, ValueError) as error:
@@ -134,11 +139,11 @@ class Policy:
 
     def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, TokenLoss]:
         scored = (batch.token_ids_BT, batch.mask_BT, self._sampling)
-        logprobs_N = token_logprobs(self._model, *scored)
+        logprobs_N = self._score(self._model, *scored)
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
-                reference_N = token_logprobs(self._reference, *scored)
+                reference_N = self._score(self._reference, *scored)
         engine_N = batch.logprobs_BT[batch.mask_BT]
         result = grpo_loss(
             logprobs_N,
@@ -151,6 +156,11 @@ class Policy:
         )
         return logprobs_N, engine_N, result
 
+    def _score(self, model: Any, *scored: Any) -> torch.Tensor:
+        lower = self._dtype != torch.float32
+        with torch.autocast(self._device.type, dtype=self._dtype, enabled=lower):
+            return token_logprobs(model, *scored)
+
     def publish(self) -> tuple[dict[str, Any], list[int], list[float]]:
         """Write the weights where engines can read them.
 
@@ -162,14 +172,16 @@ class Policy:
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
         with torch.no_grad():
-            expected = token_logprobs(self._model, token_ids_1T, mask_1T, _PLAIN).tolist()
+            expected = self._score(self._model, token_ids_1T, mask_1T, _PLAIN).tolist()
         return manifest.to_dict(), self._canary, expected
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint in Hugging Face format; it appears whole or not at all."""
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self._model.save_pretrained(temporary)
+        lower = self._dtype != torch.float32
+        model = copy.deepcopy(self._model).to(self._dtype) if lower else self._model
+        model.save_pretrained(temporary)
         self._tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

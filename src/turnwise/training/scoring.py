@@ -1,4 +1,8 @@
-"""The trainer's log-probs of given tokens, under the distribution that the engine samples from."""
+"""The trainer's log-probs of given tokens, under the distribution that the engine samples from.
+
+Temperature, top-k and top-p are applied as the engine applies them. What `min_tokens` and custom
+logits processors forbid is not: it shows in `logprob_diff_max`.
+"""
 
 from typing import Any
 

@@ -11,10 +11,10 @@ from typing import Any
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory.trajectory import Message
 
-_STAND_IN_TEXT = "stand-in"
+_ANSWER = "stand-in answer 0f1e2d3c"
 _STAND_IN: list[Message] = [
-    {"role": "user", "content": _STAND_IN_TEXT},
-    {"role": "assistant", "content": _STAND_IN_TEXT},
+    {"role": "user", "content": "stand-in question"},
+    {"role": "assistant", "content": _ANSWER},
 ]
 
 
@@ -66,15 +66,15 @@ class ChatTemplate:
             TrajectoryError: reason `bridge`, when the template renders a finished assistant
                 turn differently once messages follow it.
         """
-        before = self._render_text(_STAND_IN, tools, False)
-        after = self._render_text([*_STAND_IN, *new_messages], tools, True)
-        if not after.startswith(before):
+        _, found, turn_end = self._render_text(_STAND_IN, tools, False).rpartition(_ANSWER)
+        conversation = self._render_text([*_STAND_IN, *new_messages], tools, True)
+        _, found_again, following = conversation.rpartition(_ANSWER)
+        if not (found and found_again and following.startswith(turn_end)):
             raise TrajectoryError(
                 "bridge", "the chat template rewrites an assistant turn once messages follow it"
             )
-        turn_end = before.rindex(_STAND_IN_TEXT) + len(_STAND_IN_TEXT)
-        added = self.encode(after[turn_end:])
-        longest = len(self.encode(before[turn_end:]))
+        added = self.encode(following)
+        longest = len(self.encode(turn_end))
         overlap = next(
             size
             for size in range(min(longest, len(token_ids)), -1, -1)

@@ -27,11 +27,11 @@ async def check_canary(
     expected_logprobs: Sequence[float],
     tolerance: float,
     version: int,
-) -> float:
+) -> tuple[float, float]:
     """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's.
 
     Returns:
-        The largest absolute difference, in nats.
+        The mean and the largest absolute difference, in nats.
 
     Raises:
         WeightUpdateError: when it exceeds the tolerance; the message names it.
@@ -51,4 +51,4 @@ async def check_canary(
             f"trainer's by up to {largest:.3g} (allowed: {tolerance:g}); its weights are not the "
             "trainer's"
         )
-    return largest
+    return sum(differences) / len(differences), largest

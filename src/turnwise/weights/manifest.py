@@ -46,12 +46,14 @@ class Manifest:
         return cls(tree["version"], tree["path"], tree["nbytes"], tuple(tensors))
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
+def lay_out(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> tuple[tuple[TensorEntry, ...], int]:
     """Entries for named tensors one after the other, aligned, and the bytes that they take."""
     entries, offset = [], 0
     for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, nbytes))
+        nbytes = tensor.numel() * dtype.itemsize
+        kind = str(dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset, nbytes))
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(entries), offset

@@ -21,16 +21,19 @@ _MIB = 2**20
 
 
 class ShmSender:
-    """Publishes named tensors to the engines of this host.
+    """Publishes named tensors, in the engines' `dtype`, to the engines of this host.
 
     Raises:
         InputError: when shared memory cannot hold two copies of the tensors.
     """
 
     def __init__(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str = SHARED_MEMORY
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype = torch.float32,
+        directory: str = SHARED_MEMORY,
     ) -> None:
-        self._entries, self._nbytes = lay_out(tensors)
+        self._entries, self._nbytes = lay_out(tensors, dtype)
         self._files = [_open_nameless(self._nbytes, directory) for _ in range(2)]
         self._buffers = [mmap.mmap(file, self._nbytes) for file in self._files]
         self._writes = 0
@@ -39,7 +42,7 @@ class ShmSender:
         """Copy the tensors into the buffer that no engine reads, and describe it.
 
         Raises:
-            WeightUpdateError: when names, types or shapes are not those of the constructor.
+            WeightUpdateError: when names or shapes are not those of the constructor.
         """
         index = self._writes % 2
         self._writes += 1
@@ -49,8 +52,8 @@ class ShmSender:
             raise WeightUpdateError(f"the model's tensors changed: {', '.join(changed[:3])}")
         for entry in self._entries:
             tensor = named[entry.name].detach()
-            if tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
-                raise WeightUpdateError(f"the shape or type of {entry.name} changed")
+            if tuple(tensor.shape) != entry.shape:
+                raise WeightUpdateError(f"the shape of {entry.name} changed")
             entry.view(self._buffers[index]).copy_(tensor)
         path = f"/proc/{os.getpid()}/fd/{self._files[index]}"
         return Manifest(version, path, self._nbytes, self._entries)

@@ -4,6 +4,8 @@ The result's tokens are part of the assistant's turn but were not sampled, so th
 leaves them out.
 """
 
+from dataclasses import replace
+
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.loops.tool_calling import answer_calls
@@ -32,7 +34,10 @@ class InterleavedLoop:
                 return
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(rollout.close_tag)]
-                results = await answer_calls(context.tool_parser.parse(call, tools), context)
+                parsed = context.tool_parser.parse(call, tools)
+                if not parsed.calls:  # the closing tag says that a call was meant
+                    parsed = replace(parsed, malformed=True)
+                results = await answer_calls(parsed, context)
                 shown = "".join(
                     rollout.result_format.format(result=message["content"]) for message in results
                 )
