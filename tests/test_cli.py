@@ -241,7 +241,7 @@ def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
         ("model.max_length=16", "does not fit the context of 16"),
         ("rollout.tool_parser=hermez", "vLLM has no tool parser 'hermez'"),
         ("engine.extra={no_such: 1}", "no_such"),
-        ("engine.kv_cache_gib=0.00001", "KV cache"),
+        ("engine.kv_cache_gib=0.00001", "No available memory for the cache blocks"),
         ("ray_address=127.0.0.1:1", "Ray cannot be reached at 127.0.0.1:1"),
     ],
 )
