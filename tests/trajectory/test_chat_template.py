@@ -1,3 +1,4 @@
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,17 @@ words = st.text(alphabet="abc 019-", min_size=1, max_size=10).map(str.strip).fil
 
 def tool_messages(results: list[str]) -> list[dict[str, Any]]:
     return [{"role": "tool", "name": "calculate", "content": result} for result in results]
+
+
+def with_template(tokenizer: Any, chat_template: str) -> ChatTemplate:
+    """The tokenizer's ids under another template."""
+    other = SimpleNamespace(
+        chat_template=chat_template,
+        eos_token_id=tokenizer.eos_token_id,
+        encode=tokenizer.encode,
+        apply_chat_template=partial(tokenizer.apply_chat_template, chat_template=chat_template),
+    )
+    return ChatTemplate(other)
 
 
 @settings(deadline=None, max_examples=50)
@@ -63,16 +75,8 @@ def test_a_template_that_rewrites_the_past_is_a_reason_and_not_a_guess(tokenizer
         "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}[earlier]"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    fake = SimpleNamespace(
-        chat_template=rewriting,
-        eos_token_id=tokenizer.eos_token_id,
-        encode=tokenizer.encode,
-        apply_chat_template=lambda *args, **kwargs: tokenizer.apply_chat_template(
-            *args, chat_template=rewriting, **kwargs
-        ),
-    )
     with pytest.raises(TrajectoryError, match="rewrites an assistant turn") as error:
-        ChatTemplate(fake).next_prompt([1, 2], tool_messages(["4"]))
+        with_template(tokenizer, rewriting).next_prompt([1, 2], tool_messages(["4"]))
     assert error.value.reason == "bridge"
 
 
@@ -84,15 +88,7 @@ def test_a_template_that_marks_the_last_assistant_turn_alone_bridges(tokenizer: 
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    fake = SimpleNamespace(
-        chat_template=thinking,
-        eos_token_id=tokenizer.eos_token_id,
-        encode=tokenizer.encode,
-        apply_chat_template=lambda *args, **kwargs: tokenizer.apply_chat_template(
-            *args, chat_template=thinking, **kwargs
-        ),
-    )
-    template = ChatTemplate(fake)
+    template = with_template(tokenizer, thinking)
     sampled = template.encode("<think>\n\n</think>\n\n4<|im_end|>")
     past = [*template.render(QUESTION), *sampled]
     added = "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"

@@ -11,7 +11,6 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
-    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
@@ -30,7 +29,6 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor.abstract import Executor
 
 UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
@@ -58,7 +56,6 @@ __all__ = [
     "AsyncLLM",
     "ChatCompletionRequest",
     "EngineDeadError",
-    "Executor",
     "ParallelLMHead",
     "RequestOutputKind",
     "SamplingParams",
@@ -68,7 +65,6 @@ __all__ = [
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
-    "WeightTransferInitRequest",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
     "current_platform",
