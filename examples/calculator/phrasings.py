@@ -56,7 +56,7 @@ _SEEN = (
         opening="{n}",
         first={
             "+": "Add {so_far} and {n}",
-            "-": "Subtract {n} from {so_far}",
+            "-": "Reduce {so_far} by {n}",
             "*": "Multiply {so_far} by {n}",
         },
         steps=_suffixes(", then add {n}", ", then subtract {n}", ", then multiply by {n}"),

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _line(progress: Progress) -> str:
     return (
         f"update {progress.updates:4d}   loss {progress.loss:.3f}   "
-        f"greedy accuracy {progress.accuracy:.2f}   {progress.seconds:.0f} s"
+        f"accuracy {progress.accuracy:.2f}   {progress.seconds:.0f} s"
     )
 
 

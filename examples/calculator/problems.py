@@ -1,11 +1,10 @@
 """Calculator word problems: chains of two or three operations, each on the last result.
 
 A problem is a row with the fields `question`, `answer`, `phrasing` and `steps`, the list of
-`[a, operation, b]`. Numbers in a question have up to four digits, results lie between 0 and
+`[a, operation, b]`. Numbers in a question have two to four digits, results lie between 0 and
 99999. Every number of two or more digits belongs either to training or to the held-out set,
 by its hash: a held-out question contains held-out numbers only, and no held-out number occurs
-in a training problem, as an operand or as a result. Single digits occur in training problems
-alone. The same seed gives the same rows.
+in a training problem, as an operand or as a result. The same seed gives the same rows.
 """
 
 import json
@@ -22,20 +21,17 @@ Row = dict[str, Any]
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LARGEST_RESULT = 99_999
 _HELD_OUT_ONE_IN = 8
-_LENGTHS = (1, 2, 2, 3, 3, 4, 4)
-"""Digits of an operand, each as likely as it is often here."""
 
 
 def is_held_out(number: int) -> bool:
-    """Whether a number is reserved for the held-out set; single digits never are."""
+    """Whether a number is reserved for the held-out set; single digits (results) never are."""
     return number >= 10 and (number * 2_654_435_761 % 2**32 >> 16) % _HELD_OUT_ONE_IN == 0
 
 
 def _numbers_by_digits(held_out: bool) -> dict[int, list[int]]:
-    ranges = {digits: range(10 ** (digits - 1), 10**digits) for digits in range(1, 5)}
     return {
-        digits: [number for number in numbers if number < 10 or is_held_out(number) == held_out]
-        for digits, numbers in ranges.items()
+        digits: [n for n in range(10 ** (digits - 1), 10**digits) if is_held_out(n) == held_out]
+        for digits in (2, 3, 4)
     }
 
 
@@ -44,16 +40,13 @@ _NUMBERS = {held_out: _numbers_by_digits(held_out) for held_out in (False, True)
 
 def _draw_steps(rng: random.Random, held_out: bool) -> list[Step] | None:
     """One chain of operations, or None when a result is out of bounds or held out."""
-    numbers, lengths = _NUMBERS[held_out], _LENGTHS[1:] if held_out else _LENGTHS
+    numbers = _NUMBERS[held_out]
     value = rng.choice(numbers[rng.randint(2, 4)])
     steps: list[Step] = []
     for _ in range(rng.randint(2, 3)):
         operation = rng.choice("+-*")
-        digits = rng.choice([n for n in lengths if n <= (2 if operation == "*" else 4)])
-        number = rng.choice(numbers[digits])
+        number = rng.choice(numbers[2 if operation == "*" else rng.randint(2, 4)])
         result = _OPERATIONS[operation](value, number)
-        if operation == "*" and number == 1:
-            return None
         if not 0 <= result <= _LARGEST_RESULT or (not held_out and is_held_out(result)):
             return None
         steps.append((value, operation, number))
@@ -78,6 +71,14 @@ def warm_start_problems(seed: int) -> Iterator[Row]:
     rng = random.Random(f"warm start {seed}")
     while True:
         yield _draw(rng, rng.choice(SEEN), held_out=False)
+
+
+def number_rows(seed: int) -> Iterator[list[int]]:
+    """Endless rows of one to six training numbers, for learning to copy digits."""
+    rng = random.Random(f"numbers {seed}")
+    numbers = _NUMBERS[False]
+    while True:
+        yield [rng.choice(numbers[rng.randint(2, 4)]) for _ in range(rng.randint(1, 6))]
 
 
 def validation_problems(count: int, seed: int) -> list[Row]:
