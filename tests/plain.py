@@ -22,11 +22,10 @@ def recorded_turns(run: Path) -> list[Turn]:
     """Prompt and completion of every turn of the last evaluation."""
     turns: list[Turn] = []
     for trajectory in read_jsonl(max((run / "trajectories").glob("eval-*.jsonl"))):
-        ids: list[int] = []
-        for turn in trajectory.turns:
-            prompt = [*ids, *turn.added_token_ids]
-            turns.append((prompt, turn.completion_token_ids))
-            ids = [*prompt, *turn.completion_token_ids]
+        turns += [
+            (trajectory.prompt_token_ids(index), turn.completion_token_ids)
+            for index, turn in enumerate(trajectory.turns)
+        ]
     return turns
 
 

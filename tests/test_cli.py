@@ -105,10 +105,17 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     for step in (1, 2, 3):
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
         assert len(trajectories) == rows[step]["trajectories"] == 16
-        versions = {v for t in trajectories for v in t.weight_versions}
+        versions = {v for t in trajectories for b in t.branches() for v in b.weight_versions}
         assert versions == {-1, step - 1}
         mean = sum(t.reward or 0 for t in trajectories) / 16
         assert rows[step]["reward_mean"] == pytest.approx(mean)
+
+    exactness = json.loads((run / "exactness.json").read_text())
+    sampled = sum(row["sampled_tokens"] for row in rows[1:])
+    assert exactness["tokens_sampled"] == sampled
+    assert exactness["tokens_trained"] + sum(exactness["masked"].values()) == sampled
+    assert (exactness["exact_percent"], exactness["first_violation"]) == (100.0, None)
+    assert f"exact      100 % of {exactness['tokens_trained']:,} trained tokens" in done.stdout
 
     replay = subprocess.run(
         [sys.executable, "-m", "tests.plain", str(run)],
@@ -149,6 +156,29 @@ def test_a_deterministic_run_repeats_itself_bit_for_bit(file: Path, tmp_path: Pa
         t.turns[0].completion_token_ids[0] for t in read_jsonl(one / "trajectories" / files[2])
     }
     assert len(samples) > 1  # a group's samples have seeds of their own
+
+
+class Forgery(Lottery):
+    """A plug-in that changes what was sampled."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        reward = super().reward(trajectory)
+        trajectory.turns[0].completion_token_ids[1] = 7
+        return reward
+
+
+def test_tokens_that_were_not_sampled_stop_the_run(file: Path, tmp_path: Path) -> None:
+    forged = ("environment=tests.test_cli:Forgery", "eval.every=0", "training.steps=1")
+    stopped = turnwise("train", file, *forged, "name=stopped")
+    assert stopped.returncode == 2
+    assert "violations of exactness; the first: train.jsonl:" in stopped.stderr
+    assert "turn 0: sampled token 1 is 7, where " in stopped.stderr
+    warned = turnwise("train", file, *forged, "name=warned", "exactness=warn")
+    assert warned.returncode == 0, warned.stderr
+    assert "violations; first: train.jsonl:" in warned.stdout
+    report = json.loads((tmp_path / "runs" / "warned" / "exactness.json").read_text())
+    assert report["violations"] > 0
+    assert report["exact_percent"] < 100
 
 
 def test_rollouts_run_ahead_by_at_most_the_bound(file: Path, tmp_path: Path) -> None:

@@ -115,7 +115,11 @@ async def _train(config: Config) -> None:
                 await loop.run()
     finally:
         folder.close()
-    console.print(f"run folder {folder.path}\npicture    {folder.picture}", highlight=False)
+    console.print(
+        f"{loop.exactness}\nrun folder {folder.path}\npicture    {folder.picture}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 async def _evaluate(config: Config) -> None:

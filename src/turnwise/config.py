@@ -109,6 +109,9 @@ class RolloutConfig(Section):
     """Problems (groups) in one training step."""
     concurrency: PositiveInt = 256
     """Trajectories in flight at once."""
+    history: Literal["exact", "template"] = "exact"
+    """What the model sees of its earlier turns: its own tokens, or (template) what the chat
+    template makes of them, in a new branch wherever that is another text."""
     max_turns: PositiveInt = 8
     """Calls of the engine that one trajectory may make."""
     trajectory_timeout: PositiveFloat = 300.0
@@ -121,10 +124,6 @@ class RolloutConfig(Section):
     """Seconds for one tool call."""
     tool_max_chars: PositiveInt = 8192
     """Characters of one tool result that the model gets to see."""
-    open_tag: str = "<tool_call>"
-    """interleaved: what opens a call inside the assistant's turn."""
-    close_tag: str = "</tool_call>"
-    """interleaved: what closes a call; generation stops there."""
     result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """interleaved: how a result is put into the assistant's turn."""
 
@@ -210,6 +209,8 @@ class Config(Section):
     """Seed of the data order and of sampling; only deterministic runs repeat exactly."""
     deterministic: bool = False
     """Bit-for-bit repeatable: the engine computes one request at a time, so it is slow."""
+    exactness: Literal["stop", "warn"] = "stop"
+    """When a token is about to be trained that is not as it was sampled: end the run, or say so."""
     environment: str
     """The environment that makes problems, tools and rewards of rows: package.module:Class."""
     ray_address: str | None = None

@@ -35,3 +35,7 @@ class TrajectoryError(TurnwiseError):
 
 class StepError(TurnwiseError):
     """A training step cannot be made, because most of its trajectories failed."""
+
+
+class ExactnessError(TurnwiseError):
+    """What was about to be trained is not what was sampled; the message names the first token."""

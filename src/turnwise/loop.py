@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.config import Config
-from turnwise.errors import DeadlineError
+from turnwise.errors import DeadlineError, ExactnessError
 from turnwise.machinery import Evaluation, Machinery, Progress, evaluate, mean
 from turnwise.rollout import Group, Problem, check_failures
 from turnwise.run_folder import RunFolder
 from turnwise.tasks import task_group
 from turnwise.training import Sample, group_advantages
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Branch, ExactnessReport, audit
 from turnwise.weights.canary import check_canary
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -66,6 +66,8 @@ class TrainingLoop:
         self._folder = folder
         self._progress = progress
         self._batches: asyncio.Queue[_Batch] = asyncio.Queue()
+        self.exactness = ExactnessReport()
+        """Of all that was trained so far."""
         self._trained = 0
         self._advanced = asyncio.Condition()
 
@@ -165,13 +167,24 @@ class TrainingLoop:
         }
 
     async def _train_on(self, groups: Sequence[Group]) -> dict[str, Any]:
-        samples, without_signal = make_samples(groups)
+        samples, without_signal, exactness = make_samples(groups)
+        self.exactness += exactness
+        self._folder.write_exactness(self.exactness)
+        if exactness.first_violation is not None and self._config.exactness == "stop":
+            raise ExactnessError(
+                f"{exactness.violations} violations of exactness; the first: "
+                f"{exactness.first_violation}; exactness=warn trains all the same"
+            )
         empty = {"logprob_diff_mean": None, "logprob_diff_max": None, "staleness_max": 0}
         metrics: dict[str, Any] = {**empty, "train_tokens_per_s": 0.0, "trained_tokens": 0}
         if samples:
             self._progress.phase("train")
             metrics |= await self._policy.train(samples)
-        return metrics | {"groups_without_signal": without_signal}
+        return metrics | {
+            "groups_without_signal": without_signal,
+            "exact_percent": exactness.percent,
+            "forked": dict(sorted(exactness.forked.items())),
+        }
 
     async def _update_weights(self) -> dict[str, Any]:
         """Hand the trainer's weights to the engine and prove that they arrived.
@@ -235,33 +248,40 @@ class TrainingLoop:
             await asyncio.to_thread(self._folder.draw)
 
 
-def make_samples(groups: Sequence[Group]) -> tuple[list[Sample], int]:
-    """Samples with their advantages, and the number of groups whose rewards are all equal.
+def make_samples(groups: Sequence[Group]) -> tuple[list[Sample], int, ExactnessReport]:
+    """Samples with their advantages, the number of groups whose rewards are all equal, and the
+    audit of it all.
 
     A group of which fewer than two trajectories came through gives no sample either; `dropped`
     tells why.
     """
     samples: list[Sample] = []
     without_signal = 0
+    report = ExactnessReport()
     for group in groups:
+        for reason, count in group.dropped_tokens.items():
+            report.tokens_sampled += count
+            report.masked[f"dropped_{reason}"] += count
         advantages = group_advantages([t.reward or 0.0 for t in group.trajectories])
         if advantages is None:
-            without_signal += len(group.trajectories) > 1
+            alone = len(group.trajectories) < 2
+            without_signal += not alone
+            for trajectory in group.trajectories:
+                report += audit(trajectory, [], masked="alone" if alone else "no_signal")
             continue
-        samples += [
-            _sample(t, advantage)
-            for t, advantage in zip(group.trajectories, advantages, strict=True)
-            if t.sampled_tokens
-        ]
-    return samples, without_signal
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            branches = trajectory.samples()
+            report += audit(trajectory, branches)
+            samples += [_sample(branch, advantage) for branch in branches]
+    return samples, without_signal, report
 
 
-def _sample(trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(branch: Branch, advantage: float) -> Sample:
     return Sample(
-        trajectory.token_ids,
-        trajectory.response_mask,
-        trajectory.logprobs,
-        trajectory.weight_versions,
+        branch.token_ids,
+        branch.response_mask,
+        branch.logprobs,
+        branch.weight_versions,
         advantage,
     )
 

@@ -5,6 +5,7 @@ runs/NAME/
   metrics.jsonl                   one object a step; step 0 is the model as it was given
   tensorboard/                    the same numbers
   trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
+  exactness.json                  what became of every sampled token, and the first violation
   checkpoints/step-NNNN/          Hugging Face format
   reward.png                      reward and held-out accuracy against step
 """
@@ -18,7 +19,7 @@ from tensorboardX import SummaryWriter
 
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 
 
 class RunFolder:
@@ -55,6 +56,9 @@ class RunFolder:
 
     def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
         write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
+
+    def write_exactness(self, report: ExactnessReport) -> None:
+        (self.path / "exactness.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step belongs."""

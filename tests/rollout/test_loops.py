@@ -1,6 +1,8 @@
 """Agent loops and the runner on the real engine, which is made to say what a test needs."""
 
 import asyncio
+import copy
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine.remote import RemoteEngine
 from turnwise.errors import InputError, StepError
 from turnwise.rollout import Group, Problem, Runner, check_failures
-from turnwise.trajectory import ChatTemplate, Trajectory
+from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 
 def call(name: str, /, **arguments: Any) -> str:
@@ -104,6 +106,7 @@ def attempt(
         n: int = 1,
         sampling: dict[str, Any] | None = None,
         max_length: int = 512,
+        chat_template: str | None = None,
         **rollout: Any,
     ) -> Group:
         config = make_config(
@@ -114,7 +117,9 @@ def attempt(
         turns = [template.encode(turn) for turn in script]
         values = {"n": n, "max_tokens": 200, **(sampling or {})}
         chosen = SamplingConfig(**values, logits_processor_args={"script": turns})
-        runner = Runner(config, tokenizer)
+        its_tokenizer = copy.deepcopy(tokenizer)
+        its_tokenizer.chat_template = chat_template or tokenizer.chat_template
+        runner = Runner(config, its_tokenizer)
         problem = Problem("desk:1", {"question": "Go.", **(row or {})})
         return await runner.run_group(engine, problem, chosen, f"t{time.perf_counter_ns()}")
 
@@ -156,11 +161,12 @@ async def test_the_ids_are_those_that_the_template_renders(
     desk = Desk({"question": "Go."})
     schemas = Toolbox(desk.tools, timeout=1, max_chars=10).schemas
     rendered = template.render(trajectory.messages, tools=schemas, add_generation_prompt=False)
-    length = len(trajectory.token_ids)
-    assert trajectory.token_ids == rendered[:length]
+    (branch,) = trajectory.branches()
+    length = len(branch.token_ids)
+    assert branch.token_ids == rendered[:length]
     assert template.decode(rendered[length:]).strip() == ""
-    assert len(trajectory.logprobs) == length
-    assert sum(trajectory.response_mask) == sum(
+    assert len(branch.logprobs) == length
+    assert sum(branch.response_mask) == sum(
         len(turn.completion_token_ids) for turn in trajectory.turns
     )
 
@@ -197,7 +203,7 @@ async def test_limits_end_a_trajectory_with_a_status_and_keep_it(
     assert (cut.status, cut.sampled_tokens) == ("length", 5)
     (full,) = (await attempt(endless, max_length=240)).trajectories
     assert full.status in ("context_full", "length")
-    assert len(full.token_ids) <= 240
+    assert all(len(branch.token_ids) <= 240 for branch in full.branches())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,8 @@ async def test_interleaved_results_stand_inside_the_turn_and_are_not_trained(
     assert between == shown
     assert trajectory.final_text == said[0] + shown[0] + said[1] + shown[1] + " 16."
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant"]
-    assert sum(trajectory.response_mask) == sum(len(template.encode(turn)) for turn in said)
+    (branch,) = trajectory.branches()
+    assert sum(branch.response_mask) == sum(len(template.encode(turn)) for turn in said)
 
 
 async def test_prompt_logprobs_are_kept_with_the_ids_that_they_belong_to(
@@ -276,6 +283,72 @@ async def test_an_interleaved_call_that_fails_is_answered_too(
     (trajectory,) = (await attempt(said, loop="interleaved")).trajectories
     assert trajectory.events == {"tool_malformed": 1}
     assert "cannot be read" in trajectory.final_text
+
+
+CHAT = (
+    "{%% for m in messages %%}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+FORGETS_REASONING = CHAT % "{{ m.content.split('</think>')[-1] }}"
+HIDES_ANSWERS = CHAT % "{{ m.content if m.role != 'assistant' or loop.last else '...' }}"
+HIDES_RESULTS = CHAT % "{{ m.content if m.role != 'tool' else '...' }}"
+THOUGHTS = ["<think>hm</think>" + call("double", x=4) + END, "It is 8." + END]
+
+
+@pytest.mark.parametrize(
+    ("history", "chat_template", "fork_reason"),
+    [
+        ("exact", FORGETS_REASONING, None),
+        ("template", FORGETS_REASONING, "history_rewritten"),
+        ("template", None, None),
+        ("exact", HIDES_ANSWERS, "unlike_stand_in"),
+    ],
+)
+async def test_a_rewritten_history_is_a_branch_only_where_it_was_asked_for(
+    attempt: Callable[..., Any], history: str, chat_template: str | None, fork_reason: str | None
+) -> None:
+    said = THOUGHTS if chat_template else [call("double", x=4) + END]
+    options = {"chat_template": chat_template, "history": history, "max_turns": 2}
+    group = await attempt(said, **options)
+    (trajectory,) = group.trajectories
+    first, second = trajectory.turns
+    assert (first.fork_reason, second.fork_reason) == (None, fork_reason)
+    assert len(trajectory.branches()) == (1 if fork_reason is None else 2)
+    assert trajectory.events == {"tool_call": 1}
+    report = audit(trajectory)
+    assert (report.percent, report.tokens_exact) == (100.0, trajectory.sampled_tokens)
+
+
+async def test_a_tool_result_that_the_template_leaves_out_is_not_lost_in_silence(
+    attempt: Callable[..., Any],
+) -> None:
+    group = await attempt(THOUGHTS, chat_template=HIDES_RESULTS)
+    assert group.trajectories == []
+    assert group.dropped == {"message_dropped": 1}
+    assert group.dropped_tokens["message_dropped"] > 0
+    assert group.causes == {"message_dropped": "the template leaves out one of: tool"}
+
+
+async def test_a_long_result_does_not_hold_up_the_event_loop(
+    attempt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    render = ChatTemplate.render_text
+
+    def watched(self: ChatTemplate, *args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(self, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render_text", watched)
+    await attempt(["Yes." + END], loop="single_turn")
+    assert set(threads) == {"MainThread"}
+    threads.clear()
+    long = {"question": "word " * 4000}
+    (trajectory,) = (
+        await attempt(["No." + END], loop="single_turn", row=long, max_length=512)
+    ).trajectories
+    assert trajectory.status == "context_full"
+    assert "MainThread" not in threads
 
 
 def test_a_check_before_the_run_names_the_row(

@@ -44,3 +44,14 @@ def test_a_call_that_cannot_be_read_is_malformed(parser: ToolParser, text: str) 
 def test_an_unknown_format_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no tool parser 'hermez'"):
         ToolParser("hermez", tokenizer)
+
+
+def test_the_marks_of_a_call(parser: ToolParser, tokenizer: Any) -> None:
+    assert parser.tags() == ("<tool_call>", "</tool_call>")
+    with pytest.raises(InputError, match="pythonic does not mark where a call ends"):
+        ToolParser("pythonic", tokenizer).tags()
+
+
+def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="llama3_json does not fit the model's tokenizer: "):
+        ToolParser("llama3_json", tokenizer)

@@ -7,54 +7,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory import Trajectory, Turn, read_jsonl, write_jsonl
+from turnwise.trajectory import Trajectory, audit, read_jsonl, write_jsonl
 
-ids = st.lists(st.integers(0, 200_000), max_size=8)
+ids = st.lists(st.integers(0, 3), max_size=6)
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 text = st.text(max_size=12)
+Calls = list[tuple[list[int], list[int]]]
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> Turn:
-    sampled = draw(ids)
-    size = len(sampled)
-    return Turn(
-        added_token_ids=draw(ids),
-        completion_token_ids=sampled,
-        logprobs=draw(st.lists(floats, min_size=size, max_size=size)),
-        weight_versions=draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)),
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
-        added_logprobs=draw(st.none() | st.lists(st.none() | floats, max_size=4)),
+def attempts(draw: st.DrawFn) -> tuple[Trajectory, Calls]:
+    """A trajectory and its calls of the engine: turns that go on, retries, edits, new starts."""
+    trajectory = Trajectory(
+        problem_id=draw(text),
+        sample_index=draw(st.integers(0, 9)),
+        messages=draw(st.lists(st.fixed_dictionaries({"role": text, "content": text}), max_size=3)),
+        reward=draw(st.none() | st.floats(allow_nan=False)),
+        status=draw(st.sampled_from(["completed", "length"])),
+        events=Counter(draw(st.dictionaries(text, st.integers(1, 5)))),
     )
+    calls: Calls = []
+    for version in range(draw(st.integers(0, 6))):
+        past: list[int] = []
+        if calls and draw(st.integers(0, 9)):
+            prompt, completion = draw(st.sampled_from(calls))
+            past = [*prompt, *completion]
+            if draw(st.booleans()):
+                past = past[: draw(st.integers(0, len(past)))]
+        prompt, sampled = [*past, *draw(ids)], draw(ids)
+        logprobs = draw(st.lists(floats, min_size=len(sampled), max_size=len(sampled)))
+        versions = [version] * len(sampled)
+        trajectory.add_turn(prompt, sampled, logprobs, versions, "stop")
+        calls.append((prompt, sampled))
+    return trajectory, calls
 
 
-trajectories = st.builds(
-    Trajectory,
-    problem_id=text,
-    sample_index=st.integers(0, 9),
-    turns=st.lists(turns(), max_size=4),
-    messages=st.lists(st.fixed_dictionaries({"role": text, "content": text}), max_size=3),
-    reward=st.none() | st.floats(allow_nan=False),
-    status=st.sampled_from(["completed", "length"]),
-    events=st.dictionaries(text, st.integers(1, 5)).map(Counter),
-)
+@given(attempts())
+def test_json_loses_nothing(attempt: tuple[Trajectory, Calls]) -> None:
+    trajectory, _ = attempt
+    copy = Trajectory.from_json(trajectory.to_json())
+    assert copy == trajectory
+    for each in (copy, trajectory):
+        each.add_turn([0, 1], [2], [-0.5], [9], "stop")
+    assert copy == trajectory
 
 
-@given(trajectories)
-def test_json_loses_nothing(trajectory: Trajectory) -> None:
-    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+@given(attempts())
+def test_every_call_lies_on_a_branch(attempt: tuple[Trajectory, Calls]) -> None:
+    trajectory, calls = attempt
+    branches = trajectory.branches()
+    for index, (prompt, completion) in enumerate(calls):
+        assert trajectory.prompt_token_ids(index) == prompt
+        path = [*prompt, *completion]
+        assert any(branch.token_ids[: len(path)] == path for branch in branches)
 
 
-@given(trajectories)
-def test_all_views_are_aligned(trajectory: Trajectory) -> None:
-    length = len(trajectory.token_ids)
-    mask = trajectory.response_mask
-    assert len(mask) == len(trajectory.logprobs) == len(trajectory.weight_versions) == length
-    assert sum(mask) == trajectory.sampled_tokens
-    for masked, logprob, version in zip(
-        mask, trajectory.logprobs, trajectory.weight_versions, strict=True
-    ):
-        assert masked or (logprob == 0.0 and version == -1)
+@given(attempts())
+def test_each_sampled_token_is_trained_in_one_sample(attempt: tuple[Trajectory, Calls]) -> None:
+    trajectory, calls = attempt
+    samples = trajectory.samples()
+    assert sum(sum(sample.response_mask) for sample in samples) == trajectory.sampled_tokens
+    trained: list[tuple[int, ...]] = []
+    for sample in samples:
+        views = (sample.response_mask, sample.logprobs, sample.weight_versions)
+        assert {len(view) for view in views} == {len(sample.token_ids)}
+        for position, (masked, logprob, version) in enumerate(zip(*views, strict=True)):
+            if masked:  # versions tell the calls apart
+                trained.append((version, *sample.token_ids[: position + 1]))
+            else:
+                assert (logprob, version) == (0.0, -1)
+    assert sorted(trained) == sorted(
+        (version, *prompt, *completion[: i + 1])
+        for version, (prompt, completion) in enumerate(calls)
+        for i in range(len(completion))
+    )
+    assert audit(trajectory).tokens_exact == trajectory.sampled_tokens
 
 
 def test_a_file_of_trajectories_reads_back(tmp_path: Path) -> None:
@@ -69,20 +96,39 @@ def test_a_turn_stores_only_what_it_adds() -> None:
     trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
     turn = trajectory.add_turn([1, 2, 3, 4, 5], [6], [-0.3], [1], "stop")
     assert turn.added_token_ids == [5]
-    assert trajectory.token_ids == [1, 2, 3, 4, 5, 6]
-    assert trajectory.response_mask == [0, 0, 1, 1, 0, 1]
-    assert trajectory.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, -0.3]
-    assert trajectory.weight_versions == [-1, -1, 0, 0, -1, 1]
+    (branch,) = trajectory.branches()
+    assert branch.leaf == 1
+    assert branch.token_ids == [1, 2, 3, 4, 5, 6]
+    assert branch.response_mask == [0, 0, 1, 1, 0, 1]
+    assert branch.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, -0.3]
+    assert branch.weight_versions == [-1, -1, 0, 0, -1, 1]
 
 
-@pytest.mark.parametrize("prompt", [[1, 2, 9, 4], [1, 2, 3], []])
-def test_a_prompt_that_changes_the_past_is_refused(prompt: list[int]) -> None:
+def test_a_prompt_that_leaves_the_past_begins_a_branch_where_it_does() -> None:
     trajectory = Trajectory("p")
     trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
-    with pytest.raises(TrajectoryError, match="does not continue the 4 tokens") as error:
-        trajectory.add_turn(prompt, [6], [-0.3], [1], "stop")
-    assert error.value.reason == "prefix_changed"
-    assert len(trajectory.turns) == 1
+    trajectory.add_turn([1, 2, 3, 4, 5], [6], [-0.3], [0], "stop")
+    retry = trajectory.add_turn([1, 2, 3, 4, 5], [7], [-0.4], [0], "stop", fork_reason="retry")
+    assert (retry.parent, retry.prefix_length, retry.added_token_ids) == (1, 5, [])
+    edited = trajectory.add_turn([1, 2, 3, 8], [9], [-0.5], [0], "stop")
+    assert (edited.prefix_length, edited.added_token_ids) == (3, [8])
+    assert [turn.fork_reason for turn in trajectory.turns] == [
+        None, None, "retry", "new_conversation",
+    ]  # fmt: skip
+    assert [sample.response_mask for sample in trajectory.samples()] == [
+        [0, 0, 1, 1, 0, 1],
+        [0, 0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def test_memory_grows_with_the_tokens_and_not_with_the_turns() -> None:
+    trajectory, prompt = Trajectory("p"), [1]
+    for turn in range(400):
+        trajectory.add_turn(prompt, [turn] * 10, [-0.1] * 10, [0] * 10, "stop")
+        prompt = [*prompt, *[turn] * 10, 2, 3]
+    stored = sum(len(t.added_token_ids) + len(t.completion_token_ids) for t in trajectory.turns)
+    assert stored == len(prompt) - 2
 
 
 @pytest.mark.parametrize(

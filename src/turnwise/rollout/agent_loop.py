@@ -1,7 +1,7 @@
 """What an agent loop is, and what it works with: one coroutine that makes one trajectory."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,11 @@ from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.tool_parser import ToolParser
 from turnwise.rollout.tools import Toolbox
-from turnwise.trajectory import ChatTemplate, Trajectory
+from turnwise.tasks import run_in_thread
+from turnwise.trajectory import Bridge, ChatTemplate, Message, Trajectory, bridge
+
+_LONG = 16_384
+"""Characters that are tokenised in some milliseconds; more of them would delay the others."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,64 @@ class RolloutContext:
     request_id: str
     seed: int | None = None
     """Where the run is deterministic: the seed that each turn's own is derived from."""
+    fork_reason: str | None = None
+    """Why the prompt made last does not continue the turn before it."""
+
+    async def first_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation that begins here."""
+        return await _off_loop(messages, lambda: self.template.render(messages, tools=tools))
+
+    async def next_prompt(
+        self,
+        prompt_token_ids: Sequence[int],
+        completion_token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """The ids that continue a turn with `new_messages`, which end the trajectory's messages.
+
+        Where no bridge is exact (or `rollout.history` is `template` and the template changed the
+        history), the whole conversation is rendered and the next turn begins a branch.
+
+        Raises:
+            TrajectoryError: when the template refuses the conversation, or leaves a message out.
+        """
+
+        def make() -> list[int]:
+            bridged = bridge(
+                self.template,
+                prompt_token_ids=prompt_token_ids,
+                completion_token_ids=completion_token_ids,
+                new_messages=new_messages,
+                tools=tools,
+            )
+            self.fork_reason = bridged.fork_reason
+            if bridged.token_ids is None or self.rollout.history == "template":
+                return self._as_rendered(bridged, tools)
+            return bridged.token_ids
+
+        whole = self.rollout.history == "template"
+        return await _off_loop(self.trajectory.messages if whole else new_messages, make)
+
+    def _as_rendered(self, bridged: Bridge, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        if bridged.fork_reason == "message_dropped":
+            raise TrajectoryError("message_dropped", bridged.detail)
+        try:
+            rendered = self.template.render(self.trajectory.messages, tools=tools)
+        except Exception as error:  # a template may raise anything
+            raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
+        own = bridged.token_ids
+        if own is not None and self.template.decode_all(own) == self.template.decode_all(rendered):
+            return own
+        self.fork_reason = self.fork_reason or "history_rewritten"
+        return rendered
+
+    async def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return await _off_loop([{"content": text}], lambda: self.template.encode(text))
 
     async def sample(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = ()
@@ -67,7 +129,9 @@ class RolloutContext:
             completion.weight_versions,
             completion.finish_reason,
             completion.prompt_logprobs,
+            fork_reason=self.fork_reason,
         )
+        self.fork_reason = None
         return completion
 
     def count(self, event: str) -> None:
@@ -82,6 +146,13 @@ class AgentLoop(Protocol):
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None: ...
+
+
+async def _off_loop(messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
+    """Do what takes long in a thread, so that other trajectories go on."""
+    if sum(len(str(message.get("content"))) for message in messages) < _LONG:
+        return work()
+    return await run_in_thread(work)
 
 
 def stable_seed(*parts: object) -> int:

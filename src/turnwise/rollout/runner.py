@@ -49,6 +49,8 @@ class Group:
     problem_id: str
     trajectories: list[Trajectory] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """What the dropped ones had sampled, by the same reasons."""
     causes: dict[str, str] = field(default_factory=dict)
     """For each reason in `dropped`, what the first such failure said."""
 
@@ -112,10 +114,12 @@ class Runner:
         group: Group,
     ) -> Trajectory | None:
         name = f"{tag}-{problem.id}-{index}"
+        trajectory = Trajectory(problem.id, index)
         async with self._slots:
             try:
                 async with asyncio.timeout(self._config.rollout.trajectory_timeout):
-                    return await self._attempt(engine, problem, index, sampling, name)
+                    await self._attempt(engine, problem, trajectory, sampling, name)
+                    return trajectory
             except TrajectoryError as error:
                 reason, message = error.reason, str(error)
             except DeadlineError as error:
@@ -127,15 +131,20 @@ class Runner:
                 reason, message = "trajectory_timeout", f"not done after {seconds:g} s"
         logger.info("dropped %s (%s): %s", name, reason, message)
         group.dropped[reason] += 1
+        group.dropped_tokens[reason] += trajectory.sampled_tokens
         group.causes.setdefault(reason, message)
         return None
 
     async def _attempt(
-        self, engine: Engine, problem: Problem, index: int, sampling: SamplingConfig, name: str
-    ) -> Trajectory:
+        self,
+        engine: Engine,
+        problem: Problem,
+        trajectory: Trajectory,
+        sampling: SamplingConfig,
+        name: str,
+    ) -> None:
         with _counted_as("environment_error"):
             environment = make_environment(self._environment, problem.row, problem.id)
-        trajectory = Trajectory(problem.id, index)
         context = RolloutContext(
             trajectory=trajectory,
             engine=engine,
@@ -156,7 +165,6 @@ class Runner:
             else:
                 reward = await run_in_thread(lambda: environment.reward(trajectory))
             trajectory.reward = float(reward)
-        return trajectory
 
     def _toolbox(self, environment: Environment) -> Toolbox:
         rollout = self._config.rollout

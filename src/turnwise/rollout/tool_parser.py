@@ -32,7 +32,7 @@ class ToolParser:
         tokenizer: The model's tokenizer.
 
     Raises:
-        InputError: when vLLM has no parser of that name.
+        InputError: when vLLM has no parser of that name, or it does not fit the tokenizer.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -46,9 +46,29 @@ class ToolParser:
             ) from None
         # An unreadable call is counted and answered to the model; vLLM would log a traceback.
         logging.getLogger(parser.__module__).setLevel(logging.CRITICAL)
-        self._parser = parser(tokenizer)
+        self._name = name
+        try:
+            self._parser = parser(tokenizer)
+        except Exception as error:  # each parser has its own ways
+            raise InputError(
+                f"rollout.tool_parser: {name} does not fit the model's tokenizer: {error}"
+            ) from error
         self._marker: str | None = getattr(self._parser, "tool_call_start_token", None)
         self._request_type = vllm.ChatCompletionRequest
+
+    def tags(self) -> tuple[str, str]:
+        """What opens and what closes a call.
+
+        Raises:
+            InputError: when the format has no such marks.
+        """
+        end: str | None = getattr(self._parser, "tool_call_end_token", None)
+        if not (self._marker and end):
+            raise InputError(
+                f"rollout.tool_parser: {self._name} does not mark where a call ends, which the "
+                "interleaved loop needs; hermes does"
+            )
+        return self._marker, end
 
     def parse(self, text: str, schemas: Sequence[dict[str, Any]]) -> ParsedText:
         """Split a finished assistant turn into its text and its calls."""

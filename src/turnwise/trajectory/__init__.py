@@ -1,7 +1,11 @@
-"""Tokens as truth: trajectories of exact ids, and the chat template that leads between turns."""
+"""Tokens as truth: trajectories of exact ids, and what leads from one turn to the next."""
 
+from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
+from turnwise.trajectory.exactness import ExactnessReport, audit
+from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
+    Branch,
     Message,
     Status,
     Trajectory,
@@ -10,4 +14,18 @@ from turnwise.trajectory.trajectory import (
     write_jsonl,
 )
 
-__all__ = ["ChatTemplate", "Message", "Status", "Trajectory", "Turn", "read_jsonl", "write_jsonl"]
+__all__ = [
+    "Branch",
+    "Bridge",
+    "ChatTemplate",
+    "ExactnessReport",
+    "Message",
+    "Status",
+    "Trajectory",
+    "Turn",
+    "audit",
+    "bridge",
+    "read_jsonl",
+    "replace_prefix_tokens",
+    "write_jsonl",
+]

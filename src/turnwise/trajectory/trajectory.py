@@ -1,9 +1,11 @@
 """A trajectory: every token of one attempt at one problem, exactly as the engine saw it.
 
-It is built from the ids that went into the engine and the ids that came out, turn by turn; each
-turn stores only what it adds. Sampled tokens carry their log-probs and the weight version that
-sampled them. Messages hang beside the tokens as a view for people and rewards: no id is ever
-made from them. Knows no tokenizer, no engine and no file but JSON Lines.
+It is the tree of the attempt's turns. A turn is built from the ids that went into the engine and
+the ids that came out; it finds its parent by comparing ids and stores only what it adds. Mostly
+the tree is a line; sub-agents, retries and edited histories make branches, and each branch is a
+training sample in which the tokens that another branch trains on already are context. Messages
+hang beside the tokens as a view for people and rewards: no id is ever made from them. Knows no
+tokenizer, no engine and no file but JSON Lines.
 """
 
 import json
@@ -21,10 +23,14 @@ Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the engine: the unsampled ids that it added, and the ids that it sampled."""
+    """One call of the engine: the unsampled ids that it added, and the ids that it sampled.
+
+    Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
+    of its parent's path, then `added_token_ids`, then `completion_token_ids`.
+    """
 
     added_token_ids: list[int]
-    """Ids between the previous turn's last token and this turn's first sampled one."""
+    """Ids between what the parent's path gave and this turn's first sampled one."""
     completion_token_ids: list[int]
     logprobs: list[float]
     """Natural log of each sampled token's probability under the sampling distribution."""
@@ -33,6 +39,16 @@ class Turn:
     finish_reason: str
     added_logprobs: list[float | None] | None = None
     """Log-probs of the added ids where they were asked for; a sequence's first has none."""
+    parent: int | None = None
+    """Index of the turn whose path this one begins with; None where it shares nothing."""
+    prefix_length: int = 0
+    """How many ids of the parent's path this turn begins with; all of them in a bridged turn."""
+    fork_reason: str | None = None
+    """Why this turn does not continue one before it."""
+    sums: tuple[int, int] = (0, 0)
+    """`checksums` of added and completion ids together, taken when the turn was recorded."""
+    messages: list[Message] = field(default_factory=list)
+    """The messages that led here, where there is more than one conversation; a view."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -43,10 +59,32 @@ class Turn:
         if len(set(lengths.values())) != 1:
             raise TrajectoryError("inconsistent_turn", f"a turn's lengths differ: {lengths}")
 
+    @property
+    def path_length(self) -> int:
+        return self.prefix_length + len(self.added_token_ids) + len(self.completion_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A path from the conversation's start to the end of a turn that no other continues.
+
+    Lists of `T` entries, one for each token.
+    """
+
+    leaf: int
+    """Index of the last turn."""
+    token_ids: list[int]
+    response_mask: list[int]
+    """1 on sampled tokens, 0 on all else."""
+    logprobs: list[float]
+    """As the engine recorded them; 0.0 where the response mask is 0."""
+    weight_versions: list[int]
+    """-1 where the response mask is 0."""
+
 
 @dataclass(slots=True)
 class Trajectory:
-    """All turns of one attempt, in order, with what became of it."""
+    """All turns of one attempt, in the order of their calls, with what became of it."""
 
     problem_id: str
     """Names the problem; the trajectories of one group share it."""
@@ -58,6 +96,8 @@ class Trajectory:
     status: Status = "running"
     events: Counter[str] = field(default_factory=Counter)
     """How often what happened: tool_call, tool_unknown, tool_error, tool_timeout ..."""
+    _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
+    """The path of the last turn; kept because the next turn nearly always continues it."""
 
     def add_turn(
         self,
@@ -67,50 +107,89 @@ class Trajectory:
         weight_versions: list[int],
         finish_reason: str,
         prompt_logprobs: list[float | None] | None = None,
+        *,
+        fork_reason: str | None = None,
+        messages: Sequence[Message] = (),
     ) -> Turn:
-        """Append one call of the engine.
+        """Append one call of the engine below the turn that shares the longest beginning.
+
+        Args:
+            prompt_token_ids: The whole prompt.
+            completion_token_ids: What was sampled, with one log-prob and one version each.
+            finish_reason: The engine's: stop, length ...
+            prompt_logprobs: One for each prompt id, where they were asked for.
+            fork_reason: Why the prompt continues no turn, for the one who counts forks;
+                `new_conversation` when it is not told.
+            messages: A view of the messages that led to this turn.
 
         Raises:
-            TrajectoryError: when the prompt does not begin with every id of the turns before,
-                or the lengths of ids, log-probs and versions differ.
+            TrajectoryError: when the lengths of ids, log-probs and versions differ.
         """
-        known = self.token_ids
-        if list(prompt_token_ids[: len(known)]) != known:
-            raise TrajectoryError(
-                "prefix_changed",
-                f"turn {len(self.turns)} of {self.problem_id} does not continue the "
-                f"{len(known)} tokens before it",
-            )
+        prompt = list(prompt_token_ids)
+        parent, shared = self._find_parent(prompt)
+        added = prompt[shared:]
+        continues = parent is not None and shared == self.turns[parent].path_length
         turn = Turn(
-            added_token_ids=list(prompt_token_ids[len(known) :]),
+            added_token_ids=added,
             completion_token_ids=completion_token_ids,
             logprobs=logprobs,
             weight_versions=weight_versions,
             finish_reason=finish_reason,
-            added_logprobs=prompt_logprobs[len(known) :] if prompt_logprobs else None,
+            added_logprobs=prompt_logprobs[shared:] if prompt_logprobs else None,
+            parent=parent,
+            prefix_length=shared,
+            fork_reason=None if continues or not self.turns else fork_reason or "new_conversation",
+            sums=checksums([*added, *completion_token_ids]),
+            messages=list(messages),
         )
         self.turns.append(turn)
+        prompt += completion_token_ids
+        self._last_path = prompt
         return turn
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Every id in order, unsampled and sampled: `T` of them."""
-        return [i for t in self.turns for i in (*t.added_token_ids, *t.completion_token_ids)]
+    def _find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
+        """The turn whose path shares the longest beginning with the prompt, and its length."""
+        last = self._last_path
+        if self.turns and prompt[: len(last)] == last:
+            return len(self.turns) - 1, len(last)
+        best: tuple[int | None, int] = (None, 0)
+        for index in range(len(self.turns) - 1, -1, -1):
+            shared = self._shared_with_path(prompt, index)
+            if shared > best[1]:
+                best = index, shared
+        return best
 
-    @property
-    def response_mask(self) -> list[int]:
-        """`T` flags: 1 on sampled tokens, 0 on all else."""
-        return self._aligned(lambda turn: [1] * len(turn.completion_token_ids), 0)
+    def _shared_with_path(self, prompt: list[int], index: int) -> int:
+        turn = self.turns[index]
+        own = [*turn.added_token_ids, *turn.completion_token_ids]
+        start = turn.prefix_length
+        if turn.parent is not None:
+            shared = min(self._shared_with_path(prompt, turn.parent), start)
+            if shared < start:
+                return shared
+        return start + common_prefix(prompt[start : start + len(own)], own)
 
-    @property
-    def logprobs(self) -> list[float]:
-        """`T` log-probs as the engine recorded them; 0.0 where the response mask is 0."""
-        return self._aligned(lambda turn: turn.logprobs, 0.0)
+    def branches(self) -> list[Branch]:
+        """Every branch, each with all that was sampled on it, in the order of their last turns."""
+        return [self._branch(leaf, {}) for leaf in self._leaves()]
 
-    @property
-    def weight_versions(self) -> list[int]:
-        """`T` versions; -1 where the response mask is 0."""
-        return self._aligned(lambda turn: turn.weight_versions, -1)
+    def samples(self) -> list[Branch]:
+        """The branches as training samples: each sampled token is masked 1 in exactly one.
+
+        A token on several branches belongs to the first; branches that would train nothing are
+        left out.
+        """
+        trained: dict[int, int] = {}
+        samples = [self._branch(leaf, trained) for leaf in self._leaves()]
+        return [sample for sample in samples if any(sample.response_mask)]
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """The whole prompt of a turn, as the engine had it."""
+        ids: list[int] = []
+        for turn, length in self._path(index):
+            own = [*self.turns[turn].added_token_ids, *self.turns[turn].completion_token_ids]
+            ids += self.turns[turn].added_token_ids if turn == index else own[:length]
+        return ids
 
     @property
     def sampled_tokens(self) -> int:
@@ -124,6 +203,46 @@ class Trajectory:
                 return str(message.get("content") or "")
         return ""
 
+    def _leaves(self) -> list[int]:
+        continued = {
+            turn.parent
+            for turn in self.turns
+            if turn.parent is not None and turn.prefix_length == self.turns[turn.parent].path_length
+        }
+        return [index for index in range(len(self.turns)) if index not in continued]
+
+    def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
+        """`trained` counts, for each turn, the sampled tokens that earlier branches hold."""
+        branch = Branch(leaf, [], [], [], [])
+        for index, length in self._path(leaf):
+            turn = self.turns[index]
+            added = turn.added_token_ids[:length]
+            sampled = max(0, length - len(turn.added_token_ids))
+            known = min(trained.get(index, 0), sampled)
+            branch.token_ids.extend(added)
+            branch.token_ids.extend(turn.completion_token_ids[:sampled])
+            unsampled = len(added) + known
+            branch.response_mask.extend([0] * unsampled + [1] * (sampled - known))
+            branch.logprobs.extend([0.0] * unsampled)
+            branch.logprobs.extend(turn.logprobs[known:sampled])
+            branch.weight_versions.extend([-1] * unsampled)
+            branch.weight_versions.extend(turn.weight_versions[known:sampled])
+            trained[index] = max(trained.get(index, 0), sampled)
+        return branch
+
+    def _path(self, leaf: int) -> list[tuple[int, int]]:
+        """The turns from the conversation's start to `leaf`, and how many own ids each gives."""
+        path: list[tuple[int, int]] = []
+        index: int | None = leaf
+        end = self.turns[leaf].path_length
+        while index is not None:
+            turn = self.turns[index]
+            if end > turn.prefix_length:
+                path.append((index, end - turn.prefix_length))
+                end = turn.prefix_length
+            index = turn.parent
+        return path[::-1]
+
     def to_json(self) -> str:
         """One line of JSON that `from_json` reads back without loss."""
         tree = _plain(self) | {"turns": [_plain(turn) for turn in self.turns]}
@@ -132,21 +251,48 @@ class Trajectory:
     @classmethod
     def from_json(cls, line: str) -> "Trajectory":
         tree = json.loads(line)
-        tree["turns"] = [Turn(**turn) for turn in tree["turns"]]
+        turns = [Turn(**turn | {"sums": tuple(turn["sums"])}) for turn in tree.pop("turns")]
         tree["events"] = Counter(tree["events"])
-        return cls(**tree)
+        trajectory = cls(turns=turns, **tree)
+        if turns:
+            last = len(turns) - 1
+            trajectory._last_path = [
+                *trajectory.prompt_token_ids(last), *turns[last].completion_token_ids,
+            ]  # fmt: skip
+        return trajectory
 
-    def _aligned(self, sampled: Any, filler: Any) -> list[Any]:
-        values: list[Any] = []
-        for turn in self.turns:
-            values += [filler] * len(turn.added_token_ids)
-            values += sampled(turn)
-        return values
+
+def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
+    """The sum of the ids, and the sum of each id times its position from 1.
+
+    Two sums tell of one changed id where it is and what it was: the first differs by the change,
+    the second by the change times the position.
+    """
+    return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two sequences share at their beginnings."""
+    length, step = 0, 64
+    limit = min(len(a), len(b))
+    while length < limit:
+        step = min(step, limit - length)
+        if a[length : length + step] == b[length : length + step]:
+            length, step = length + step, step * 2
+        elif step == 1:
+            break
+        else:
+            step //= 2
+    return length
 
 
 def _plain(record: Any) -> dict[str, Any]:
     """A dataclass as a dictionary of its own fields (`asdict` would copy every list)."""
-    return {item.name: getattr(record, item.name) for item in fields(record)}
+    return {
+        item.name: getattr(record, item.name)
+        for item in fields(record)
+        if not item.name.startswith("_")
+    }
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:

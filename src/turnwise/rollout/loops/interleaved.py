@@ -15,17 +15,18 @@ class InterleavedLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
+        open_tag, close_tag = context.tool_parser.tags()
         trajectory.messages = [dict(message) for message in environment.problem]
-        prompt = template.render(trajectory.messages, tools=tools)
+        prompt = await context.first_prompt(trajectory.messages, tools=tools)
         answer = {"role": "assistant", "content": ""}
         trajectory.messages.append(answer)
         for turn in range(rollout.max_turns):
-            completion = await context.sample(prompt, stop=[rollout.close_tag])
+            completion = await context.sample(prompt, stop=[close_tag])
             if completion is None:
                 return
             text = template.decode(completion.token_ids)
             answer["content"] += text
-            start, end = text.rfind(rollout.open_tag), text.rfind(rollout.close_tag)
+            start, end = text.rfind(open_tag), text.rfind(close_tag)
             if completion.finish_reason == "length":
                 trajectory.status = "length"
                 return
@@ -33,7 +34,7 @@ class InterleavedLoop:
                 trajectory.status = "completed"
                 return
             if turn + 1 < rollout.max_turns:
-                call = text[max(start, 0) : end + len(rollout.close_tag)]
+                call = text[max(start, 0) : end + len(close_tag)]
                 parsed = context.tool_parser.parse(call, tools)
                 if not parsed.calls:  # the closing tag says that a call was meant
                     parsed = replace(parsed, malformed=True)
@@ -42,5 +43,5 @@ class InterleavedLoop:
                     rollout.result_format.format(result=message["content"]) for message in results
                 )
                 answer["content"] += shown
-                prompt = [*prompt, *completion.token_ids, *template.encode(shown)]
+                prompt = [*prompt, *completion.token_ids, *await context.encode(shown)]
         trajectory.status = "max_turns"

@@ -8,7 +8,7 @@ class SingleTurnLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory = context.trajectory
         trajectory.messages = [dict(message) for message in environment.problem]
-        completion = await context.sample(context.template.render(trajectory.messages))
+        completion = await context.sample(await context.first_prompt(trajectory.messages))
         if completion is None:
             return
         text = context.template.decode(completion.token_ids)

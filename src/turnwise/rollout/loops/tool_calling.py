@@ -16,7 +16,7 @@ class ToolCallingLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in environment.problem]
-        prompt = template.render(trajectory.messages, tools=tools)
+        prompt = await context.first_prompt(trajectory.messages, tools=tools)
         for turn in range(context.rollout.max_turns):
             completion = await context.sample(prompt)
             if completion is None:
@@ -32,8 +32,8 @@ class ToolCallingLoop:
             if turn + 1 < context.rollout.max_turns:
                 results = await answer_calls(parsed, context)
                 trajectory.messages += results
-                prompt = template.next_prompt(
-                    [*prompt, *completion.token_ids], results, tools=tools
+                prompt = await context.next_prompt(
+                    prompt, completion.token_ids, results, tools=tools
                 )
         trajectory.status = "max_turns"
 

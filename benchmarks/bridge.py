@@ -1,0 +1,95 @@
+"""How long the step to the next turn takes: the bridge against rendering everything again.
+
+    python -m benchmarks.bridge [--model DIR] [--chat-template FILE]
+
+For histories of 1k to 128k tokens and 200 new tokens, the median time in microseconds of the
+bridge, of the whole next prompt as a list (the bridge and a copy of the history), and of
+rendering and tokenising the conversation anew. The last line is the bridge's time at 128k by its
+time at 1k. The model defaults to the calculator example's, which `make demo` builds.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from turnwise.trajectory import ChatTemplate, bridge
+
+HISTORIES = (1_000, 8_000, 32_000, 128_000)
+NEW_TOKENS = 200
+MODEL = Path(__file__).parent.parent / "examples" / "calculator" / "build" / "model"
+
+
+def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
+    """Turns of a user and an assistant whose rendering has about so many tokens."""
+    pair = [
+        {"role": "user", "content": text_of(template, 150, "Please work out 12 plus 345")},
+        {"role": "assistant", "content": text_of(template, 150, "The answer is 357")},
+    ]
+    each = len(template.render(pair * 2)) - len(template.render(pair))
+    return pair * max(1, tokens // each) + pair[:1]
+
+
+def text_of(template: ChatTemplate, tokens: int, words: str) -> str:
+    """`words`, repeated to about so many tokens."""
+    return " ".join([words] * (tokens // len(template.encode(" " + words)) + 1))
+
+
+def microseconds(work: Callable[[], object], repeats: int) -> float:
+    """The median of `repeats` runs."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="benchmarks.bridge", description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--chat-template", type=Path)
+    parser.add_argument("--repeats", type=int, default=200)
+    options = parser.parse_args()
+    source = options.chat_template.read_text() if options.chat_template else None
+    template = ChatTemplate(AutoTokenizer.from_pretrained(options.model), chat_template=source)
+
+    said = template.encode(text_of(template, 100, "I have to add and call the tool."))
+    completion = [*said, template.tokenizer.eos_token_id]
+    results = [{"role": "tool", "content": text_of(template, NEW_TOKENS, "12 + 345 = 357")}]
+    turn = {"role": "assistant", "content": template.decode(completion)}
+    print(f"{'history':>8} {'new':>5} {'bridge':>10} {'as a list':>10} {'re-render':>12}   (us)")
+    bridges = []
+    for tokens in HISTORIES:
+        messages = conversation(template, tokens)
+        prompt = template.render(messages)
+
+        def bridged() -> Any:
+            return bridge(
+                template,
+                prompt_token_ids=prompt,  # noqa: B023 (used in this round alone)
+                completion_token_ids=completion,
+                new_messages=results,
+            )
+
+        def rendered() -> Any:
+            return template.render([*messages, turn, *results])  # noqa: B023
+
+        assert bridged().token_ids == rendered(), "the bridge and the template differ"
+        bridges.append(microseconds(bridged, options.repeats))
+        listed = microseconds(lambda: bridged().token_ids, options.repeats)
+        whole = microseconds(rendered, max(3, options.repeats // (1 + tokens // 1000)))
+        new = len(bridged().added_token_ids)
+        print(f"{len(prompt):8d} {new:5d} {bridges[-1]:10.0f} {listed:10.0f} {whole:12.0f}")
+    print(
+        f"bridge at {HISTORIES[-1]:,} tokens / at {HISTORIES[0]:,}: {bridges[-1] / bridges[0]:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

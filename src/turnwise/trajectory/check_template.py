@@ -1,0 +1,202 @@
+"""Tells what the bridge makes of a model's chat template.
+
+    python -m turnwise.trajectory.check_template MODEL [--chat-template FILE]
+
+MODEL is a folder or a Hugging Face name of a model or tokenizer. Each case is a conversation
+whose last turn is written as the template writes it; the bridge leads to the next turn, and the
+result is compared with the template's rendering of the whole conversation.
+"""
+
+import argparse
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import InputError
+from turnwise.trajectory.bridge import bridge
+from turnwise.trajectory.chat_template import ChatTemplate, Tools
+from turnwise.trajectory.trajectory import Message
+
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Its name."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+_VERDICTS = {
+    "exact": "bridged, and the text is what the template renders",
+    "keeps": "bridged; the template would rewrite earlier turns, the model sees its own",
+    "forks": "a new branch begins here",
+    "refuses": "the template does not take such a conversation",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the bridge made of one case."""
+
+    case: str
+    verdict: str
+    """exact, keeps, forks or refuses."""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    title: str
+    before: list[Message]
+    turn: Message
+    after: list[Message]
+    tools: Tools | None = None
+    cut_off: bool = False
+
+
+def check_template(template: ChatTemplate) -> list[Finding]:
+    """Try the bridge on conversations of all the kinds that agent loops make."""
+    return [_try(template, case) for case in _cases()]
+
+
+def _cases() -> list[_Case]:
+    user, more = _message("user", "How is it in Oslo?"), _message("user", "And tomorrow?")
+    system = _message("system", "Be brief.")
+    answer = _message("assistant", "It rains.")
+    cut = _message("assistant", "It rai")
+    thought = _message("assistant", "<think>\nI know it.\n</think>\n\nIt rains.")
+    one, two = _calling("Oslo"), _calling("Oslo", "Bergen")
+    result, other = _result(0, "rain"), _result(1, "sun")
+    return [
+        _Case("an answer, then the user", [user], answer, [more]),
+        _Case("under a system message", [system, user], answer, [more]),
+        _Case("reasoning and an answer, then the user", [user], thought, [more]),
+        _Case("an answer cut off, then the user", [user], cut, [more], cut_off=True),
+        _Case("a tool call, then its result", [user], one, [result], _TOOLS),
+        _Case("two calls, then two results", [user], two, [result, other], _TOOLS),
+        _Case("a call, then its result and the user", [user], one, [result, more], _TOOLS),
+        _Case("an answer after a call, then the user", [user, one, result], answer, [more], _TOOLS),
+    ]
+
+
+def _message(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+def _calling(*cities: str) -> Message:
+    calls = [
+        {
+            "type": "function",
+            "id": f"call{index:05d}",
+            "function": {"name": "weather", "arguments": {"city": city}},
+        }
+        for index, city in enumerate(cities)
+    ]
+    return _message("assistant", "", tool_calls=calls)
+
+
+def _result(index: int, content: str) -> Message:
+    return _message("tool", content, name="weather", tool_call_id=f"call{index:05d}")
+
+
+def _try(template: ChatTemplate, case: _Case) -> Finding:
+    try:
+        opening = template.render_text(case.before, tools=case.tools)
+        said = _said(template, case, opening)
+        whole = template.render_text([*case.before, case.turn, *case.after], tools=case.tools)
+    except Exception as error:  # a template may raise anything
+        return Finding(case.title, "refuses", f"{type(error).__name__}: {error}")
+    result = bridge(
+        template,
+        prompt_token_ids=template.encode(opening),
+        completion_token_ids=template.encode(said),
+        new_messages=case.after,
+        tools=case.tools,
+    )
+    if result.token_ids is None:
+        return Finding(case.title, "forks", f"{result.fork_reason}: {result.detail}")
+    text, rendered = (
+        template.decode_all(ids) for ids in (result.token_ids, template.encode(whole))
+    )
+    if text == rendered:
+        return Finding(case.title, "exact")
+    difference = difflib.unified_diff(
+        rendered.splitlines(),
+        text.splitlines(),
+        "as the template renders it",
+        "as the model sees it",
+        lineterm="",
+        n=1,
+    )
+    return Finding(case.title, "keeps", "\n".join(difference))
+
+
+def _said(template: ChatTemplate, case: _Case, opening: str) -> str:
+    """What the model samples in the case's turn, to the marker that ends it."""
+    content = str(case.turn["content"])
+    if case.cut_off:
+        return content
+    whole = template.render_text(
+        [*case.before, case.turn], tools=case.tools, add_generation_prompt=False
+    )
+    said = whole[len(opening) :]
+    if not whole.startswith(opening):  # the template writes a finished turn otherwise
+        start = whole.rfind(content) if content else whole.rfind("weather")
+        said = whole[start:]
+    markers = list(template.marker_pattern.finditer(said))
+    if not case.turn.get("tool_calls"):
+        markers = [m for m in markers if m.start() >= said.find(content) + len(content)][:1]
+    return said[: markers[-1].end()] if markers else said
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings, for people."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.verdict:8} {finding.case}")
+        lines += [f"           {line}" for line in finding.detail.splitlines()]
+    counts = Counter(finding.verdict for finding in findings)
+    lines += ["", f"{len(findings)} cases:"]
+    lines += [f"{n:3d} {_VERDICTS[verdict]}" for verdict, n in counts.most_common()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m turnwise.trajectory.check_template",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja to use instead.")
+    options = parser.parse_args(arguments)
+    try:
+        template = _load(options.model, options.chat_template)
+    except InputError as error:
+        sys.exit(f"check_template: {error}")
+    sys.stdout.write(report(check_template(template)) + "\n")
+
+
+def _load(model: str, chat_template: Path | None) -> ChatTemplate:
+    from transformers import AutoTokenizer  # a second to import
+
+    try:
+        source = chat_template.read_text() if chat_template else None
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return ChatTemplate(tokenizer, chat_template=source)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The exactness audit: proof that what is trained was sampled, or the first place where not.
+
+It replays a trajectory's turns on its own, without the code that makes samples, and compares
+every token of every sample with what the engine returned. Reports add up to a run's.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums
+
+
+@dataclass(slots=True)
+class ExactnessReport:
+    """What became of every sampled token; reports of several trajectories can be added."""
+
+    trajectories: int = 0
+    turns: int = 0
+    bridged: int = 0
+    """Turns whose prompt begins with every token of the turn before."""
+    forked: Counter[str] = field(default_factory=Counter)
+    """Turns that began a new branch, by reason."""
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    """Tokens with response mask 1 in the samples."""
+    tokens_exact: int = 0
+    """Trained tokens whose id, log-prob, version and whole context are as the engine had them."""
+    masked: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens that are not trained, by reason."""
+    violations: int = 0
+    first_violation: str | None = None
+
+    def __iadd__(self, other: "ExactnessReport") -> "ExactnessReport":
+        self.trajectories += other.trajectories
+        self.turns += other.turns
+        self.bridged += other.bridged
+        self.forked += other.forked
+        self.tokens_sampled += other.tokens_sampled
+        self.tokens_trained += other.tokens_trained
+        self.tokens_exact += other.tokens_exact
+        self.masked += other.masked
+        self.violations += other.violations
+        self.first_violation = self.first_violation or other.first_violation
+        return self
+
+    @property
+    def percent(self) -> float:
+        """The share of trained tokens that are exact, from 0 to 100."""
+        return 100.0 * self.tokens_exact / self.tokens_trained if self.tokens_trained else 100.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "exact_percent": self.percent,
+            "tokens_trained": self.tokens_trained,
+            "tokens_exact": self.tokens_exact,
+            "tokens_sampled": self.tokens_sampled,
+            "masked": dict(sorted(self.masked.items())),
+            "trajectories": self.trajectories,
+            "turns": self.turns,
+            "bridged": self.bridged,
+            "forked": dict(sorted(self.forked.items())),
+            "violations": self.violations,
+            "first_violation": self.first_violation,
+        }
+
+    def __str__(self) -> str:
+        """Two lines for people, or three when something is wrong."""
+        lines = [
+            f"exact      {_percent(self.percent)} of {self.tokens_trained:,} trained tokens; "
+            f"{self.tokens_sampled:,} sampled{_counts(', not trained', self.masked)}",
+            f"           {self.turns:,} turns, {self.bridged:,} bridged"
+            f"{_counts(', forked', self.forked) or ', none forked'}",
+        ]
+        if self.first_violation is not None:
+            lines.append(f"           {self.violations} violations; first: {self.first_violation}")
+        return "\n".join(lines)
+
+
+def audit(
+    trajectory: Trajectory,
+    samples: Sequence[Branch] | None = None,
+    *,
+    masked: str = "not_a_sample",
+) -> ExactnessReport:
+    """Replay a trajectory and compare what is to be trained with it.
+
+    Proves that lengths agree; that each turn's ids are those that were recorded; that each
+    trained token was sampled, in the context that the engine had, and is trained once; that
+    log-probs are finite and versions never go backward along a branch.
+
+    Args:
+        trajectory: The record.
+        samples: What is to be trained; `trajectory.samples()` unless told.
+        masked: The reason for sampled tokens that are in none of them.
+    """
+    samples = trajectory.samples() if samples is None else samples
+    turns = trajectory.turns
+    report = ExactnessReport(
+        trajectories=1,
+        turns=len(turns),
+        bridged=sum(_continues(turns, turn) for turn in turns),
+        forked=Counter(turn.fork_reason for turn in turns if turn.fork_reason is not None),
+        tokens_sampled=sum(len(turn.completion_token_ids) for turn in turns),
+        tokens_trained=sum(sum(sample.response_mask) for sample in samples),
+    )
+    name = f"{trajectory.problem_id} sample {trajectory.sample_index}"
+    found = list(_check_turns(turns))
+    trained: dict[int, set[int]] = {}
+    # A record that is broken itself proves nothing about samples.
+    for index, sample in enumerate([] if found else samples):
+        exact, problems = _check_sample(turns, sample, trained)
+        report.tokens_exact += exact
+        found += [f"training sample {index}: {problem}" for problem in problems]
+    if missing := report.tokens_sampled - report.tokens_trained:
+        report.masked[masked] += missing
+    report.violations = len(found)
+    report.first_violation = f"{name}, {found[0]}" if found else None
+    return report
+
+
+def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
+    for index, turn in enumerate(turns):
+        if turn.parent is not None and not 0 <= turn.parent < index:
+            yield f"turn {index}: its parent {turn.parent} is not a turn before it"
+            return
+        room = 0 if turn.parent is None else turns[turn.parent].path_length
+        if not 0 <= turn.prefix_length <= room:
+            yield f"turn {index}: takes {turn.prefix_length} of {room} tokens over"
+            return
+        lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
+        if len(set(lengths)) != 1:
+            yield f"turn {index}: tokens, log-probs and versions are {lengths}"
+            continue
+        yield from _check_ids(index, turn)
+        for position, logprob in enumerate(turn.logprobs):
+            if not (math.isfinite(logprob) and logprob <= 1e-4):
+                yield f"turn {index}: sampled token {position} has log-prob {logprob}"
+        before = _last_version(turns, turn)
+        for position, version in enumerate(turn.weight_versions):
+            if version < before:
+                yield (
+                    f"turn {index}: sampled token {position} has weight version {version} after "
+                    f"{before}"
+                )
+            before = version
+
+
+def _check_ids(index: int, turn: Turn) -> Iterator[str]:
+    ids = [*turn.added_token_ids, *turn.completion_token_ids]
+    total, weighted = checksums(ids)
+    change, moment = total - turn.sums[0], weighted - turn.sums[1]
+    if not (change or moment):
+        return
+    position = moment // change - 1 if change and moment % change == 0 else -1
+    if not 0 <= position < len(ids):
+        yield f"turn {index}: several of its {len(ids)} token ids are not those recorded"
+        return
+    kind = "sampled"
+    at = position - len(turn.added_token_ids)
+    if at < 0:
+        kind, at = "added", position
+    yield (
+        f"turn {index}: {kind} token {at} is {ids[position]}, where {ids[position] - change} "
+        "was recorded"
+    )
+
+
+def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
+    """The version of the last sampled token before a turn on its branch; 0 if there is none."""
+    end, parent = turn.prefix_length, turn.parent
+    while parent is not None:
+        above = turns[parent]
+        sampled = end - above.prefix_length - len(above.added_token_ids)
+        if sampled > 0 and above.weight_versions:
+            return above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
+        end, parent = min(end, above.prefix_length), above.parent
+    return 0
+
+
+def _continues(turns: Sequence[Turn], turn: Turn) -> bool:
+    return turn.parent is not None and turn.prefix_length == turns[turn.parent].path_length
+
+
+def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
+    """The turns from the conversation's start to a leaf, and the ids that each of them gives."""
+    segments: list[tuple[int, list[int]]] = []
+    index: int | None = leaf
+    end = turns[leaf].path_length
+    while index is not None:
+        turn = turns[index]
+        own = [*turn.added_token_ids, *turn.completion_token_ids]
+        segments.append((index, own[: max(0, end - turn.prefix_length)]))
+        end, index = min(end, turn.prefix_length), turn.parent
+    return segments[::-1]
+
+
+def _check_sample(
+    turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
+) -> tuple[int, list[str]]:
+    """The number of exact tokens, and what is wrong.
+
+    `trained` holds, for each turn, the sampled tokens that are trained already.
+    """
+    length = len(sample.token_ids)
+    lengths = {len(sample.response_mask), len(sample.logprobs), len(sample.weight_versions)}
+    if lengths != {length}:
+        return 0, [f"{length} tokens, but masks, log-probs and versions of {sorted(lengths)}"]
+    if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
+        return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
+    problems: list[str] = []
+    exact = start = 0
+    for index, ids in _segments(turns, sample.leaf):
+        turn = turns[index]
+        first = start + min(len(ids), len(turn.added_token_ids))
+        end = start + len(ids)
+        known = trained.setdefault(index, set())
+        whole = (
+            not known
+            and sample.token_ids[start:end] == ids
+            and not any(sample.response_mask[start:first])
+            and all(sample.response_mask[first:end])
+            and sample.logprobs[first:end] == turn.logprobs[: end - first]
+            and sample.weight_versions[first:end] == turn.weight_versions[: end - first]
+        )
+        if whole:
+            known.update(range(end - first))
+            exact += 0 if problems else end - first
+        for position in () if whole else range(start, end):
+            here = _Place(index, position - first, ids[position - start])
+            problem = _check_token(turn, here, sample, position, known)
+            problems += [problem] if problem else []
+            exact += bool(sample.response_mask[position]) and not problems
+        start = end
+    return exact, problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a token of a sample comes from."""
+
+    turn: int
+    sampled: int
+    """Position among the turn's sampled tokens; negative for a prompt's."""
+    token: int
+
+
+def _check_token(
+    turn: Turn, place: _Place, sample: Branch, position: int, trained: set[int]
+) -> str | None:
+    """What is wrong with one token of a sample."""
+    token, sampled = sample.token_ids[position], place.sampled
+    if token != place.token:
+        source = "sampled" if sampled >= 0 else "was asked with"
+        return f"token {position} is {token}, where turn {place.turn} {source} {place.token}"
+    if not sample.response_mask[position]:
+        return None
+    if sampled < 0:
+        return f"token {position} ({token}) is trained but was not sampled"
+    if sampled in trained:
+        return f"token {position} ({token}) is trained twice"
+    trained.add(sampled)
+    for what, ours, theirs in (
+        ("log-prob", sample.logprobs, turn.logprobs),
+        ("weight version", sample.weight_versions, turn.weight_versions),
+    ):
+        if ours[position] != theirs[sampled]:
+            return (
+                f"token {position} ({token}) has {what} {ours[position]}, where {theirs[sampled]} "
+                "was sampled"
+            )
+    return None
+
+
+def _counts(title: str, counts: Counter[str]) -> str:
+    return f"{title}: " + ", ".join(f"{n:,} {why}" for why, n in counts.items()) if counts else ""
+
+
+def _percent(value: float) -> str:
+    """Never rounded up to 100."""
+    return "100 %" if value == 100.0 else f"{math.floor(value * 100) / 100:.2f} %"

@@ -1,0 +1,254 @@
+"""The bridge over published templates; see `published` for where they come from."""
+
+import json
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trajectory.published import (
+    SOURCES,
+    TOKENIZERS,
+    TOOLS,
+    TURN_ENDS,
+    WANTS_PARTS,
+    chat_template,
+    eos_of,
+    spelled,
+)
+from turnwise.trajectory import Bridge, ChatTemplate, bridge
+
+CASES = settings(deadline=None, max_examples=1200)
+NEWS = "§"  # new messages begin with what nothing else holds
+words = st.text(alphabet='ab0 \n."{}:é界', min_size=1, max_size=20)
+names = st.sampled_from(sorted(SOURCES))
+tokenizers = st.sampled_from(TOKENIZERS)
+
+# What published templates do not take, and so nobody could continue.
+REFUSED = {
+    "cohere": {"tool": "template_refuses"},
+    "cohere2": {"tool": "message_dropped"},
+    "gemma": {"tool": "template_refuses"},
+    "gemma3": {"tool": "template_refuses"},
+    "llama3_1": {"parallel": "template_refuses"},
+    "llama3_2": {"parallel": "template_refuses"},
+    "phi3": {"tool": "message_dropped"},
+    "phi3_5": {"tool": "message_dropped"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One assistant's turn in a conversation, and what follows it."""
+
+    name: str
+    template: ChatTemplate
+    before: list[dict[str, Any]]
+    turn: dict[str, Any]
+    after: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+    @property
+    def opening(self) -> str:
+        return self.template.render_text(self.before, tools=self.tools)
+
+    @property
+    def said(self) -> str:
+        """The turn as the template writes it, up to its end."""
+        whole = self.template.render_text(
+            [*self.before, self.turn], tools=self.tools, add_generation_prompt=False
+        )
+        if whole.startswith(self.opening):
+            said = whole[len(self.opening) :]
+        elif "tool_calls" in self.turn:  # a think block opens here and not in a finished turn
+            said = whole[whole.rfind("calculate") :]
+        else:
+            return text_of(self.turn) + eos_of(self.name)
+        ends = [m.end() for m in self.template.marker_pattern.finditer(said)]
+        turn_ends = [e for e in ends if any(said[:e].endswith(t) for t in turn_ends_in(said))]
+        return said[: turn_ends[-1]] if turn_ends else said
+
+    @property
+    def whole(self) -> str:
+        return self.template.render_text([*self.before, self.turn, *self.after], tools=self.tools)
+
+    def bridge(self, completion: list[int]) -> Bridge:
+        return bridge(
+            self.template,
+            prompt_token_ids=self.template.encode(self.opening),
+            completion_token_ids=completion,
+            new_messages=self.after,
+            tools=self.tools,
+        )
+
+
+def turn_ends_in(text: str) -> list[str]:
+    return [part for part in MARKERS.findall(text) if part in TURN_ENDS]
+
+
+MARKERS = re.compile(r"<[^<>]*>")
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def family(name: str) -> str:
+    return name.removesuffix("_training")
+
+
+def message(name: str, role: str, content: str, **more: Any) -> dict[str, Any]:
+    parts = family(name) in WANTS_PARTS
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": content}] if parts else content,
+        **more,
+    }
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Case:
+    """A turn of text, maybe with reasoning, and a user's next message."""
+    name = draw(names)
+    said = draw(words)
+    if draw(st.booleans()):
+        said = f"<think>\n{draw(words)}\n</think>\n\n{said}"
+    before = [message(name, "user", draw(words))]
+    if draw(st.booleans()):
+        before += [message(name, "assistant", draw(words)), message(name, "user", draw(words))]
+    return Case(
+        name,
+        chat_template(name, draw(tokenizers)),
+        before,
+        message(name, "assistant", said),
+        [message(name, "user", NEWS + draw(words))],
+        None,
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Case:
+    """A turn of tool calls, their results, and maybe a user who says more."""
+    name = draw(names.filter(lambda n: family(n) not in WANTS_PARTS))
+    count = draw(st.integers(1, 3))
+    ids = [f"call{index:05d}" for index in range(count)]
+    made = [
+        {
+            "type": "function",
+            "id": identity,
+            "function": {"name": "calculate", "arguments": {"a": draw(words)}},
+        }
+        for identity in ids
+    ]
+    deepseek = name.startswith("deepseek")  # wants arguments as text and no content
+    if deepseek:
+        for call in made:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    results = [
+        {
+            "role": "tool",
+            "name": "calculate",
+            "tool_call_id": identity,
+            "content": NEWS + draw(words),
+        }
+        for identity in ids
+    ]
+    if draw(st.booleans()):
+        results.append({"role": "user", "content": NEWS + draw(words)})
+    return Case(
+        name,
+        chat_template(name, draw(tokenizers)),
+        [{"role": "user", "content": draw(words)}],
+        {"role": "assistant", "content": None if deepseek else "", "tool_calls": made},
+        results,
+        TOOLS,
+    )
+
+
+def check(case: Case, completion: list[int], result: Bridge) -> None:
+    """Prefix identity, equal text where the template rewrites nothing, one turn end."""
+    template, opening = case.template, case.opening
+    past = [*template.encode(opening), *completion]
+    assert result.token_ids is not None, (case.name, result.fork_reason, result.detail)
+    assert result.token_ids[: len(past)] == past
+    said = template.decode_all(completion)
+    text = template.decode_all(result.token_ids)
+    assert text.startswith(opening + said)
+    whole = case.whole
+    if whole.startswith(opening + said):
+        assert text == whole
+    added = text[len(opening + said) :]
+    if turn_ends_in(said[-30:]):
+        assert not turn_ends_in(added.partition(NEWS)[0]), "a second end of the turn"
+
+
+@CASES
+@given(case=answers(), rng=st.randoms(use_true_random=False))
+def test_an_answer_bridges_to_what_the_user_says_next(case: Case, rng: random.Random) -> None:
+    completion = spelled(case.template, case.said, rng)
+    check(case, completion, case.bridge(completion))
+
+
+@CASES
+@given(case=calls(), rng=st.randoms(use_true_random=False))
+def test_tool_calls_bridge_to_their_results(case: Case, rng: random.Random) -> None:
+    refused = REFUSED.get(family(case.name), {})
+    parallel = len(case.turn["tool_calls"]) > 1
+    expected = refused.get("tool") or (refused.get("parallel") if parallel else None)
+    if expected is not None:
+        result = case.bridge(case.template.encode("said" + eos_of(case.name)))
+        assert (result.token_ids, result.fork_reason) == (None, expected)
+        assert result.detail
+        return
+    completion = spelled(case.template, case.said, rng)
+    check(case, completion, case.bridge(completion))
+
+
+@CASES
+@given(case=answers(), rng=st.randoms(use_true_random=False), data=st.data())
+def test_a_turn_that_was_cut_off_gets_its_end_once(
+    case: Case, rng: random.Random, data: st.DataObject
+) -> None:
+    content = text_of(case.turn)
+    cut = content[: data.draw(st.integers(0, len(content)))]
+    completion = spelled(case.template, cut, rng)
+    result = case.bridge(completion)
+    past = [*case.template.encode(case.opening), *completion]
+    assert result.token_ids is not None, (case.name, result.fork_reason, result.detail)
+    assert result.token_ids[: len(past)] == past
+    stopped = replace(case, turn=message(case.name, "assistant", cut.strip() or "x"))
+    text = case.template.decode_all(result.token_ids)
+    rewritten = not stopped.whole.startswith(stopped.opening + cut)
+    if (
+        not rewritten
+        and cut.strip() == cut != ""
+        and stopped.said in (cut, *(cut + end for end in TURN_ENDS))
+    ):
+        assert text == stopped.whole
+    if not family(case.name).startswith("glm"):
+        added = text[len(case.opening + cut) :]
+        assert len(turn_ends_in(added.partition(NEWS)[0])) == 1, "not one end of the turn"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_every_published_template_bridges(name: str, tokenizer: str) -> None:
+    case = Case(
+        name,
+        chat_template(name, tokenizer),
+        [message(name, "user", "What is 2 + 2?")],
+        message(name, "assistant", "It is 4."),
+        [message(name, "user", f"{NEWS} And 3 + 3?")],
+        None,
+    )
+    completion = case.template.encode(case.said)
+    check(case, completion, case.bridge(completion))
+
+
+def test_there_are_as_many_templates_as_we_say() -> None:
+    assert len(SOURCES) >= 72

@@ -1,0 +1,45 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trajectory.published import SOURCES, chat_template
+from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory.check_template import check_template, main, report
+
+
+def verdicts(template: ChatTemplate) -> list[str]:
+    return [finding.verdict for finding in check_template(template)]
+
+
+def test_a_template_that_rewrites_nothing_is_exact_throughout(template: ChatTemplate) -> None:
+    assert verdicts(template) == ["exact"] * 8
+
+
+def test_what_other_templates_do_is_told() -> None:
+    assert set(verdicts(chat_template("qwen2_5", "tekken"))) == {"exact"}
+    assert "keeps" in verdicts(chat_template("qwen3", "bpe"))
+    phi3 = check_template(chat_template("phi3", "bpe"))
+    assert [finding.verdict for finding in phi3].count("forks") == 3
+    assert "message_dropped: the template leaves out one of: tool" in report(phi3)
+    gemma = {finding.case: finding for finding in check_template(chat_template("gemma", "bpe"))}
+    assert gemma["under a system message"].verdict == "refuses"
+    assert "System role not supported" in gemma["under a system message"].detail
+
+
+def test_the_command_shows_a_difference(
+    model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "qwen3.jinja"
+    file.write_text(SOURCES["qwen3"])
+    main([model_path, "--chat-template", str(file)])
+    output = capsys.readouterr().out
+    assert "keeps    reasoning and an answer, then the user" in output
+    assert "+I know it." in output
+    assert "7 bridged; the template would rewrite earlier turns, the model sees its own" in output
+
+
+def test_a_missing_model_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_template"])
+    with pytest.raises(SystemExit, match=r"^check_template: /nowhere cannot be loaded: "):
+        main(["/nowhere"])

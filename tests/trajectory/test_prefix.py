@@ -1,0 +1,148 @@
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.errors import TrajectoryError
+from turnwise.trajectory import replace_prefix_tokens
+
+EOS = 2
+USER, ASSISTANT, TOOL, THINK = [50, 51], [50, 52], [50, 53], [60, 61]
+ANY = SimpleNamespace(eos_token_id=EOS)
+
+
+def splice(model: list[int], prefix: list[int], template: list[int]) -> list[int]:
+    return replace_prefix_tokens(ANY, model, prefix, template)
+
+
+def reason(model: list[int], prefix: list[int], template: list[int]) -> str:
+    with pytest.raises(TrajectoryError) as error:
+        splice(model, prefix, template)
+    return error.value.reason
+
+
+def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
+    model = [11, 12, 13, 40, 41, 220, 17, EOS]
+    prefix = [11, 12, 13, 40, 41, 1001, EOS]
+    template = [*prefix, 21, 22, 40, 41]
+    expected = [11, 12, 13, 40, 41, 220, 17, EOS, 21, 22, 40, 41]
+    assert splice(model, prefix, template) == expected
+    assert splice(model[:-1], prefix, template) == expected  # cut off: one end is added
+
+
+def test_an_empty_model_prefix_gives_the_template() -> None:
+    assert splice([], [1, EOS], [1, EOS, 3]) == [1, EOS, 3]
+
+
+def test_what_follows_the_end_of_the_turn_stays() -> None:
+    newline = 9
+    model = [*USER, 7, EOS, newline, *ASSISTANT, 30, 31, EOS]
+    prefix = [*USER, 7, EOS, newline, *ASSISTANT, 33, EOS, newline]
+    template = [*prefix, *USER, 8, EOS, newline, *ASSISTANT]
+    assert splice(model, prefix, template) == [
+        *model, newline, *USER, 8, EOS, newline, *ASSISTANT,
+    ]  # fmt: skip
+
+
+def test_reasoning_that_the_template_strips_does_not_move_the_seam() -> None:
+    """Scanning back by position would land on the user's end of turn."""
+    model = [*USER, 7, EOS, *ASSISTANT, *THINK, 70, 71, 72, 73, 74, 75, 30, EOS]
+    prefix = [*USER, 7, EOS, *ASSISTANT, *THINK, 70, 71, 72, 73, 74, 75, 31, EOS]
+    template = [*USER, 7, EOS, *ASSISTANT, 31, EOS, *USER, 8, EOS, *ASSISTANT]
+    assert splice(model, prefix, template) == [*model, *USER, 8, EOS, *ASSISTANT]
+
+
+def test_a_turn_that_the_template_drops_is_an_error_or_loses_nothing() -> None:
+    """Counting ends of turns would lose the tool's result."""
+    model = [*USER, 7, EOS, *ASSISTANT, 70, 71, EOS]
+    prefix = [*USER, 7, EOS, *ASSISTANT, 70, 71, EOS]
+    template = [*USER, 7, EOS, *TOOL, 5, EOS, *ASSISTANT]
+    assert reason(model, prefix, template) == "turn_lost"
+
+
+def test_an_edited_history_is_an_error() -> None:
+    model = [*USER, 7, EOS, *ASSISTANT, 30, EOS]
+    prefix = [*USER, 8, EOS, *ASSISTANT, 30, EOS]
+    assert reason(model, prefix, [*prefix, *USER, 9, EOS, *ASSISTANT]) == "history_changed"
+
+
+def test_a_compacted_history_is_an_error() -> None:
+    first = [*USER, 7, EOS, *ASSISTANT, 30, EOS]
+    model = [*first, *USER, 8, EOS, *ASSISTANT, 31, EOS]
+    for prefix in (
+        [*USER, 8, EOS, *ASSISTANT, 31, EOS],
+        [*USER, 7, EOS, *ASSISTANT, 33, EOS],
+        [*USER, 7, EOS, *ASSISTANT, 31, EOS],
+    ):
+        assert reason(model, prefix, [*prefix, *USER, 9, EOS, *ASSISTANT]) == "history_changed"
+    longer = [*first, *USER, 8, EOS, *ASSISTANT, 31, EOS]
+    assert reason(first, longer, [*longer, *USER, 9, EOS, *ASSISTANT]) == "history_changed"
+
+
+def test_no_end_of_turn_is_an_error() -> None:
+    assert reason([1, 3], [1, 3], [1, 3, 4]) == "no_turn_end"
+    ends_with_the_user = [*USER, 7, EOS, *ASSISTANT, 30]
+    template = [*ends_with_the_user, *USER, 8, EOS, *ASSISTANT]
+    model = [*USER, 7, EOS, *ASSISTANT, 30]
+    assert reason(model, ends_with_the_user, template) == "no_turn_end"
+
+
+def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
+    letters = {30: "false", 31: "False", 32: "true", 70: "<think>", 71: "hm", 72: "</think>"}
+
+    def decode(ids: list[int]) -> str:
+        return "".join(letters.get(i, f"<{i}>") for i in ids)
+
+    tokenizer = SimpleNamespace(eos_token_id=EOS, decode=decode)
+    opening, more = [*USER, 7, EOS, *ASSISTANT], [*USER, 8, EOS, *ASSISTANT]
+    model = [*opening, 70, 71, 72, 30, EOS]
+    for same in ([31], [70, 71, 72, 31]):
+        prefix = [*opening, *same, EOS]
+        result = replace_prefix_tokens(tokenizer, model, prefix, [*prefix, *more])
+        assert result == [*model, *more]
+    edited = [*opening, 32, EOS]
+    with pytest.raises(TrajectoryError, match="was sent as 'true' where the model had said"):
+        replace_prefix_tokens(tokenizer, model, edited, [*edited, *more])
+
+
+contents = st.lists(st.sampled_from([7, 8, 9, EOS]), max_size=4)
+sampled = st.lists(st.integers(30, 39), min_size=1, max_size=4)
+
+
+@settings(max_examples=1500)
+@given(
+    turns=st.lists(st.tuples(contents, sampled, sampled), min_size=1, max_size=4),
+    new=contents,
+    cut_off=st.booleans(),
+)
+def test_random_conversations(
+    turns: list[tuple[list[int], list[int], list[int]]], new: list[int], cut_off: bool
+) -> None:
+    """Users' content may hold ends of turns; what was sampled is rendered as anything."""
+    model, prefix = [], []
+    for said, ours, theirs in turns:
+        model += [*USER, *said, EOS, *ASSISTANT, *ours, EOS]
+        prefix += [*USER, *said, EOS, *ASSISTANT, *theirs, EOS]
+    following = [*USER, *new, EOS, *ASSISTANT]
+    given_model = model[:-1] if cut_off else model
+    assert splice(given_model, prefix, [*prefix, *following]) == [*model, *following]
+
+
+@settings(max_examples=1500)
+@given(
+    turns=st.lists(st.tuples(contents, sampled), min_size=1, max_size=4),
+    edit=st.data(),
+    new=contents,
+)
+def test_random_edits_of_what_users_said_never_pass(
+    turns: list[tuple[list[int], list[int]]], edit: st.DataObject, new: list[int]
+) -> None:
+    model, prefix = [], []
+    edited = edit.draw(st.integers(0, len(turns) - 1))
+    for index, (said, ours) in enumerate(turns):
+        other = [*said, 10] if index == edited else said
+        model += [*USER, *said, EOS, *ASSISTANT, *ours, EOS]
+        prefix += [*USER, *other, EOS, *ASSISTANT, *ours, EOS]
+    with pytest.raises(TrajectoryError):
+        splice(model, prefix, [*prefix, *USER, *new, EOS, *ASSISTANT])
