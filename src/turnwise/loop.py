@@ -167,7 +167,7 @@ class TrainingLoop:
         }
 
     async def _train_on(self, groups: Sequence[Group]) -> dict[str, Any]:
-        samples, without_signal, exactness = make_samples(groups)
+        samples, without_signal, exactness = await asyncio.to_thread(make_samples, groups)
         self.exactness += exactness
         self._folder.write_exactness(self.exactness)
         if exactness.first_violation is not None and self._config.exactness == "stop":

@@ -326,7 +326,7 @@ async def test_a_tool_result_that_the_template_leaves_out_is_not_lost_in_silence
     assert group.trajectories == []
     assert group.dropped == {"message_dropped": 1}
     assert group.dropped_tokens["message_dropped"] > 0
-    assert group.causes == {"message_dropped": "the template leaves out one of: tool"}
+    assert "the template leaves out, or moves," in group.causes["message_dropped"]
 
 
 async def test_a_long_result_does_not_hold_up_the_event_loop(

@@ -1,5 +1,6 @@
 """The bridge over published templates; see `published` for where they come from."""
 
+import copy
 import json
 import random
 import re
@@ -183,6 +184,7 @@ def check(case: Case, completion: list[int], result: Bridge) -> None:
     if whole.startswith(opening + said):
         assert text == whole
     added = text[len(opening + said) :]
+    assert added.count(NEWS) == len(case.after)
     if turn_ends_in(said[-30:]):
         assert not turn_ends_in(added.partition(NEWS)[0]), "a second end of the turn"
 
@@ -221,6 +223,7 @@ def test_a_turn_that_was_cut_off_gets_its_end_once(
     past = [*case.template.encode(case.opening), *completion]
     assert result.token_ids is not None, (case.name, result.fork_reason, result.detail)
     assert result.token_ids[: len(past)] == past
+    assert case.template.decode_all(result.added_token_ids).count(NEWS) == 1
     stopped = replace(case, turn=message(case.name, "assistant", cut.strip() or "x"))
     text = case.template.decode_all(result.token_ids)
     rewritten = not stopped.whole.startswith(stopped.opening + cut)
@@ -248,6 +251,84 @@ def test_every_published_template_bridges(name: str, tokenizer: str) -> None:
     )
     completion = case.template.encode(case.said)
     check(case, completion, case.bridge(completion))
+
+
+def simple(name: str, after: list[dict[str, Any]]) -> Case:
+    before, turn = [message(name, "user", "Hi.")], message(name, "assistant", "It is 4.")
+    return Case(name, chat_template(name, "bpe"), before, turn, after, None)
+
+
+def added_text(name: str, said: str, after: list[dict[str, Any]]) -> str | None:
+    """What the bridge adds to what was said, or the reason why it does not."""
+    case = simple(name, after)
+    result = case.bridge(case.template.encode(said))
+    if result.token_ids is None:
+        return result.fork_reason
+    return case.template.decode_all(result.added_token_ids)
+
+
+ASSISTANT = "<|im_start|>assistant\n"
+MORE = [{"role": "user", "content": "More."}]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "added"),
+    [
+        # Final turns end with <|return|>, others with <|end|>: the sampled one stays.
+        ("gptoss", "4<|return|>", "<|start|>user<|message|>More.<|end|><|start|>assistant"),
+        ("gptoss", "4", "<|end|><|start|>user<|message|>More.<|end|><|start|>assistant"),
+        # The conversation ends with <|endoftext|>, a turn with <|end|>.
+        ("phi3", "4<|end|>", "\n<|user|>\nMore.<|end|>\n<|assistant|>\n"),
+        ("phi3", "4<|endoftext|>", "\n<|user|>\nMore.<|end|>\n<|assistant|>\n"),
+        # A turn has no end of its own; the next header stops the model.
+        ("glm4moe", "4", "<|user|>\nMore.<|assistant|>"),
+        ("glm4moe", "4<|user|>", "\nMore.<|assistant|>"),
+        ("glm4moe", "4<|endoftext|>", "<|user|>\nMore.<|assistant|>"),
+        ("glm4moe_training", "4<|endoftext|>", "<|user|>\nMore.<|assistant|>"),
+        # Markers that end no turn: what they end is cut off.
+        ("qwen3", "<think>", "<|im_end|>\n<|im_start|>user\nMore.<|im_end|>\n" + ASSISTANT),
+        ("qwen3", "4<|im_start|>", "<|im_end|>\n<|im_start|>user\nMore.<|im_end|>\n" + ASSISTANT),
+    ],
+)
+def test_ends_of_turns(name: str, said: str, added: str) -> None:
+    assert added_text(name, said, MORE) == added
+
+
+def test_a_message_that_the_template_moves_or_drops_is_not_lost_in_silence() -> None:
+    late_system = [*MORE, {"role": "system", "content": "Be brief."}]
+    for name in ("deepseekv3", "cohere2", "deepseek_r1_distill"):
+        assert added_text(name, "4", late_system) == "message_dropped"
+    assert "Be brief." in (added_text("qwen2_5", "4", late_system) or "")
+
+
+def test_gemma_opens_the_result_inside_the_assistants_turn() -> None:
+    results = [{"role": "tool", "name": "calculate", "content": "4"}]
+    expected = 'response:calculate{value:<|"|>4<|"|>}<tool_response|>'
+    assert added_text("gemma4", "<tool_call|><|tool_response>", results) == expected
+    assert added_text("gemma4", "<tool_call|>", results) == "<|tool_response>" + expected
+    assert added_text("gemma4", "<tool_call|><turn|>", results) == "turn_end_unknown"
+
+
+def test_white_space_that_is_a_token_ends_no_turn(tokenizer: Any) -> None:
+    spaced = copy.deepcopy(tokenizer)
+    spaced.add_tokens(["\n\n", "\n"])
+    template = ChatTemplate(spaced)
+    result = bridge(
+        template,
+        prompt_token_ids=[],
+        completion_token_ids=template.encode("cut off\n"),
+        new_messages=MORE,
+    )
+    assert template.decode_all(result.added_token_ids).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_a_models_further_stop_tokens_end_its_turn(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    ask = {"prompt_token_ids": [], "completion_token_ids": [5, end], "new_messages": MORE}
+    template.stop_token_ids.add(end)
+    added = template.decode_all(bridge(template, **ask).added_token_ids)
+    assert added.startswith("\n<|im_start|>user\nMore.")
 
 
 def test_there_are_as_many_templates_as_we_say() -> None:

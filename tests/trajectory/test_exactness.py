@@ -96,6 +96,17 @@ def test_a_token_trained_twice_is_named() -> None:
     )
 
 
+def test_a_token_that_is_trained_nowhere_is_a_violation_unless_there_is_a_reason() -> None:
+    trajectory = conversation()
+    samples = trajectory.samples()
+    samples[0].response_mask[2] = 0
+    report = audit(trajectory, samples)
+    assert report.first_violation == (
+        "problem 7 sample 3, 1 sampled tokens are in no training sample"
+    )
+    assert audit(trajectory, samples, masked="filtered").masked == {"filtered": 1}
+
+
 def test_samples_that_are_no_branch_are_named() -> None:
     trajectory = conversation()
     sample = trajectory.samples()[0]
@@ -109,6 +120,12 @@ def test_samples_that_are_no_branch_are_named() -> None:
     ("change", "message"),
     [
         ({"parent": 3}, "its parent 3 is not a turn before it"),
+        ({"parent": 1}, "its parent 1 is not a turn before it"),
+        ({"parent": -1}, "its parent -1 is not a turn before it"),
+        ({"parent": None, "prefix_length": 0}, "its prompt of 1 tokens is not the one of 5"),
+        ({"prefix_length": 3}, "its prompt of 4 tokens is not the one of 5"),
+        ({"logprobs": [-0.3, -5.0]}, "its sampled tokens, log-probs or versions are not those"),
+        ({"weight_versions": [1, 1]}, "its sampled tokens, log-probs or versions are not those"),
         ({"prefix_length": 9}, "takes 9 of 4 tokens over"),
         ({"logprobs": [-0.3, float("nan")]}, "sampled token 1 has log-prob nan"),
         ({"logprobs": [0.5, -0.1]}, "sampled token 0 has log-prob 0.5"),
@@ -129,7 +146,7 @@ def test_reports_add_up() -> None:
     for report in (audit(conversation()), audit(broken), audit(conversation(), [], masked="x")):
         total += report
     assert (total.trajectories, total.tokens_sampled, total.tokens_trained) == (3, 21, 14)
-    assert (total.tokens_exact, total.violations, total.masked) == (7, 1, {"x": 7})
+    assert (total.tokens_exact, total.violations, total.masked) == (7, 2, {"x": 7})
     assert total.forked == {"retry": 3, "new_conversation": 3}
     assert "turn 0: sampled token 0 is 77, where 3 was recorded" in str(total)
     assert json.loads(json.dumps(total.to_dict()))["exact_percent"] == 50.0

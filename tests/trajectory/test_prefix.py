@@ -53,6 +53,16 @@ def test_reasoning_that_the_template_strips_does_not_move_the_seam() -> None:
     assert splice(model, prefix, template) == [*model, *USER, 8, EOS, *ASSISTANT]
 
 
+def test_reasoning_that_is_stripped_from_several_turns_is_an_error_or_right() -> None:
+    """The earlier of two turns that look alike would repeat what stands between them."""
+    opening = [*USER, 7, EOS, *ASSISTANT, 70, 30, EOS]
+    model = [*opening, *TOOL, 5, EOS, *ASSISTANT, 71, 30, EOS]
+    template = [*USER, 7, EOS, *ASSISTANT, 30, EOS, *TOOL, 5, EOS, *ASSISTANT, 30, EOS]
+    template += [*USER, 8, EOS, *ASSISTANT]
+    with pytest.raises(TrajectoryError):
+        splice(model, model, template)
+
+
 def test_a_turn_that_the_template_drops_is_an_error_or_loses_nothing() -> None:
     """Counting ends of turns would lose the tool's result."""
     model = [*USER, 7, EOS, *ASSISTANT, 70, 71, EOS]
@@ -104,6 +114,42 @@ def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
     edited = [*opening, 32, EOS]
     with pytest.raises(TrajectoryError, match="was sent as 'true' where the model had said"):
         replace_prefix_tokens(tokenizer, model, edited, [*edited, *more])
+
+
+@settings(max_examples=3000)
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from([USER, TOOL]), st.integers(7, 8), st.integers(30, 31)),
+        min_size=1,
+        max_size=4,
+    ),
+    stripped=st.sets(st.integers(0, 3)),
+    dropped=st.sets(st.integers(0, 3)),
+    user_ends=st.booleans(),
+)
+def test_rewritten_histories_are_right_or_an_error(
+    turns: list[tuple[list[int], int, int]],
+    stripped: set[int],
+    dropped: set[int],
+    user_ends: bool,
+) -> None:
+    """Templates strip reasoning from some turns, empty or drop others: never a wrong seam."""
+    end = [EOS] if user_ends else []
+    model: list[int] = []
+    template: list[int] = []
+    for index, (role, asked, said) in enumerate(turns):
+        question = [*role, asked, *end]
+        model += [*question, *ASSISTANT, *THINK, said, EOS]
+        template += question
+        if index not in dropped:
+            reasoning = [] if index in stripped else THINK
+            template += [*ASSISTANT, *reasoning, said, EOS]
+    following = [*USER, 9, *end, *ASSISTANT]
+    try:
+        result = splice(model, model, [*template, *following])
+    except TrajectoryError:
+        return
+    assert result == [*model, *following]
 
 
 contents = st.lists(st.sampled_from([7, 8, 9, EOS]), max_size=4)

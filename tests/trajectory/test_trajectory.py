@@ -124,11 +124,13 @@ def test_a_prompt_that_leaves_the_past_begins_a_branch_where_it_does() -> None:
 
 def test_memory_grows_with_the_tokens_and_not_with_the_turns() -> None:
     trajectory, prompt = Trajectory("p"), [1]
-    for turn in range(400):
+    for turn in range(2000):
         trajectory.add_turn(prompt, [turn] * 10, [-0.1] * 10, [0] * 10, "stop")
         prompt = [*prompt, *[turn] * 10, 2, 3]
     stored = sum(len(t.added_token_ids) + len(t.completion_token_ids) for t in trajectory.turns)
     assert stored == len(prompt) - 2
+    trajectory.add_turn([1, 9], [9], [-0.1], [0], "stop")
+    assert [len(branch.token_ids) for branch in trajectory.branches()] == [stored, 3]
 
 
 @pytest.mark.parametrize(

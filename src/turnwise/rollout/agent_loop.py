@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from turnwise.config import RolloutConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, Engine
@@ -12,7 +12,7 @@ from turnwise.rollout.environment import Environment
 from turnwise.rollout.tool_parser import ToolParser
 from turnwise.rollout.tools import Toolbox
 from turnwise.tasks import run_in_thread
-from turnwise.trajectory import Bridge, ChatTemplate, Message, Trajectory, bridge
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
 
 _LONG = 16_384
 """Characters that are tokenised in some milliseconds; more of them would delay the others."""
@@ -59,30 +59,36 @@ class RolloutContext:
             TrajectoryError: when the template refuses the conversation, or leaves a message out.
         """
 
-        def make() -> list[int]:
-            bridged = bridge(
+        bridged = await _off_loop(
+            new_messages,
+            lambda: bridge(
                 self.template,
                 prompt_token_ids=prompt_token_ids,
                 completion_token_ids=completion_token_ids,
                 new_messages=new_messages,
                 tools=tools,
-            )
-            self.fork_reason = bridged.fork_reason
-            if bridged.token_ids is None or self.rollout.history == "template":
-                return self._as_rendered(bridged, tools)
-            return bridged.token_ids
-
-        whole = self.rollout.history == "template"
-        return await _off_loop(self.trajectory.messages if whole else new_messages, make)
-
-    def _as_rendered(self, bridged: Bridge, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+            ),
+        )
+        self.fork_reason = bridged.fork_reason
+        own = bridged.token_ids
+        if own is not None and self.rollout.history == "exact":
+            return own
         if bridged.fork_reason == "message_dropped":
             raise TrajectoryError("message_dropped", bridged.detail)
+        messages = self.trajectory.messages
+        return await _off_loop(messages, lambda: self._as_rendered(own, messages, tools))
+
+    def _as_rendered(
+        self,
+        own: list[int] | None,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> list[int]:
+        """The whole conversation as the template has it; `own` ids if their text is the same."""
         try:
-            rendered = self.template.render(self.trajectory.messages, tools=tools)
+            rendered = self.template.render(messages, tools=tools)
         except Exception as error:  # a template may raise anything
             raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
-        own = bridged.token_ids
         if own is not None and self.template.decode_all(own) == self.template.decode_all(rendered):
             return own
         self.fork_reason = self.fork_reason or "history_rewritten"
@@ -148,9 +154,12 @@ class AgentLoop(Protocol):
     async def run(self, environment: Environment, context: RolloutContext) -> None: ...
 
 
-async def _off_loop(messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
+_Result = TypeVar("_Result")
+
+
+async def _off_loop(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
     """Do what takes long in a thread, so that other trajectories go on."""
-    if sum(len(str(message.get("content"))) for message in messages) < _LONG:
+    if sum(len(str(message)) for message in messages) < _LONG:
         return work()
     return await run_in_thread(work)
 

@@ -66,6 +66,7 @@ class Runner:
         self._config = config
         self._environment: EnvironmentType = load_object(config.environment, "environment")
         self._template = ChatTemplate(tokenizer, **config.model.template_args)
+        self._template.stop_token_ids |= {*config.sampling.stop_token_ids, *_stops_of(config)}
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
@@ -171,6 +172,17 @@ class Runner:
         return Toolbox(
             environment.tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars
         )
+
+
+def _stops_of(config: Config) -> list[int]:
+    """The end-of-turn ids in the model's own generation settings, where it has any."""
+    from transformers import GenerationConfig  # a second to import
+
+    try:
+        stops = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+    except OSError:
+        return []
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:

@@ -17,8 +17,11 @@ from typing import Any
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.trajectory import Message
 
+_QUESTION = "stand-in question"
 _MARK = "stand-in 0f1e2d3c"
 _NEWS = "news 5b6a7988"
+_CACHED = 256
+"""Kinds of messages to keep seams for; names of tools, which make kinds, can be invented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ def bridge(
             return fork(error.reason, str(error))
         except Exception as error:  # a template may raise anything
             return fork("template_refuses", f"{type(error).__name__}: {error}")
+        if len(template.cache) >= _CACHED:
+            template.cache.clear()
         template.cache[key] = seam
         start = seam.start(template, last, completion_token_ids)
         if start is None:
@@ -136,9 +141,10 @@ class _Seam:
     ) -> int | None:
         """How much of the region the completion already holds; None where that is unknown."""
         if last is not None:
-            if (found := self.ends.find(last)) >= 0:
+            found = self.ends.find(last)
+            if found >= 0 and self._was_said(template, found, last, completion):
                 return found + len(last)
-            if self.region.startswith(self.ends + last):
+            if not self.turn_end and self.region.startswith(self.ends + last):
                 return len(self.ends) + len(last)
         if self.closing is None:
             return None
@@ -148,6 +154,19 @@ class _Seam:
         words = self.turn_end[: marker.start()] if marker else self.turn_end
         return len(self.closing) + _overlap(template, completion, words)
 
+    def _was_said(
+        self, template: ChatTemplate, found: int, last: str, completion: Sequence[int]
+    ) -> bool:
+        """Whether a marker that the completion ends with means that all before it was said.
+
+        Not where an end of the turn stands before it, unless that was sampled too.
+        """
+        before = "" if self.closing is None else self.ends[len(self.closing) : found]
+        if last in self.stops or template.marker_pattern.search(before) is None:
+            return True
+        said = template.decode_all(completion[-len(before) - 1 :])
+        return said.endswith(before + last)
+
 
 def _find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> _Seam:
     """Ask the template with the first stand-in that it takes.
@@ -156,11 +175,16 @@ def _find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools
         Exception: what the template raised for the last of them.
     """
     parts = any(isinstance(message.get("content"), list) for message in messages)
-    news = [{**message, "content": _said(_NEWS, parts)} for message in messages]
+    news = [
+        {**message, "content": _said(f"{_NEWS} {index}.", parts)}
+        for index, message in enumerate(messages)
+    ]
     stand_in = _stand_in(_said(_MARK, parts), parts)
     plain = _ask(template, stand_in, news, tools)
     if messages and messages[0]["role"] == "tool":
-        user = _ask(template, stand_in, [{"role": "user", "content": _said(_NEWS, parts)}], tools)
+        user = _ask(
+            template, stand_in, [{"role": "user", "content": _said(f"{_NEWS} 0.", parts)}], tools
+        )
         ends = plain if isinstance(user, Exception) else user
         refusals: list[Exception] = []
         for calls in _calling_stand_ins(messages, parts):
@@ -210,8 +234,10 @@ def _calling_seam(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a template puts behind a stand-in's last mark."""
+    """What a template puts around a stand-in, and above all behind its last mark."""
 
+    header: str
+    """What opens a user's message, and the conversation."""
     ending: str
     """At the end of the conversation."""
     region: str
@@ -233,11 +259,19 @@ def _ask(
     marks = alone.count(_MARK)
     if not marks or before.count(_MARK) != marks:
         return _NotShown("unlike_stand_in", "the template leaves out what the assistant said")
-    if before.count(_NEWS) < len(news):
+    following = before.split(_MARK)[marks]
+    places = [following.find(f"{_NEWS} {index}.") for index in range(len(news))]
+    if -1 in places or places != sorted(places):
         roles = ", ".join(str(message["role"]) for message in news)
-        return _NotShown("message_dropped", f"the template leaves out one of: {roles}")
-    region = before.split(_MARK)[marks].partition(_NEWS)[0]
-    return _Answer(alone.split(_MARK)[marks], region, marks)
+        return _NotShown(
+            "message_dropped", f"the template leaves out, or moves, one of these messages: {roles}"
+        )
+    return _Answer(
+        header=alone.partition(_QUESTION)[0].rstrip(),
+        ending=alone.split(_MARK)[marks],
+        region=following.partition(_NEWS)[0],
+        marks=marks,
+    )
 
 
 def _turn_end(template: ChatTemplate, answer: _Answer) -> str | None:
@@ -256,7 +290,11 @@ def _turn_end(template: ChatTemplate, answer: _Answer) -> str | None:
 
 
 def _stops(template: ChatTemplate, answer: _Answer) -> frozenset[str]:
-    stops = {template.markers.get(template.tokenizer.eos_token_id)}
+    """Markers that the model may end a turn with in place of the template's turn end."""
+    turn_end = template.marker_pattern.search(_turn_end(template, answer) or "")
+    if turn_end is not None and answer.header.endswith(turn_end.group()):
+        return frozenset()  # it is the next message's header, which nothing may replace
+    stops = {template.markers.get(index) for index in template.stop_token_ids}
     if marker := template.marker_pattern.search(answer.ending):
         stops.add(marker.group())
     return frozenset(text for text in stops if text is not None)
@@ -287,7 +325,7 @@ def _said(text: str, parts: bool) -> str | list[dict[str, str]]:
 
 
 def _stand_in(content: Any, parts: bool, **more: Any) -> list[Message]:
-    question = {"role": "user", "content": _said("stand-in question", parts)}
+    question = {"role": "user", "content": _said(_QUESTION, parts)}
     return [question, {"role": "assistant", "content": content, **more}]
 
 

@@ -42,6 +42,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._kwargs = template_kwargs | ({"chat_template": chat_template} if chat_template else {})
         self._encode = _encoder(tokenizer)
+        self.stop_token_ids: set[int] = {tokenizer.eos_token_id} - {None}
+        """The ids at which generation stops; add to them what the model's own settings name."""
         self.cache: dict[Any, Any] = {}
         """For `bridge`: what it has found out about the template."""
 
@@ -119,10 +121,13 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     """Text to ids without added tokens.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
-    not do at once; its Rust part alone is safe. Others take turns.
+    not do at once; a copy of its Rust part is safe. Others take turns.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and backend.truncation is None and backend.padding is None:
+    if backend is not None:
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
     lock = threading.Lock()
 

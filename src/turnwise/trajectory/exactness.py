@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums
+from turnwise.trajectory.trajectory import (
+    Branch,
+    Trajectory,
+    Turn,
+    checksums,
+    fingerprint,
+)
 
 
 @dataclass(slots=True)
@@ -83,7 +89,7 @@ def audit(
     trajectory: Trajectory,
     samples: Sequence[Branch] | None = None,
     *,
-    masked: str = "not_a_sample",
+    masked: str | None = None,
 ) -> ExactnessReport:
     """Replay a trajectory and compare what is to be trained with it.
 
@@ -94,34 +100,43 @@ def audit(
     Args:
         trajectory: The record.
         samples: What is to be trained; `trajectory.samples()` unless told.
-        masked: The reason for sampled tokens that are in none of them.
+        masked: Why sampled tokens are in none of them; without a reason that is a violation.
     """
-    samples = trajectory.samples() if samples is None else samples
     turns = trajectory.turns
+    found = list(_check_turns(turns))
+    would_train = sum(len(turn.completion_token_ids) for turn in turns)
+    if samples is None:
+        samples = [] if found else trajectory.samples()
+    elif not found:
+        would_train = sum(sum(sample.response_mask) for sample in samples)
     report = ExactnessReport(
         trajectories=1,
         turns=len(turns),
         bridged=sum(_continues(turns, turn) for turn in turns),
         forked=Counter(turn.fork_reason for turn in turns if turn.fork_reason is not None),
         tokens_sampled=sum(len(turn.completion_token_ids) for turn in turns),
-        tokens_trained=sum(sum(sample.response_mask) for sample in samples),
+        tokens_trained=would_train,
     )
     name = f"{trajectory.problem_id} sample {trajectory.sample_index}"
-    found = list(_check_turns(turns))
     trained: dict[int, set[int]] = {}
     # A record that is broken itself proves nothing about samples.
     for index, sample in enumerate([] if found else samples):
         exact, problems = _check_sample(turns, sample, trained)
         report.tokens_exact += exact
         found += [f"training sample {index}: {problem}" for problem in problems]
-    if missing := report.tokens_sampled - report.tokens_trained:
+    missing = report.tokens_sampled - sum(len(known) for known in trained.values())
+    if missing and masked is not None:
         report.masked[masked] += missing
+    elif missing and not found:
+        found.append(f"{missing} sampled tokens are in no training sample")
     report.violations = len(found)
     report.first_violation = f"{name}, {found[0]}" if found else None
     return report
 
 
 def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
+    totals: list[int] = []
+    """For each turn, the sum of the ids on its path as recorded."""
     for index, turn in enumerate(turns):
         if turn.parent is not None and not 0 <= turn.parent < index:
             yield f"turn {index}: its parent {turn.parent} is not a turn before it"
@@ -133,19 +148,28 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
         lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
         if len(set(lengths)) != 1:
             yield f"turn {index}: tokens, log-probs and versions are {lengths}"
-            continue
-        yield from _check_ids(index, turn)
-        for position, logprob in enumerate(turn.logprobs):
-            if not (math.isfinite(logprob) and logprob <= 1e-4):
-                yield f"turn {index}: sampled token {position} has log-prob {logprob}"
-        before = _last_version(turns, turn)
-        for position, version in enumerate(turn.weight_versions):
-            if version < before:
-                yield (
-                    f"turn {index}: sampled token {position} has weight version {version} after "
-                    f"{before}"
-                )
-            before = version
+            return
+        before = _total_before(turns, turn, totals)
+        totals.append(before + turn.sums[0])
+        yield from (
+            [*_check_ids(index, turn)]
+            or [*_check_values(index, turn, _last_version(turns, turn))]
+            or [*_check_record(index, turn, before)]
+        )
+
+
+def _check_values(index: int, turn: Turn, version_before: int) -> Iterator[str]:
+    for position, logprob in enumerate(turn.logprobs):
+        if not (math.isfinite(logprob) and logprob <= 1e-4):
+            yield f"turn {index}: sampled token {position} has log-prob {logprob}"
+    before = version_before
+    for position, version in enumerate(turn.weight_versions):
+        if version < before:
+            yield (
+                f"turn {index}: sampled token {position} has weight version {version} after "
+                f"{before}"
+            )
+        before = version
 
 
 def _check_ids(index: int, turn: Turn) -> Iterator[str]:
@@ -166,6 +190,29 @@ def _check_ids(index: int, turn: Turn) -> Iterator[str]:
         f"turn {index}: {kind} token {at} is {ids[position]}, where {ids[position] - change} "
         "was recorded"
     )
+
+
+def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
+    """Whether the turn as it is stored gives the call of the engine that was recorded."""
+    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    length = turn.prefix_length + len(turn.added_token_ids)
+    if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
+        yield (
+            f"turn {index}: its prompt of {length} tokens is not the one of {turn.record[0]} that "
+            "the engine had"
+        )
+    elif sampled != turn.record[2]:
+        yield f"turn {index}: its sampled tokens, log-probs or versions are not those recorded"
+
+
+def _total_before(turns: Sequence[Turn], turn: Turn, totals: Sequence[int]) -> int:
+    """The sum of the ids that a turn's prompt takes over from its parent's path."""
+    if turn.parent is None:
+        return 0
+    if _continues(turns, turn):
+        return totals[turn.parent]
+    path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
+    return sum(path[: turn.prefix_length])
 
 
 def _last_version(turns: Sequence[Turn], turn: Turn) -> int:

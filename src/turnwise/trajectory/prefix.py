@@ -48,6 +48,9 @@ def replace_prefix_tokens(
     end = len(prefix) - 1 - prefix[::-1].index(eos)
     seam = _seam(prefix, end, template, eos)
     header = _turn_opening(prefix, end, template[seam + 1 :], eos)
+    if template[: len(prefix)] != prefix:
+        # More than one turn may have changed: what stands before the seam must be the same turns.
+        _check_history(None, template[: seam + 1], prefix[: end + 1], header, eos)
     finished = model if model[-1] == eos else [*model, eos]
     _check_history(tokenizer, finished, prefix[: end + 1], header, eos)
     return [*finished[:-1], *template[seam:]]

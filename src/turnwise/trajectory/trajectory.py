@@ -9,6 +9,8 @@ tokenizer, no engine and no file but JSON Lines.
 """
 
 import json
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -47,6 +49,8 @@ class Turn:
     """Why this turn does not continue one before it."""
     sums: tuple[int, int] = (0, 0)
     """`checksums` of added and completion ids together, taken when the turn was recorded."""
+    record: tuple[int, int, int] = (0, 0, 0)
+    """`fingerprint` of the call of the engine, taken from what it got and gave."""
     messages: list[Message] = field(default_factory=list)
     """The messages that led here, where there is more than one conversation; a view."""
 
@@ -111,7 +115,8 @@ class Trajectory:
         fork_reason: str | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
-        """Append one call of the engine below the turn that shares the longest beginning.
+        """Append one call of the engine: below the last turn if it continues that, otherwise
+        below the turn that shares the longest beginning with it.
 
         Args:
             prompt_token_ids: The whole prompt.
@@ -140,6 +145,7 @@ class Trajectory:
             prefix_length=shared,
             fork_reason=None if continues or not self.turns else fork_reason or "new_conversation",
             sums=checksums([*added, *completion_token_ids]),
+            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
         )
         self.turns.append(turn)
@@ -148,26 +154,20 @@ class Trajectory:
         return turn
 
     def _find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
-        """The turn whose path shares the longest beginning with the prompt, and its length."""
+        """The turn to append below, and how much of its path the prompt begins with."""
         last = self._last_path
         if self.turns and prompt[: len(last)] == last:
             return len(self.turns) - 1, len(last)
-        best: tuple[int | None, int] = (None, 0)
-        for index in range(len(self.turns) - 1, -1, -1):
-            shared = self._shared_with_path(prompt, index)
-            if shared > best[1]:
-                best = index, shared
-        return best
-
-    def _shared_with_path(self, prompt: list[int], index: int) -> int:
-        turn = self.turns[index]
-        own = [*turn.added_token_ids, *turn.completion_token_ids]
-        start = turn.prefix_length
-        if turn.parent is not None:
-            shared = min(self._shared_with_path(prompt, turn.parent), start)
-            if shared < start:
-                return shared
-        return start + common_prefix(prompt[start : start + len(own)], own)
+        shared: list[int] = []
+        for turn in self.turns:
+            start = turn.prefix_length
+            above = 0 if turn.parent is None else min(shared[turn.parent], start)
+            if above == start:
+                own = [*turn.added_token_ids, *turn.completion_token_ids]
+                above += common_prefix(prompt[start : start + len(own)], own)
+            shared.append(above)
+        longest = max(shared, default=0)
+        return (shared.index(longest) if longest else None), longest
 
     def branches(self) -> list[Branch]:
         """Every branch, each with all that was sampled on it, in the order of their last turns."""
@@ -250,8 +250,21 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, line: str) -> "Trajectory":
+        """What `to_json` wrote.
+
+        Raises:
+            TrajectoryError: when the turns are no tree.
+        """
         tree = json.loads(line)
-        turns = [Turn(**turn | {"sums": tuple(turn["sums"])}) for turn in tree.pop("turns")]
+        turns = [
+            Turn(**turn | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])})
+            for turn in tree.pop("turns")
+        ]
+        for index, turn in enumerate(turns):
+            if turn.parent is not None and not 0 <= turn.parent < index:
+                raise TrajectoryError(
+                    "inconsistent_turn", f"turn {index}'s parent {turn.parent} is none before it"
+                )
         tree["events"] = Counter(tree["events"])
         trajectory = cls(turns=turns, **tree)
         if turns:
@@ -269,6 +282,18 @@ def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
     the second by the change times the position.
     """
     return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
+
+
+def fingerprint(
+    prompt_token_ids: Sequence[int],
+    completion_token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    weight_versions: Sequence[int],
+) -> tuple[int, int, int]:
+    """The prompt's length, the sum of its ids, and a checksum of all that was sampled."""
+    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
+    sampled += array("d", logprobs).tobytes()
+    return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

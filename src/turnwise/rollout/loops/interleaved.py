@@ -38,7 +38,7 @@ class InterleavedLoop:
                 parsed = context.tool_parser.parse(call, tools)
                 if not parsed.calls:  # the closing tag says that a call was meant
                     parsed = replace(parsed, malformed=True)
-                results = await answer_calls(parsed, context)
+                results = await answer_calls(parsed, context, turn)
                 shown = "".join(
                     rollout.result_format.format(result=message["content"]) for message in results
                 )

@@ -22,7 +22,7 @@ class ToolCallingLoop:
             if completion is None:
                 return
             parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
-            trajectory.messages.append(_assistant_message(parsed))
+            trajectory.messages.append(_assistant_message(parsed, turn))
             if completion.finish_reason == "length":
                 trajectory.status = "length"
                 return
@@ -30,7 +30,7 @@ class ToolCallingLoop:
                 trajectory.status = "completed"
                 return
             if turn + 1 < context.rollout.max_turns:
-                results = await answer_calls(parsed, context)
+                results = await answer_calls(parsed, context, turn)
                 trajectory.messages += results
                 prompt = await context.next_prompt(
                     prompt, completion.token_ids, results, tools=tools
@@ -38,32 +38,41 @@ class ToolCallingLoop:
         trajectory.status = "max_turns"
 
 
-async def answer_calls(parsed: ParsedText, context: RolloutContext) -> list[Message]:
+async def answer_calls(parsed: ParsedText, context: RolloutContext, turn: int) -> list[Message]:
     """Run the calls of one turn together; one tool message each, in their order."""
     if parsed.malformed:
         context.count("tool_malformed")
-        return [{"role": "tool", "content": MALFORMED}]
+        return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": MALFORMED}]
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
-    return [call.result() for call in calls]
+    return [
+        {"role": "tool", "tool_call_id": _call_id(turn, index), **call.result()}
+        for index, call in enumerate(calls)
+    ]
 
 
-async def _answer(call: ToolCall, context: RolloutContext) -> Message:
+def _call_id(turn: int, index: int) -> str:
+    """Nine letters and digits, which is what the templates that print it ask for."""
+    return f"call{turn % 1000:03d}{index % 100:02d}"
+
+
+async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
     result = await context.toolbox.call(call.name, call.arguments)
     context.count("tool_call")
     if result.outcome != "ok":
         context.count(f"tool_{result.outcome}")
-    return {"role": "tool", "name": call.name, "content": result.text}
+    return {"name": call.name, "content": result.text}
 
 
-def _assistant_message(parsed: ParsedText) -> Message:
+def _assistant_message(parsed: ParsedText, turn: int) -> Message:
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
             {
                 "type": "function",
+                "id": _call_id(turn, index),
                 "function": {"name": call.name, "arguments": json.loads(call.arguments)},
             }
-            for call in parsed.calls
+            for index, call in enumerate(parsed.calls)
         ]
     return message
