@@ -309,6 +309,26 @@ def test_gemma_opens_the_result_inside_the_assistants_turn() -> None:
     assert added_text("gemma4", "<tool_call|><turn|>", results) == "turn_end_unknown"
 
 
+def test_a_template_that_looks_calls_up_by_their_ids(tokenizer: Any) -> None:
+    source = (
+        "{% set ns = namespace(ids=[]) %}{% for m in messages %}"
+        "{% if m.tool_calls %}{% set ns.ids = m.tool_calls | map(attribute='id') | list %}"
+        "call {{ m.tool_calls[0].function.arguments.a }} {{ ns.ids[0] }}<|im_end|>"
+        "{% elif m.role == 'tool' %}{% if m.tool_call_id not in ns.ids %}"
+        "{{ raise_exception('no such call') }}{% endif %}{{ m.tool_call_id }}: {{ m.content }}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(tokenizer, chat_template=source)
+    for identity in ("first0001", "other0002"):
+        result = bridge(
+            template,
+            prompt_token_ids=[],
+            completion_token_ids=template.encode(f"call 4 {identity}<|im_end|>"),
+            new_messages=[{"role": "tool", "tool_call_id": identity, "content": "8"}],
+        )
+        assert template.decode_all(result.added_token_ids) == f"{identity}: 8"
+
+
 def test_white_space_that_is_a_token_ends_no_turn(tokenizer: Any) -> None:
     spaced = copy.deepcopy(tokenizer)
     spaced.add_tokens(["\n\n", "\n"])

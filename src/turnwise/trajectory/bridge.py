@@ -80,13 +80,15 @@ def bridge(
     parts = any(isinstance(message.get("content"), list) for message in messages)
     key = (tuple((m["role"], m.get("name")) for m in messages), bool(tools), parts)
     last = template.markers.get(completion_token_ids[-1]) if completion_token_ids else None
-    for seam in (template.cache.get(key), None):
+    for known in (template.cache.get(key), None):
         try:
-            seam = seam or _find_seam(template, messages, tools)
+            seam = known or _find_seam(template, messages, tools)
             following = seam.following(template, messages, tools)
         except _NotShown as error:
             return fork(error.reason, str(error))
         except Exception as error:  # a template may raise anything
+            if known is not None:
+                continue  # it may want the stand-in's calls to have these messages' ids
             return fork("template_refuses", f"{type(error).__name__}: {error}")
         if len(template.cache) >= _CACHED:
             template.cache.clear()
