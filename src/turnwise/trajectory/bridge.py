@@ -77,7 +77,7 @@ def bridge(
         return Bridge(prompt_token_ids, completion_token_ids, [], reason, detail)
 
     messages = _with_names(new_messages)
-    parts = any(isinstance(message.get("content"), list) for message in messages)
+    parts = _has_parts(messages)
     key = (tuple((m["role"], m.get("name")) for m in messages), bool(tools), parts)
     last = template.markers.get(completion_token_ids[-1]) if completion_token_ids else None
     for known in (template.cache.get(key), None):
@@ -176,7 +176,7 @@ def _find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools
     Raises:
         Exception: what the template raised for the last of them.
     """
-    parts = any(isinstance(message.get("content"), list) for message in messages)
+    parts = _has_parts(messages)
     news = [
         {**message, "content": _said(f"{_NEWS} {index}.", parts)}
         for index, message in enumerate(messages)
@@ -321,6 +321,10 @@ class _NotShown(Exception):
         self.reason = reason
 
 
+def _has_parts(messages: Sequence[Message]) -> bool:
+    return any(isinstance(message.get("content"), list) for message in messages)
+
+
 def _said(text: str, parts: bool) -> str | list[dict[str, str]]:
     """Content as text, or as the list of parts that templates of vision models ask for."""
     return [{"type": "text", "text": text}] if parts else text
@@ -372,18 +376,13 @@ def _overlap(template: ChatTemplate, completion: Sequence[int], words: str) -> i
     return next(n for n in range(len(words), -1, -1) if said.endswith(words[:n]))
 
 
-_ANCHOR = "x"
-
-
 def _encode_after(template: ChatTemplate, last: str | None, text: str) -> list[int]:
     """The ids of `text` as they are behind a marker, or behind ordinary text.
 
-    Some tokenizers treat the beginning of a text specially, so it is never encoded alone.
+    Some tokenizers treat the beginning of a text specially, so words are never encoded alone.
     """
-    if not text:
-        return []
-    anchor = _ANCHOR if last is None else last
-    if last is None and (marker := template.marker_pattern.match(text)) is not None:
-        return template.encode(text) if marker.end() else []
+    if last is None and template.marker_pattern.match(text):
+        return template.encode(text)
+    anchor = last or "x"
     head, whole = template.encode(anchor), template.encode(anchor + text)
     return whole[len(head) :] if whole[: len(head)] == head else template.encode(text)

@@ -7,7 +7,7 @@ an assistant turn that the template dropped. `bridge` needs none of this, and no
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from turnwise.errors import TrajectoryError
@@ -132,7 +132,7 @@ def _check_history(
     )
 
 
-_REASONING_END = re.compile(r"(<[^<>]*>|\[/\w+\])\s*$")
+_REASONING_END = re.compile(r"<[^<>]*>|\[/\w+\]")
 _EMPTY_REASONING = re.compile(r"<(\w+)>\s*</\1>")
 
 
@@ -150,19 +150,13 @@ def _compare_texts(tokenizer: Any, model: list[int], template: list[int]) -> Non
     ours_plain, theirs_plain = _letters(ours), _letters(theirs)
     if ours_plain == theirs_plain:
         return
-    if any(_letters(rest) == theirs_plain for rest in _without_reasoning(ours)):
+    if any(_letters(ours[tag.end() :]) == theirs_plain for tag in _REASONING_END.finditer(ours)):
         return
     raise TrajectoryError(
         "history_changed",
         f"an assistant turn was sent as {_short(theirs)} where the model had said {_short(ours)}; "
         "start a new conversation for an edited history",
     )
-
-
-def _without_reasoning(text: str) -> Iterator[str]:
-    for tag in re.finditer(r"<[^<>]*>|\[/\w+\]", text):
-        if _REASONING_END.search(text[: tag.end()]):
-            yield text[tag.end() :]
 
 
 def _letters(text: str) -> str:
