@@ -168,6 +168,7 @@ async def _rollout(config: Config, output: Path | None) -> None:
 
 
 async def _serve(config: Config) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     from turnwise.machinery import open_server
 
     console = Console()

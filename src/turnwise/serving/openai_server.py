@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Response
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.config import Config
@@ -204,6 +206,8 @@ def _add_routes(app: FastAPI, store: SessionStore, metrics: Callable[[], bytes])
         return described
 
     app.include_router(router)
+    app.add_exception_handler(StarletteHTTPException, _told)
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built it, without our handler
     routes = app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
 
@@ -285,6 +289,7 @@ class _Session:
         if path.startswith("/sessions/") and "/v1/" in path:
             name, _, rest = path.removeprefix("/sessions/").partition("/v1/")
             path = "/v1/" + rest
+        scope = {**scope, "path": path, "raw_path": path.encode()}
         if not path.startswith(_GENERATING):
             await self._app(scope, receive, send)
             return
@@ -297,12 +302,7 @@ class _Session:
         headers.pop(b"x-session-id", None)
         if session.id:
             headers[b"x-session-id"] = session.id.encode("latin-1", "replace")
-        scope = {
-            **scope,
-            "path": path,
-            "raw_path": path.encode(),
-            "headers": list(headers.items()),
-        }
+        scope["headers"] = list(headers.items())
         call = Call(session)
         token = CALL.set(call)
 
@@ -440,11 +440,24 @@ async def _relay(running: _Running, receive: Receive, send: Send) -> None:
             running.abandoned.set()
 
 
+async def _told(_: Any, error: Any) -> Response:
+    """What the framework itself refuses, such as a path that is not there."""
+    return Response(
+        _shape(error.status_code, str(error.detail), HTTPStatus(error.status_code).phrase),
+        error.status_code,
+        error.headers,
+        "application/json",
+    )
+
+
+def _shape(status: int, message: str, kind: str) -> bytes:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
+
+
 async def _refuse(send: Send, status: int, message: str) -> None:
     """An error in OpenAI's shape."""
-    kinds = {401: "AuthenticationError", 429: "RateLimitError"}
-    error = {"message": message, "type": kinds[status], "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
+    body = _shape(status, message, HTTPStatus(status).phrase)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
