@@ -104,7 +104,10 @@ class SamplingConfig(Section):
 
 class RolloutConfig(Section):
     loop: str = "tool_calling"
-    """Agent loop: tool_calling, single_turn, interleaved, or package.module:Class."""
+    """Agent loop: tool_calling, single_turn, interleaved, agent, or package.module:Class."""
+    agent: str | None = None
+    """loop: agent runs this, an agent that knows only an OpenAI base URL and a problem:
+    package.module:async_function, or a command."""
     prompts_per_step: PositiveInt = 16
     """Problems (groups) in one training step."""
     concurrency: PositiveInt = 256
@@ -175,6 +178,8 @@ class ServingConfig(Section):
     """Address that the OpenAI server listens on."""
     port: NonNegativeInt = 8000
     """Its port; 0 takes a free one."""
+    worker_servers: bool = False
+    """Each worker serves its own engine too, on a free port of `host`."""
     api_key: str | None = None
     """Key that its clients must send as a bearer token; TURNWISE_API_KEY where it is unset."""
     reasoning_parser: str | None = None

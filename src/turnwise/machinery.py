@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import importlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -81,6 +82,7 @@ async def open_machinery(
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
     prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
     manager: AsyncLLMServerManager | None = None
+    server: OpenAIServer | None = None
     try:
         gpus = await asyncio.shield(ray_started)
         share = _gpu_share(config, gpus, training)
@@ -93,10 +95,15 @@ async def open_machinery(
                 else None
             )
             await asyncio.shield(prepared)
+        if config.rollout.loop == "agent":
+            server = await _start_server(config, manager)
+            runner.server = server
         yield Machinery(manager, runner, starting_policy.result() if starting_policy else None)
     finally:
         prepared.cancel()
         await asyncio.wait([ray_started])
+        if server is not None:
+            await server.stop()
         if manager is not None:
             await manager.shutdown()
         await asyncio.to_thread(ray.shutdown)  # ends the policy, and a worker half started
@@ -115,17 +122,21 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
         gpus = await asyncio.shield(ray_started)
         manager = make_manager(config, _gpu_share(config, gpus, training=False))
         async with manager.running():
-            from turnwise.serving.openai_server import OpenAIServer  # seconds: it imports vLLM
-
-            server = OpenAIServer(config, manager.scheduler)
+            server = await _start_server(config, manager)
             try:
-                await server.start()
                 yield server
             finally:
                 await server.stop()
     finally:
         await asyncio.wait([ray_started])
         await asyncio.to_thread(ray.shutdown)
+
+
+async def _start_server(config: Config, manager: AsyncLLMServerManager) -> "OpenAIServer":
+    module = await run_in_thread(lambda: importlib.import_module("turnwise.serving.openai_server"))
+    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler)
+    await server.start()
+    return server
 
 
 def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:

@@ -8,11 +8,22 @@ from typing import Any, Protocol
 from turnwise.config import RolloutConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
-from turnwise.rollout.environment import Environment
+from turnwise.rollout.environment import Environment, Row
 from turnwise.rollout.tools import Toolbox
+from turnwise.serving.sessions import SessionStore
 from turnwise.serving.template import off_loop
 from turnwise.serving.tool_parser import ToolParser
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
+
+
+class SessionServer(Protocol):
+    """What serves agents by HTTP."""
+
+    sessions: SessionStore
+
+    def session_url(self, session_id: str) -> str:
+        """The base URL of one session."""
+        ...
 
 
 @dataclass(slots=True)
@@ -28,6 +39,10 @@ class RolloutContext:
     sampling: SamplingConfig
     max_length: int
     request_id: str
+    row: Row
+    """The problem's data."""
+    server: SessionServer | None = None
+    """The OpenAI server, where agents of their own need one."""
     route: Route | None = None
     """Which trajectory and which group this is, for whoever picks an engine."""
     seed: int | None = None

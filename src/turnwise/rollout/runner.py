@@ -17,7 +17,7 @@ from typing import Any
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError, TrajectoryError
-from turnwise.rollout.agent_loop import RolloutContext, stable_seed
+from turnwise.rollout.agent_loop import RolloutContext, SessionServer, stable_seed
 from turnwise.rollout.environment import (
     Environment,
     EnvironmentType,
@@ -69,6 +69,8 @@ class Runner:
         self._template = load_template(config, tokenizer)
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
+        self.server: SessionServer | None = None
+        """Where agents of their own are served; set by whoever runs one."""
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     @cached_property
@@ -156,11 +158,15 @@ class Runner:
             sampling=sampling,
             max_length=self._config.model.max_length,
             request_id=name,
+            row=problem.row,
+            server=self.server,
             route=Route(session=name, group=name.rpartition("-")[0]),
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
         )
         with _counted_as("loop_error"):
             await self._loop.run(environment, context)
+        if trajectory.reward is not None:
+            return  # the agent has told
         with _counted_as("reward_error"):
             if inspect.iscoroutinefunction(environment.reward):
                 reward = await environment.reward(trajectory)

@@ -110,6 +110,12 @@ class AsyncLLMServerManager:
         """The workers that are up."""
         return [slot.engine for slot in self._slots if slot.engine is not None]
 
+    @property
+    def base_urls(self) -> dict[str, str]:
+        """Where workers that are up serve HTTP themselves (serving.worker_servers), by name."""
+        known = {engine.name: getattr(engine, "base_url", None) for engine in self.engines}
+        return {name: url for name, url in known.items() if url}
+
     async def start(self) -> None:
         """Start all workers side by side; none is left running if one fails."""
         try:

@@ -85,6 +85,10 @@ class OpenAIServer:
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         return self.base_url
 
+    def session_url(self, session_id: str) -> str:
+        """The base URL of one session."""
+        return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
+
     async def application(self) -> ASGIApp:
         """The ASGI application, doors and all."""
         key = self._config.serving.api_key or os.environ.get("TURNWISE_API_KEY")

@@ -46,6 +46,8 @@ class RemoteWorker:
     def __init__(self, actor: Any, name: str, config: Config) -> None:
         self.name = name
         self.pid = 0
+        self.base_url: str | None = None
+        """Of the worker's own OpenAI server, where it has one."""
         self.actor = actor
         """Held here, so that Ray keeps the actor."""
         self._timeout = config.engine.request_timeout + _GRACE_SECONDS
@@ -93,6 +95,9 @@ class RemoteWorker:
         try:
             remote.pid = await remote._wait(
                 actor.post_init_async.remote(), "start", config.engine.start_timeout
+            )
+            remote.base_url = await remote._wait(
+                actor.report_dp_openai_server_base_url.remote(), "tell its address", 10.0
             )
         except BaseException:
             ray.kill(actor)

@@ -176,8 +176,15 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._named)
 
-    def open(self, session_id: str, *, training: bool = False, group: str = "") -> Session:
-        """Begin a session.
+    def open(
+        self,
+        session_id: str,
+        *,
+        training: bool = False,
+        group: str = "",
+        sampling: SamplingConfig | None = None,
+    ) -> Session:
+        """Begin a session; one with `sampling` of its own is a training session.
 
         Raises:
             InputError: when there is one of that name, or no room for another.
@@ -186,7 +193,7 @@ class SessionStore:
             raise InputError(f"there is a session {session_id} already")
         if len(self._named) >= _MAX_SESSIONS:
             raise InputError(f"{_MAX_SESSIONS} sessions are open; close some (DELETE /sessions/ID)")
-        session = Session(session_id, self._sampling if training else None, group)
+        session = Session(session_id, sampling or (self._sampling if training else None), group)
         session.trajectory.problem_id = group or session_id
         self._named[session_id] = session
         return session

@@ -13,7 +13,7 @@ import contextvars
 import copy
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -79,6 +79,8 @@ class Call:
     fork_reason: str | None = None
     finished: dict[tuple[int, ...], tuple[list[float], list[int]]] = field(default_factory=dict)
     """The log-probs and weight versions of each completion, by its ids."""
+    texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """The text that vLLM made of each completion, by its ids."""
     completion_id: str = ""
 
 
@@ -155,6 +157,18 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
         if params.prompt_logprobs is not None:
             raise VLLMValidationError("log-probs of the prompt (prompt_logprobs) are not served")
         return await super().add_request(request_id, prompt, params, **options)
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        call = CALL.get()
+        parts: dict[int, tuple[list[int], str]] = {}
+        async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
+            async for output in outputs:
+                for piece in output.outputs:
+                    token_ids, text = parts.get(piece.index, ([], ""))
+                    parts[piece.index] = ([*token_ids, *piece.token_ids], text + piece.text)
+                if output.finished and call is not None:
+                    call.texts |= {tuple(ids): text for ids, text in parts.values()}
+                yield output
 
     @property
     def errored(self) -> bool:
@@ -398,22 +412,21 @@ class _Gate:
             str(chunks[-1].finish_reason),
             messages=call.messages,
             tools=call.tools,
-            answer=lambda: self._parse(call.request, token_ids, str(chunks[-1].stop_reason or "")),
+            answer=lambda: self._parse(call, token_ids),
             fork_reason=call.fork_reason,
         )
 
-    def _parse(self, request: Any, token_ids: list[int], stop: str) -> Answer:
+    def _parse(self, call: Call, token_ids: list[int]) -> Answer:
         """What an answer says, read as vLLM reads it for the client."""
-        template = self._template(request)
-        text = template.decode(token_ids)
-        if stop and stop in text:
-            text = text[: text.rindex(stop)]
+        text = call.texts.get(tuple(token_ids))
+        if text is None:  # the client did not wait for it
+            text = self._template(call.request).decode(token_ids)
         chat = self._chat
         if chat.parser_cls is None:
             return answer(text, ())
-        parser = chat._make_parser(request, self._tokenizer, {})
+        parser = chat._make_parser(call.request, self._tokenizer, {})
         _, content, calls = parser.parse(
-            text, request, enable_auto_tools=True, model_output_token_ids=token_ids
+            text, call.request, enable_auto_tools=True, model_output_token_ids=token_ids
         )
         return answer(content, [(call.name, call.arguments) for call in calls or ()])
 

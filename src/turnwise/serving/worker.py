@@ -50,7 +50,7 @@ class VllmAsyncGenerationWorker:
         self._events: list[tuple[str, Chunk | Exception]] = []
         self._happened = asyncio.Event()
         self._requests: dict[str, asyncio.Task[None]] = {}
-        self._base_url: str | None = None
+        self._server: Any = None
         if bundle_indices is not None and len(bundle_indices) > 1:
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundle_indices))
 
@@ -76,6 +76,13 @@ class VllmAsyncGenerationWorker:
             weight_backend=BACKEND,
             name=self._name,
         )
+        if self._config.serving.worker_servers:
+            from turnwise.serving.openai_server import OpenAIServer
+
+            serving = self._config.serving.model_copy(update={"port": 0})
+            config = self._config.model_copy(update={"serving": serving})
+            self._server = OpenAIServer(config, self._engine)
+            await self._server.start()
         return os.getpid()
 
     async def generate_async(
@@ -210,10 +217,12 @@ class VllmAsyncGenerationWorker:
 
     async def report_dp_openai_server_base_url(self) -> str | None:
         """The base URL of this worker's own OpenAI server; None if it has none."""
-        return self._base_url
+        return None if self._server is None else str(self._server.base_url)
 
     async def shutdown(self) -> None:
-        """End the engine; the actor is its owner's to kill."""
+        """End the server and the engine; the actor is its owner's to kill."""
+        if self._server is not None:
+            await self._server.stop()
         await self._engine.shutdown()
 
     async def call(self, method: str, *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.environment import load_object
+from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.loops.interleaved import InterleavedLoop
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.loops.tool_calling import ToolCallingLoop
@@ -10,6 +11,7 @@ LOOPS: dict[str, type[AgentLoop]] = {
     "tool_calling": ToolCallingLoop,
     "single_turn": SingleTurnLoop,
     "interleaved": InterleavedLoop,
+    "agent": HttpAgentLoop,
 }
 
 

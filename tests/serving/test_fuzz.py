@@ -1,0 +1,48 @@
+"""Whatever is sent to the server, it answers, and never with a 500."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from turnwise.config import Config
+from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.serving.openai_server import OpenAIServer
+
+QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
+
+
+async def test_schemathesis_finds_no_500_and_no_hang(
+    make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path
+) -> None:
+    config = make_config(
+        serving={"port": 0}, model={"path": make_config().model.path, "max_length": 512}
+    )
+    engine = SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
+    server = OpenAIServer(config, engine)
+    root = (await server.start()).removesuffix("/v1")
+    try:
+        fuzzer = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{root}/openapi.json"),
+            *("--checks", "not_a_server_error", "--request-timeout", "20"),
+            *("--phases", "examples,coverage,fuzzing", "--max-examples", "10", "--seed", "1"),
+            *("--suppress-health-check", "all", "--continue-on-failure", "--no-color"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await fuzzer.communicate()
+        text = said.decode(errors="replace")
+        assert fuzzer.returncode == 0, text[-12_000:]
+        assert "generated" in text
+        async with httpx.AsyncClient(base_url=root) as http:
+            assert (await http.get("/health")).status_code == 200
+            served = (await http.get("/metrics")).text
+        assert 'turnwise_requests_total{what="200"}' in served
+        assert 'what="500"' not in served
+        assert await engine.load() == 0
+    finally:
+        await server.stop()

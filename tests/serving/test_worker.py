@@ -1,0 +1,90 @@
+"""The worker's own methods, called as a trainer of another system would call them."""
+
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.trajectory import ChatTemplate
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7], [11] * 500]
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    width = max(map(len, PROMPTS))
+    rows = [prompt + [0] * (width - len(prompt)) for prompt in PROMPTS]
+    lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+    return {"input_ids": torch.tensor(rows), "input_lengths": lengths, **more}
+
+
+async def collected(stream: Any) -> dict[int, dict[str, Any]]:
+    return dict([await reply async for reply in stream])
+
+
+async def test_a_batch_comes_back_row_by_row_and_aligned(engine: RemoteWorker) -> None:
+    outputs = await collected(engine.actor.generate_async.remote(batch()))
+    assert sorted(outputs) == [0, 1, 2]
+    for index, prompt in enumerate(PROMPTS):
+        output = outputs[index]
+        count, end = int(output["generation_lengths"]), int(output["unpadded_sequence_lengths"])
+        assert end == len(prompt) + count
+        assert output["output_ids"].shape == output["logprobs"].shape == (1, 500 + 16)
+        assert output["output_ids"][0, : len(prompt)].tolist() == prompt
+        assert not output["output_ids"][0, end:].any()
+        assert not output["logprobs"][0, : len(prompt)].any()
+        assert not output["logprobs"][0, end:].any()
+        assert (output["logprobs"][0, len(prompt) : end] < 0).all()
+        versions = output["weight_versions"][0]
+        assert (versions[len(prompt) : end] == 0).all()
+        assert (versions[: len(prompt)] == -1).all()
+        assert count <= (12 if index == 2 else 16)
+
+
+async def test_greedy_repeats_itself_and_rows_come_as_they_are_ready(engine: RemoteWorker) -> None:
+    first = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
+    second = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
+    for index in range(3):
+        assert torch.equal(first[index]["output_ids"], second[index]["output_ids"])
+
+
+async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
+    data = {"input_ids": torch.full((1, 512), 5), "input_lengths": torch.tensor([512])}
+    outputs = await collected(engine.actor.generate_async.remote(data))
+    assert bool(outputs[0]["truncated"]) is True
+    assert int(outputs[0]["generation_lengths"]) == 0
+
+
+async def test_each_row_has_its_own_stop_strings(
+    engine: RemoteWorker, template: ChatTemplate
+) -> None:
+    prompts = ["What is 1 plus 2?"] * 2
+    whole = await collected(engine.actor.generate_text_async.remote({"prompts": prompts[:1]}, True))
+    stop = whole[0]["text"][2:4]
+    data = {"prompts": prompts, "stop_strings": [[stop], None]}
+    texts = await collected(engine.actor.generate_text_async.remote(data, greedy=True))
+    assert texts[1]["text"] == whole[0]["text"]
+    assert texts[1]["text"].startswith(texts[0]["text"])
+    assert stop in texts[0]["text"]  # a stop string stays in the tokens
+    assert len(texts[0]["token_ids"]) < len(texts[1]["token_ids"])
+    for output in texts.values():
+        assert len(output["logprobs"]) == len(output["token_ids"])
+
+
+async def test_tensors_that_do_not_fit_are_refused(engine: RemoteWorker) -> None:
+    for wrong, words in (
+        ({"input_lengths": torch.tensor([6, 3])}, r"\[B, T\] and input_lengths \[B\]"),
+        ({"input_lengths": torch.tensor([6, 0, 3])}, "between 1 and 500"),
+    ):
+        with pytest.raises(ray.exceptions.RayTaskError, match=words):
+            await collected(engine.actor.generate_async.remote({**batch(), **wrong}))
+
+
+async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
+    assert str(engine.pid) in await engine.actor.report_device_id_async.remote()
+    assert await engine.actor.report_dp_openai_server_base_url.remote() is None
+    await engine.actor.reset_prefix_cache_async.remote()
+    await engine.actor.sleep_async.remote()
+    await engine.actor.wake_up_async.remote(tags=["weights"])
+    await engine.actor.wake_up_async.remote()
