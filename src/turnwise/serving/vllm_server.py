@@ -13,6 +13,7 @@ import contextvars
 import copy
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -160,14 +161,15 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
 
     async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         call = CALL.get()
-        parts: dict[int, tuple[list[int], str]] = {}
+        ids: dict[int, list[int]] = defaultdict(list)
+        texts: dict[int, list[str]] = defaultdict(list)
         async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
             async for output in outputs:
                 for piece in output.outputs:
-                    token_ids, text = parts.get(piece.index, ([], ""))
-                    parts[piece.index] = ([*token_ids, *piece.token_ids], text + piece.text)
+                    ids[piece.index].extend(piece.token_ids)
+                    texts[piece.index].append(piece.text)
                 if output.finished and call is not None:
-                    call.texts |= {tuple(ids): text for ids, text in parts.values()}
+                    call.texts |= {tuple(ids[i]): "".join(texts[i]) for i in ids}
                 yield output
 
     @property
