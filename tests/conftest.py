@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 from examples.calculator.prepare import prepare
 from examples.calculator.warm_start import WarmStart
 from turnwise.config import Config, parse_config
-from turnwise.engine.remote import RemoteEngine
 from turnwise.ray_calls import start_ray
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.trajectory import ChatTemplate
-from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -79,12 +78,9 @@ def ray_started() -> Iterator[None]:
 @pytest.fixture(scope="session")
 async def engine(
     ray_started: None, make_config: Callable[..., Config]
-) -> AsyncIterator[RemoteEngine]:
+) -> AsyncIterator[RemoteWorker]:
     """The real engine, in its own process; tests that change its weights put them back."""
-    config = make_config()
-    engine = await RemoteEngine.start(
-        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-    )
+    engine = await RemoteWorker.start(make_config())
     yield engine
     await engine.shutdown()
 

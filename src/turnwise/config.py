@@ -157,9 +157,28 @@ class EngineConfig(Section):
     """More arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
 
 
+class ServingConfig(Section):
+    workers: PositiveInt = 1
+    """Engines that sample side by side, each in a process of its own."""
+    overload: Annotated[float, Field(ge=1)] = 1.5
+    """A session leaves its worker at once when that has this many times the mean load, and a few
+    requests more; a lasting overload of 5 % moves it too."""
+    max_continuations: NonNegativeInt = 3
+    """Times that one turn goes on at another worker because its own failed."""
+    max_restarts: NonNegativeInt = 3
+    """Times in a row that a dead worker is started again before it is given up."""
+    health_every: PositiveFloat = 2.0
+    """Seconds between health checks of a worker."""
+    health_timeout: PositiveFloat = 20.0
+    """Seconds for a worker to answer one; a worker that does not is replaced."""
+
+
 class WeightsConfig(Section):
     update_timeout: PositiveFloat = 120.0
     """Seconds for one update to land and be checked."""
+    in_flight: Literal["drain", "abort", "keep"] = "keep"
+    """What an update does to turns under way: finish them first, end them and continue them
+    under the new weights, or freeze them meanwhile."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference on the canary prompt, engine against trainer; unset: 0.001
     in float32, 0.2 in bfloat16."""
@@ -221,6 +240,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
+    serving: ServingConfig = ServingConfig()
     weights: WeightsConfig = WeightsConfig()
     training: TrainingConfig = TrainingConfig()
 

@@ -95,7 +95,7 @@ class TrainingLoop:
 
     async def _group(self, problem: Problem, tag: str, batch: _Batch) -> Group:
         group = await self._machinery.runner.run_group(
-            self._machinery.engine, problem, self._config.sampling, tag
+            self._machinery.generator, problem, self._config.sampling, tag
         )
         self._progress.advance()
         batch.finished = time.perf_counter()
@@ -199,21 +199,21 @@ class TrainingLoop:
             async with asyncio.timeout(weights.update_timeout):
                 manifest, prompt, expected = await self._policy.publish()
                 version = manifest["version"]
-                await self._machinery.engine.update_weights(manifest)
-                diff_mean, diff_max = await check_canary(
-                    self._machinery.engine, prompt, expected, tolerance, version
+                canaries = await self._machinery.manager.update_weights(
+                    manifest,
+                    lambda engine: check_canary(engine, prompt, expected, tolerance, version),
                 )
         except TimeoutError:
             raise DeadlineError(
-                f"the engine did not take up weight version {self._policy.version} within "
+                f"the workers did not take up weight version {self._policy.version} within "
                 f"{weights.update_timeout:g} s"
             ) from None
         seconds = time.perf_counter() - started
         return {
             "weight_version": version,
             "weight_update_seconds": seconds,
-            "canary_diff_mean": diff_mean,
-            "canary_diff_max": diff_max,
+            "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),
+            "canary_diff_max": max((largest for _, largest in canaries), default=0.0),
         }
 
     async def _evaluate(self, step: int) -> Evaluation | None:

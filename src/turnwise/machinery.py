@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import ray
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Engine
-from turnwise.engine.remote import RemoteEngine
+from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.ray_calls import start_ray
 from turnwise.rollout import (
@@ -27,10 +26,11 @@ from turnwise.rollout import (
     load_eval_rows,
     load_rows,
 )
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
-from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 
 class Progress(Protocol):
@@ -53,9 +53,14 @@ class Progress(Protocol):
 class Machinery:
     """What a run works with; made and ended by `open_machinery`."""
 
-    engine: Engine
+    manager: AsyncLLMServerManager
     runner: Runner
     policy: RemotePolicy | None
+
+    @property
+    def generator(self) -> Generator:
+        """What agent loops sample from."""
+        return self.manager.scheduler
 
 
 @asynccontextmanager
@@ -72,36 +77,41 @@ async def open_machinery(
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
     prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
-    engine: RemoteEngine | None = None
+    manager: AsyncLLMServerManager | None = None
     try:
         gpus = await asyncio.shield(ray_started)
-        share = 1.0 if gpus >= 2 else gpus / 2  # engine and trainer share a single GPU
+        share = _gpu_share(config, gpus, training)
+        manager = make_manager(config, share)
         async with task_group() as starting:
-            starting_engine = starting.create_task(
-                RemoteEngine.start(
-                    config.model,
-                    config.engine,
-                    num_gpus=share if training else min(gpus, 1.0),
-                    seed=config.seed,
-                    deterministic=config.deterministic,
-                    worker_extension=WORKER_EXTENSION,
-                    weight_backend=BACKEND,
-                )
-            )
+            starting.create_task(manager.start())
             starting_policy = (
                 starting.create_task(RemotePolicy.start(config, num_gpus=share))
                 if training
                 else None
             )
             await asyncio.shield(prepared)
-        engine = starting_engine.result()
-        yield Machinery(engine, runner, starting_policy.result() if starting_policy else None)
+        yield Machinery(manager, runner, starting_policy.result() if starting_policy else None)
     finally:
         prepared.cancel()
         await asyncio.wait([ray_started])
-        if engine is not None:
-            await engine.shutdown()
-        await asyncio.to_thread(ray.shutdown)  # ends the policy, and an engine half started
+        if manager is not None:
+            await manager.shutdown()
+        await asyncio.to_thread(ray.shutdown)  # ends the policy, and a worker half started
+
+
+def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:
+    """The fleet of `serving.workers` workers, each on `gpu_share` of a GPU; not yet started."""
+    return AsyncLLMServerManager(
+        lambda name: RemoteWorker.start(config, name=name, num_gpus=gpu_share),
+        config.serving,
+        config.weights,
+        config.engine.request_timeout,
+    )
+
+
+def _gpu_share(config: Config, gpus: float, training: bool) -> float:
+    """A GPU for each worker and one for the trainer; where there are fewer, they share."""
+    return min(1.0, gpus / (config.serving.workers + training))
 
 
 def _load_tokenizer(config: Config) -> Any:
@@ -162,7 +172,7 @@ async def run_groups(
     """Run the groups of all problems side by side; results are in the problems' order."""
 
     async def one(problem: Problem) -> Group:
-        group = await machinery.runner.run_group(machinery.engine, problem, sampling, tag)
+        group = await machinery.runner.run_group(machinery.generator, problem, sampling, tag)
         progress.advance()
         return group
 

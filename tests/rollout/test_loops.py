@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.remote import RemoteEngine
 from turnwise.errors import InputError, StepError
 from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 
@@ -97,7 +97,7 @@ class BrokenLoop:
 
 @pytest.fixture(scope="module")
 def attempt(
-    engine: RemoteEngine, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
+    engine: RemoteWorker, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
 ) -> Callable[..., Any]:
     async def run(
         script: list[str],

@@ -1,6 +1,7 @@
 """A vLLM worker inside an actor that trains: one process, one model in two forms."""
 
 import asyncio
+import gc
 import hashlib
 import os
 import random
@@ -20,13 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, VersionSpan
-from turnwise.engine.remote import RemoteEngine
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import EngineError, InputError, WeightUpdateError
 from turnwise.serving.colocated import colocated_engine, on_actors
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.serving.worker_host import WorkerHost
 from turnwise.training.scoring import token_logprobs
-from turnwise.weights import BACKEND, WORKER_EXTENSION
 from turnwise.weights.in_process import InProcessSender
 
 PROMPT = list(range(5, 45))
@@ -117,6 +117,7 @@ def quiet_vllm() -> Iterator[None]:
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         yield
+    gc.collect()  # vLLM's objects complain when they end with the interpreter
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,17 @@ async def test_a_request_waits_while_its_actor_trains(engine: VllmEngine, traine
     await training
 
 
+async def test_a_paused_engine_is_well_while_its_actor_trains(
+    engine: VllmEngine, trainer: Any
+) -> None:
+    await engine.pause("keep")
+    training = trainer.nap.remote(1.0)
+    async with asyncio.timeout(0.8):
+        await engine.check_health()
+    await engine.resume()
+    await training
+
+
 async def test_an_actor_hosts_one_engine_after_the_other(
     trainer: Any, build_engine: Callable[..., VllmEngine]
 ) -> None:
@@ -263,12 +275,8 @@ async def test_two_actors_hold_one_engine_beside_a_process_group_of_their_own(
     }
     first, second = actors.values()
     config = make_config(engine={"kv_cache_gib": 0.1})
-    engine = await RemoteEngine.start(
-        config.model,
-        on_actors(config.engine, actors),
-        worker_extension=WORKER_EXTENSION,
-        weight_backend=BACKEND,
-    )
+    config = config.model_copy(update={"engine": on_actors(config.engine, actors)})
+    engine = await RemoteWorker.start(config)
     await asyncio.gather(first.train.remote(), second.train.remote())
     manifest, _ = await asyncio.gather(first.publish.remote(), second.publish.remote())
     await engine.update_weights(manifest)
@@ -278,5 +286,5 @@ async def test_two_actors_hold_one_engine_beside_a_process_group_of_their_own(
     assert await first.fingerprint.remote() == await second.fingerprint.remote()
     ray.kill(second)
     with pytest.raises(InputError, match=r"cannot serve .*: the process of trainer-1 died"):
-        await RemoteEngine.start(config.model, on_actors(config.engine, actors))
+        await RemoteWorker.start(config)
     ray.kill(first)

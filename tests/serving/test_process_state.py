@@ -68,10 +68,14 @@ def test_each_tenant_keeps_its_own_settings() -> None:
 
 
 def test_a_failure_inside_still_leaves_the_hosts_state() -> None:
+    def fail() -> None:
+        with Guest(threads=1).inside():
+            torch.set_default_dtype(torch.float64)
+            raise RuntimeError("inside")
+
     before = torch.get_default_dtype()
-    with pytest.raises(RuntimeError, match="inside"), Guest(threads=1).inside():
-        torch.set_default_dtype(torch.float64)
-        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
     assert torch.get_default_dtype() == before
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.config import SamplingConfig
 from turnwise.engine import VersionSpan
-from turnwise.engine.remote import RemoteEngine
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.training.scoring import token_logprobs
 from turnwise.weights.canary import canary_prompt, check_canary
 from turnwise.weights.shm import ShmSender
@@ -57,14 +57,14 @@ def trainer(model_path: str) -> Iterator[Trainer]:
 
 
 @pytest.fixture(autouse=True)
-async def original_weights_after(engine: RemoteEngine, trainer: Trainer) -> AsyncIterator[None]:
+async def original_weights_after(engine: RemoteWorker, trainer: Trainer) -> AsyncIterator[None]:
     yield
     trainer.perturb(0.0)
     await engine.update_weights(trainer.write(0))
 
 
 async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
-    engine: RemoteEngine, trainer: Trainer
+    engine: RemoteWorker, trainer: Trainer
 ) -> None:
     assert trainer.model.config.tie_word_embeddings  # the case that a plain reload gets wrong
     for version in (1, 2, 3):
@@ -77,7 +77,7 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
 
 
 async def test_the_canary_sings_only_when_engine_and_trainer_agree(
-    engine: RemoteEngine, trainer: Trainer
+    engine: RemoteWorker, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
     await engine.update_weights(trainer.write(4))
@@ -99,7 +99,7 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
 
 
 async def test_requests_in_flight_go_on_under_the_new_weights(
-    engine: RemoteEngine, trainer: Trainer
+    engine: RemoteWorker, trainer: Trainer
 ) -> None:
     sampling = SamplingConfig(max_tokens=300, ignore_eos=True)
     running = asyncio.create_task(engine.generate(PROMPT, sampling, "in-flight"))
@@ -116,7 +116,7 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 
 
 async def test_the_next_version_can_be_written_while_one_is_read(
-    engine: RemoteEngine, trainer: Trainer
+    engine: RemoteWorker, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
     manifest = trainer.write(6)
@@ -130,7 +130,7 @@ async def test_the_next_version_can_be_written_while_one_is_read(
 
 @pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "short"])
 async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
-    engine: RemoteEngine, trainer: Trainer, damage: str
+    engine: RemoteWorker, trainer: Trainer, damage: str
 ) -> None:
     trainer.perturb(0.05)
     manifest = trainer.write(8)

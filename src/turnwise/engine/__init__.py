@@ -1,5 +1,5 @@
 """One inference engine: token ids in, token ids out."""
 
-from turnwise.engine.protocol import Completion, Engine, VersionSpan
+from turnwise.engine.protocol import Chunk, Completion, Engine, Generator, Route, VersionSpan
 
-__all__ = ["Completion", "Engine", "VersionSpan"]
+__all__ = ["Chunk", "Completion", "Engine", "Generator", "Route", "VersionSpan"]

@@ -4,8 +4,8 @@ Text, messages and tools do not exist here. Every call has a deadline; a call th
 raises `DeadlineError` with the engine's name, and a dead engine raises `EngineError`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from turnwise.config import SamplingConfig
@@ -13,6 +13,10 @@ from turnwise.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
+InFlight = Literal["drain", "abort", "keep"]
+
+STREAM_INTERVAL = 16
+"""Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,39 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Whose request it is: routers keep a session on one engine and a group's start together.
+
+    Engines themselves need none of it.
+    """
+
+    session: str = ""
+    """One trajectory's name; "" is a request of its own."""
+    group: str = ""
+    """The problem whose trajectories begin with one prompt; "" is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `T` tokens of a completion that is streamed, `T` at least 1 but in the last one."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """As in `Completion`."""
+    weight_versions: list[int]
+    finish_reason: FinishReason | None = None
+    """In the last chunk."""
+    stop_reason: int | str | None = None
+    """The stop token or string that ended the completion, where it is not the model's own."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV cache was reused; told at the latest in the last chunk."""
+    prompt_logprobs: list[float | None] | None = None
+    """In the last chunk, where asked for."""
+    alternatives: list[list[tuple[int, float, int]]] = field(default_factory=list)
+    """Where asked for: for each token, (id, log-prob, rank from 1) of it and of the likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +89,8 @@ class Completion:
         return [span.version for span in self.version_spans for _ in range(span.start, span.end)]
 
 
-class Engine(Protocol):
-    """One inference engine."""
+class Generator(Protocol):
+    """What samples completions: an engine, or the scheduler before many."""
 
     async def generate(
         self,
@@ -61,9 +98,28 @@ class Engine(Protocol):
         sampling: SamplingConfig,
         request_id: str,
         seed: int | None = None,
+        route: Route | None = None,
     ) -> Completion:
         """Sample one completion; `sampling.n` is the caller's business. Cancelling aborts."""
         ...
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Any,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """The same, piece by piece, `STREAM_INTERVAL` tokens at a time. Closing it aborts.
+
+        `sampling` is a `SamplingConfig`, or vLLM's own `SamplingParams`, which know more.
+        """
+        ...
+
+
+class Engine(Generator, Protocol):
+    """One inference engine."""
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what was sampled, as `abort`."""
@@ -79,10 +135,15 @@ class Engine(Protocol):
         """Give memory back until `wake_up`, where the platform can."""
         ...
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it again: all, or a part (weights, kv_cache)."""
+        ...
 
-    async def update_weights(self, manifest: dict[str, Any]) -> None:
-        """Load the weights that the manifest names; requests in flight go on under them.
+    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
+        """Load the weights that the manifest names.
+
+        Requests in flight are finished first (`drain`), ended with what they have, as `abort`
+        (`abort`), or frozen meanwhile and continued under the new weights (`keep`).
 
         Raises:
             WeightUpdateError: with the old weights in place when the manifest does not fit.
@@ -92,7 +153,7 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> None:
-        """Raises `EngineError` when the engine is dead."""
+        """Raises `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
         ...
 
     async def load(self) -> int:
@@ -100,3 +161,40 @@ class Engine(Protocol):
         ...
 
     async def shutdown(self) -> None: ...
+
+
+async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
+    """A stream's chunks as one completion.
+
+    Raises:
+        EngineError: when the stream ended without a finish reason.
+    """
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    last: Chunk | None = None
+    async for last in chunks:
+        token_ids += last.token_ids
+        logprobs += last.logprobs
+        versions += last.weight_versions
+    if last is None or last.finish_reason is None:
+        raise EngineError(f"{name} ended a request without an answer")
+    return Completion(
+        token_ids,
+        logprobs,
+        spans(versions),
+        last.finish_reason,
+        last.cached_tokens,
+        last.prompt_logprobs,
+    )
+
+
+def spans(weight_versions: Sequence[int]) -> list[VersionSpan]:
+    """Runs of equal versions, one per token, as spans."""
+    result: list[VersionSpan] = []
+    start = 0
+    for end in range(1, len(weight_versions) + 1):
+        if end == len(weight_versions) or weight_versions[end] != weight_versions[start]:
+            result.append(VersionSpan(weight_versions[start], start, end))
+            start = end
+    return result

@@ -12,18 +12,29 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
-from turnwise.engine.protocol import Completion, FinishReason, PauseMode, VersionSpan
+from turnwise.engine.protocol import (
+    STREAM_INTERVAL,
+    Chunk,
+    Completion,
+    FinishReason,
+    InFlight,
+    PauseMode,
+    Route,
+    collect,
+)
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
+_PAUSE: dict[InFlight, PauseMode] = {"drain": "wait", "abort": "abort", "keep": "keep"}
 
 
 class VllmEngine:
@@ -110,9 +121,36 @@ class VllmEngine:
         sampling: SamplingConfig,
         request_id: str,
         seed: int | None = None,
+        route: Route | None = None,
     ) -> Completion:
-        vllm = self._vllm
-        params = vllm.SamplingParams(
+        params = self._parameters(sampling, seed)
+        params.output_kind = self._vllm.RequestOutputKind.FINAL_ONLY
+        chunks = self._chunks(prompt_token_ids, params, request_id)
+        return await collect(chunks, self.name)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Any,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        if isinstance(sampling, SamplingConfig):
+            params = self._parameters(sampling, seed)
+            params.stream_interval = STREAM_INTERVAL
+        else:
+            params = sampling
+            params.logprobs = params.logprobs or 0
+            params.flat_logprobs = True
+            params.detokenize = bool(params.stop)
+        params.output_kind = self._vllm.RequestOutputKind.DELTA
+        async with aclosing(self._chunks(prompt_token_ids, params, request_id)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _parameters(self, sampling: SamplingConfig, seed: int | None) -> Any:
+        return self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -128,44 +166,43 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
-            output_kind=vllm.RequestOutputKind.FINAL_ONLY,
         )
+
+    async def _chunks(
+        self, prompt_token_ids: Sequence[int], params: Any, request_id: str
+    ) -> AsyncGenerator[Chunk, None]:
+        """What vLLM gives for a request; each piece within `engine.request_timeout` seconds."""
+        vllm = self._vllm
         prompt = vllm.tokens_input(list(prompt_token_ids))
-        final = None
+        sampled = 0
+        prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
         try:
-            async with self._deadline(f"request {request_id}", self._timeout):
-                async for output in self._llm.generate(prompt, params, request_id):
-                    final = output
+            async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
+                while True:
+                    async with self._deadline(f"request {request_id}", self._timeout):
+                        output = await anext(outputs, None)
+                    if output is None:
+                        return
+                    if output.prompt_logprobs:
+                        prompt_logprobs = _prompt_logprobs(output.prompt_logprobs)
+                    piece = output.outputs[0]
+                    finished = piece.finish_reason is not None
+                    labels = (
+                        piece.weight_versions
+                        if finished
+                        else vllm.weight_versions_so_far(self._llm, request_id)
+                    )
+                    yield _chunk(output, labels or (), sampled, prompt_logprobs)
+                    sampled += len(piece.token_ids)
+                    if finished:
+                        return
         except vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during request {request_id}") from error
         except (ValueError, vllm.VLLMValidationError) as error:
             raise InputError(f"{self.name} refused {request_id}: {error}") from error
         finally:
             self._pending.discard(request_id)
-        if final is None:
-            raise EngineError(f"{self.name} ended request {request_id} without an answer")
-        return self._completion(final)
-
-    def _completion(self, output: Any) -> Completion:
-        sampled = output.outputs[0]
-        prompt_logprobs = None
-        if output.prompt_logprobs is not None:
-            prompt_logprobs = [
-                next(iter(position.values())).logprob if position else None
-                for position in output.prompt_logprobs
-            ]
-        return Completion(
-            token_ids=list(sampled.token_ids),
-            logprobs=list(sampled.logprobs.logprobs) if sampled.logprobs is not None else [],
-            version_spans=[
-                VersionSpan(_version(span.version), span.start, span.end)
-                for span in sampled.weight_versions or ()
-            ],
-            finish_reason=cast(FinishReason, sampled.finish_reason),
-            cached_tokens=output.num_cached_tokens or 0,
-            prompt_logprobs=prompt_logprobs,
-        )
 
     async def abort(self, request_id: str) -> None:
         await self._llm.abort(request_id)
@@ -182,16 +219,22 @@ class VllmEngine:
         async with self._deadline("going to sleep", self._timeout):
             await self._llm.sleep()
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         async with self._deadline("waking up", self._timeout):
-            await self._llm.wake_up()
+            await self._llm.wake_up(list(tags) if tags else None)
 
-    async def update_weights(self, manifest: dict[str, Any]) -> None:
+    def device_id(self) -> str:
+        """The GPU's UUID; on a CPU, the host's name and this process's id."""
+        if self._vllm.current_platform.is_cuda():
+            return str(self._vllm.current_platform.get_device_uuid(0))
+        return f"{socket.gethostname()}-{os.getpid()}"
+
+    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
         async with self._deadline(f"weight update {manifest['version']}", self._timeout):
             refusals = await self._llm.collective_rpc("check_manifest", args=(manifest,))
             if refusal := next(filter(None, refusals), None):
                 raise WeightUpdateError(f"{self.name} refused a weight update: {refusal}")
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.pause_generation(mode=_PAUSE[in_flight], clear_cache=True)
             # A failure from here on leaves the engine paused: it must not serve half an update.
             try:
                 await self._llm.start_weight_update()
@@ -213,6 +256,7 @@ class VllmEngine:
         try:
             async with self._deadline("a health check", self._timeout):
                 await self._llm.check_health()
+                await self._llm.is_paused()  # a round trip to the process that computes
         except self._vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} is dead") from error
 
@@ -229,6 +273,49 @@ class VllmEngine:
                 yield
         except TimeoutError:
             raise DeadlineError(f"{self.name} did not finish {what} in {seconds:g} s") from None
+
+
+def _chunk(
+    output: Any, labels: Sequence[Any], start: int, prompt_logprobs: list[float | None] | None
+) -> Chunk:
+    """One output of vLLM; `labels` are the spans of versions from the completion's start."""
+    piece = output.outputs[0]
+    if piece.finish_reason == "error":
+        raise EngineError(f"vLLM failed in request {output.request_id}")
+    token_ids = list(piece.token_ids)
+    flat = piece.logprobs
+    logprobs: list[float] = []
+    alternatives: list[list[tuple[int, float, int]]] = []
+    if token_ids and flat is not None:
+        logprobs = [flat.logprobs[index] for index in flat.start_indices]
+        if len(flat.logprobs) > len(logprobs):
+            ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
+            bounds = zip(flat.start_indices, flat.end_indices, strict=True)
+            alternatives = [ranked[first:last] for first, last in bounds]
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
+    end = start + len(token_ids)
+    versions = [
+        _version(span.version)
+        for span in labels
+        for _ in range(max(span.start, start), min(span.end, end))
+    ]
+    if len(versions) != len(token_ids):
+        raise EngineError(f"vLLM told the weights of {len(versions)} of {len(token_ids)} tokens")
+    return Chunk(
+        token_ids,
+        logprobs,
+        versions,
+        cast(FinishReason | None, piece.finish_reason),
+        piece.stop_reason,
+        output.num_cached_tokens or 0,
+        prompt_logprobs,
+        alternatives,
+    )
+
+
+def _prompt_logprobs(positions: Any) -> list[float | None]:
+    return [next(iter(p.values())).logprob if p else None for p in positions]
 
 
 def _last_logged_error() -> str:

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.outputs import WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
@@ -52,6 +53,14 @@ PRELOAD_MODULES = (
 def use_process_context(context: Any) -> None:
     """Make vLLM start its engine processes from this multiprocessing context."""
     engine_utils.get_mp_context = lambda: context
+
+
+def weight_versions_so_far(llm: Any, request_id: str) -> list[WeightVersionSpan]:
+    """The versions of what a running request has sampled; outputs tell them at its end alone."""
+    processor = llm.output_processor
+    (internal,) = processor.external_req_ids[request_id]
+    spans: list[WeightVersionSpan] = processor.request_states[internal]._weight_version_spans()
+    return spans
 
 
 __all__ = [
@@ -84,4 +93,5 @@ __all__ = [
     "run_method",
     "tokens_input",
     "use_process_context",
+    "weight_versions_so_far",
 ]

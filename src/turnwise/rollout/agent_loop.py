@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from turnwise.config import RolloutConfig, SamplingConfig
-from turnwise.engine.protocol import Completion, Engine
+from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.tool_parser import ToolParser
@@ -23,7 +23,7 @@ class RolloutContext:
     """One trajectory in the making, and everything that its loop may use."""
 
     trajectory: Trajectory
-    engine: Engine
+    engine: Generator
     template: ChatTemplate
     tool_parser: ToolParser
     toolbox: Toolbox
@@ -31,6 +31,8 @@ class RolloutContext:
     sampling: SamplingConfig
     max_length: int
     request_id: str
+    route: Route | None = None
+    """Which trajectory and which group this is, for whoever picks an engine."""
     seed: int | None = None
     """Where the run is deterministic: the seed that each turn's own is derived from."""
     fork_reason: str | None = None
@@ -125,6 +127,7 @@ class RolloutContext:
             sampling,
             f"{self.request_id}-{turn}",
             None if self.seed is None else stable_seed(self.seed, turn),
+            self.route,
         )
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Engine
+from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext, stable_seed
 from turnwise.rollout.environment import (
@@ -93,7 +93,7 @@ class Runner:
                 )
 
     async def run_group(
-        self, engine: Engine, problem: Problem, sampling: SamplingConfig, tag: str
+        self, engine: Generator, problem: Problem, sampling: SamplingConfig, tag: str
     ) -> Group:
         """Run `sampling.n` trajectories; `tag` makes request names and seeds unique."""
         group = Group(problem.id)
@@ -107,7 +107,7 @@ class Runner:
 
     async def _run_one(
         self,
-        engine: Engine,
+        engine: Generator,
         problem: Problem,
         index: int,
         sampling: SamplingConfig,
@@ -138,7 +138,7 @@ class Runner:
 
     async def _attempt(
         self,
-        engine: Engine,
+        engine: Generator,
         problem: Problem,
         trajectory: Trajectory,
         sampling: SamplingConfig,
@@ -156,6 +156,7 @@ class Runner:
             sampling=sampling,
             max_length=self._config.model.max_length,
             request_id=name,
+            route=Route(session=name, group=name.rpartition("-")[0]),
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
         )
         with _counted_as("loop_error"):

@@ -1,1 +1,1 @@
-"""Engines at work: today, engines whose workers live inside actors that also train."""
+"""Many engines behind one face: workers, the manager that keeps them, the scheduler before them."""

@@ -1,4 +1,4 @@
-"""Engines whose workers live inside existing Ray actors, such as those that train.
+"""Engines whose vLLM workers live inside existing Ray actors, such as those that train.
 
 Scheduling stays in the engine's own process; what computes is a vLLM worker in each actor, one
 per tensor-parallel rank. The weights of a trainer in the same actor reach it through
@@ -7,7 +7,7 @@ see one GPU.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -27,7 +27,7 @@ class ActorPlacement:
     address: str
     namespace: str
     names: tuple[str, ...]
-    handles: bytes
+    handles: bytes = field(repr=False)
     threads: int
     start_timeout: float
     call_timeout: float
@@ -40,7 +40,7 @@ class ActorPlacement:
 def on_actors(
     engine: EngineConfig, actors: Mapping[str, Any], call_timeout: float | None = None
 ) -> EngineConfig:
-    """The same engine with its workers in actors, for `VllmEngine` or `RemoteEngine` to build.
+    """The same engine with its vLLM workers in actors, for `VllmEngine` or `RemoteWorker` to build.
 
     The engine must live in a process other than the actors', which could not answer it otherwise.
 
@@ -80,7 +80,7 @@ def colocated_engine(
     name: str = "engine",
     **arguments: Any,
 ) -> VllmEngine:
-    """An engine in this process with its workers in actors, whom its errors name.
+    """An engine in this process with its vLLM workers in actors, whom its errors name.
 
     The arguments are those of `on_actors` and, all others, of `VllmEngine`.
 

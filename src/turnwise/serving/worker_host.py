@@ -1,8 +1,9 @@
 """What an actor that trains needs so that a vLLM worker can live in it.
 
 The actor runs one call at a time, as Ray's actors do unless told otherwise: it trains or it
-generates. A call of the engine that comes while it trains waits, up to its deadline; so an actor
-must never wait for its own engine.
+generates. A call of the engine that comes while it trains waits, up to its deadline, and the
+engine answers nobody meanwhile; so pause the engine (`pause`, or `sleep` on a GPU) before a long
+training step. The actor itself must never wait for its own engine.
 """
 
 import os

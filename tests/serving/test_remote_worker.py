@@ -1,4 +1,4 @@
-"""The real vLLM engine, in its own process, through the `Engine` protocol."""
+"""The real vLLM engine, in its own process, through `RemoteWorker`."""
 
 import asyncio
 import os
@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, VersionSpan
-from turnwise.engine.remote import RemoteEngine
 from turnwise.errors import DeadlineError, EngineError, InputError
+from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.training.scoring import token_logprobs
-from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 PROMPT = list(range(5, 45))
 
@@ -46,7 +45,7 @@ def reference_logprobs(model: Any, completion: Completion, sampling: SamplingCon
     ids=["plain", "cold", "hot-top-k", "top-p", "all"],
 )
 async def test_logprobs_are_those_that_the_trainer_computes(
-    engine: RemoteEngine, reference: Any, sampling: SamplingConfig
+    engine: RemoteWorker, reference: Any, sampling: SamplingConfig
 ) -> None:
     completion = await engine.generate(PROMPT, sampling, "logprobs")
     expected = reference_logprobs(reference, completion, sampling)
@@ -55,7 +54,7 @@ async def test_logprobs_are_those_that_the_trainer_computes(
     assert completion.weight_versions == [0] * len(completion.token_ids)
 
 
-async def test_greedy_takes_the_most_likely_token(engine: RemoteEngine, reference: Any) -> None:
+async def test_greedy_takes_the_most_likely_token(engine: RemoteWorker, reference: Any) -> None:
     sampling = SamplingConfig(temperature=0, max_tokens=8)
     completion = await engine.generate(PROMPT, sampling, "greedy")
     ids = list(PROMPT)
@@ -65,7 +64,7 @@ async def test_greedy_takes_the_most_likely_token(engine: RemoteEngine, referenc
             ids.append(token)
 
 
-async def test_prompt_logprobs_come_on_request(engine: RemoteEngine, reference: Any) -> None:
+async def test_prompt_logprobs_come_on_request(engine: RemoteWorker, reference: Any) -> None:
     plain = await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "without")
     assert plain.prompt_logprobs is None
     scored = await engine.generate(
@@ -81,7 +80,7 @@ async def test_prompt_logprobs_come_on_request(engine: RemoteEngine, reference: 
     assert scored.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_limits_are_kept(engine: RemoteEngine, tokenizer: Any) -> None:
+async def test_limits_are_kept(engine: RemoteWorker, tokenizer: Any) -> None:
     eos = tokenizer.eos_token_id
     script = {"script": [[7, 8, eos, 9, 10, 11]]}
 
@@ -100,7 +99,7 @@ async def test_limits_are_kept(engine: RemoteEngine, tokenizer: Any) -> None:
 
 
 async def test_a_stop_string_ends_the_turn_and_stays_in_it(
-    engine: RemoteEngine, tokenizer: Any
+    engine: RemoteWorker, tokenizer: Any
 ) -> None:
     ids = tokenizer.encode("one <tool_call>x</tool_call> more", add_special_tokens=False)
     sampling = SamplingConfig(stop=["</tool_call>"], logits_processor_args={"script": [ids]})
@@ -109,7 +108,7 @@ async def test_a_stop_string_ends_the_turn_and_stays_in_it(
     assert tokenizer.decode(completion.token_ids) == "one <tool_call>x</tool_call>"
 
 
-async def test_a_seed_repeats_a_request_among_others(engine: RemoteEngine) -> None:
+async def test_a_seed_repeats_a_request_among_others(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(max_tokens=16)
     alone = await engine.generate(PROMPT, sampling, "seed-alone", 7)
     crowd = await asyncio.gather(
@@ -119,7 +118,7 @@ async def test_a_seed_repeats_a_request_among_others(engine: RemoteEngine) -> No
     assert len({tuple(c.token_ids) for c in crowd}) == 3
 
 
-async def test_a_shared_prefix_is_computed_once(engine: RemoteEngine) -> None:
+async def test_a_shared_prefix_is_computed_once(engine: RemoteWorker) -> None:
     prompt = [i % 300 for i in range(200)]
     await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-1")
     again = await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-2")
@@ -129,7 +128,7 @@ async def test_a_shared_prefix_is_computed_once(engine: RemoteEngine) -> None:
     assert fresh.cached_tokens == 0
 
 
-async def test_an_aborted_request_returns_what_it_has(engine: RemoteEngine) -> None:
+async def test_an_aborted_request_returns_what_it_has(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
     running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-abort"))
     await asyncio.sleep(0.2)
@@ -140,7 +139,7 @@ async def test_an_aborted_request_returns_what_it_has(engine: RemoteEngine) -> N
     assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
 
 
-async def test_a_cancelled_caller_frees_the_engine(engine: RemoteEngine) -> None:
+async def test_a_cancelled_caller_frees_the_engine(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
     running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-cancel"))
     await asyncio.sleep(0.2)
@@ -152,7 +151,7 @@ async def test_a_cancelled_caller_frees_the_engine(engine: RemoteEngine) -> None
             await asyncio.sleep(0.01)
 
 
-async def test_a_pause_freezes_requests_and_a_resume_goes_on(engine: RemoteEngine) -> None:
+async def test_a_pause_freezes_requests_and_a_resume_goes_on(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(max_tokens=100, ignore_eos=True)
     running = asyncio.create_task(engine.generate(PROMPT, sampling, "to-pause"))
     await asyncio.sleep(0.05)
@@ -164,7 +163,7 @@ async def test_a_pause_freezes_requests_and_a_resume_goes_on(engine: RemoteEngin
     assert len(completion.token_ids) == 100
 
 
-async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteEngine) -> None:
+async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(temperature=0, max_tokens=8)
     before = await engine.generate(PROMPT, sampling, "awake")
     await engine.sleep()
@@ -174,7 +173,7 @@ async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteEngine
     assert after.token_ids == before.token_ids
 
 
-async def test_a_prompt_that_the_engine_refuses_is_a_sentence(engine: RemoteEngine) -> None:
+async def test_a_prompt_that_the_engine_refuses_is_a_sentence(engine: RemoteWorker) -> None:
     with pytest.raises(InputError, match="engine-0 refused too-long"):
         await engine.generate([5] * 600, SamplingConfig(max_tokens=1), "too-long")
     await engine.check_health()
@@ -192,35 +191,27 @@ async def test_a_model_that_vllm_cannot_serve_is_a_sentence(
 ) -> None:
     config = make_config(engine={"extra": {"no_such_argument": 1}})
     with pytest.raises(InputError, match="no_such_argument"):
-        await RemoteEngine.start(
-            config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
-        )
+        await RemoteWorker.start(config)
 
 
 async def test_deadlines_name_the_engine_and_death_is_told_at_once(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
     config = make_config(engine={"request_timeout": 0.5})
-    engine = await RemoteEngine.start(
-        config.model,
-        config.engine,
-        name="engine-7",
-        worker_extension=WORKER_EXTENSION,
-        weight_backend=BACKEND,
-    )
+    engine = await RemoteWorker.start(config, name="worker-7")
     endless = SamplingConfig(max_tokens=400, ignore_eos=True)
     try:
         await engine.pause("keep")
-        with pytest.raises(DeadlineError, match=r"engine-7 did not finish request slow in 0\.5 s"):
+        with pytest.raises(DeadlineError, match=r"worker-7 did not finish request slow in 0\.5 s"):
             await engine.generate(PROMPT, endless, "slow")
         await engine.resume()
         running = asyncio.create_task(engine.generate(PROMPT, endless, "doomed"))
         await asyncio.sleep(0.1)
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="engine-7 died"):
+        with pytest.raises(EngineError, match="the process of worker-7 died"):
             async with asyncio.timeout(5):
                 await running
-        with pytest.raises(EngineError, match="engine-7"):
+        with pytest.raises(EngineError, match="worker-7"):
             await engine.check_health()
     finally:
         await engine.shutdown()

@@ -1,0 +1,264 @@
+"""Keeps a fleet of workers alive: start, health, restart, weights, sleep and wake.
+
+A worker that dies or hangs is ended and started anew, and gets the current weights before it
+serves; its turns go on elsewhere meanwhile. Each loss is told in one line when the worker is back.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from turnwise.config import ServingConfig, WeightsConfig
+from turnwise.engine.protocol import Engine
+from turnwise.errors import DeadlineError, EngineError, TurnwiseError, WeightUpdateError
+from turnwise.serving.scheduler import Scheduler
+from turnwise.tasks import task_group
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+class ManagedEngine(Engine, Protocol):
+    """An engine whose process can be ended."""
+
+    name: str
+
+    def fail(self, why: str) -> None:
+        """End every request with `EngineError`."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+Verify = Callable[[Engine], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one worker, whoever fills it."""
+
+    name: str
+    engine: ManagedEngine | None = None
+    restarting: asyncio.Task[None] | None = None
+    checking: asyncio.Task[None] | None = None
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class Loss:
+    """What happened to one worker, and what became of its turns."""
+
+    worker: str
+    why: str
+    seconds: float
+    turns: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        said = {
+            "continued": "continued elsewhere from their tokens",
+            "moved": "begun elsewhere",
+            "began_anew": "begun anew",
+        }
+        turns = ", ".join(f"{self.turns[k]} turns {v}" for k, v in said.items() if self.turns[k])
+        return (
+            f"{self.worker} failed ({self.why}) and is back after {self.seconds:.1f} s; "
+            f"{turns or 'it had no turns under way'}"
+        )
+
+
+class AsyncLLMServerManager:
+    """Owns the workers behind one scheduler.
+
+    Args:
+        start: Starts the worker of a name, and raises `InputError` or `DeadlineError`.
+        serving: How many workers, and how they are watched.
+        weights: How updates treat turns under way.
+        turn_timeout: Seconds that a turn may wait for a worker.
+
+    Raises from updates, sleep and wake: `DeadlineError` or `EngineError`, naming the worker.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str], Awaitable[ManagedEngine]],
+        serving: ServingConfig,
+        weights: WeightsConfig,
+        turn_timeout: float,
+    ) -> None:
+        self.scheduler = Scheduler(serving, turn_timeout, self._on_failure)
+        self.losses: list[Loss] = []
+        self.given_up: dict[str, str] = {}
+        """Workers that did not come back, and why."""
+        self._start = start
+        self._serving = serving
+        self._weights = weights
+        self._slots = [_Slot(f"worker-{index}") for index in range(serving.workers)]
+        self._manifest: dict[str, Any] | None = None
+        self._verify: Verify | None = None
+        self._asleep = False
+        self._control = asyncio.Lock()
+        self._watching: list[asyncio.Task[None]] = []
+
+    @property
+    def engines(self) -> list[ManagedEngine]:
+        """The workers that are up."""
+        return [slot.engine for slot in self._slots if slot.engine is not None]
+
+    async def start(self) -> None:
+        """Start all workers side by side; none is left running if one fails."""
+        try:
+            async with task_group() as starting:
+                for slot in self._slots:
+                    starting.create_task(self._fill(slot))
+        except BaseException:
+            await self.shutdown()
+            raise
+        self._watching = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
+
+    async def _fill(self, slot: _Slot) -> None:
+        engine = await self._start(slot.name)
+        slot.engine = engine
+        async with self._control:
+            if self._manifest is not None:
+                await self._bring_up_to_date(engine)
+            if self._asleep:
+                await engine.sleep()
+            self.scheduler.add(slot.name, engine)
+
+    async def update_weights(
+        self, manifest: dict[str, Any], verify: Verify | None = None
+    ) -> list[Any]:
+        """Bring every worker to the manifest's weights; a restarted one gets them before it serves.
+
+        Args:
+            verify: Asks an engine whether it has them, and raises if not.
+
+        Returns:
+            What `verify` returned for each worker that is up.
+
+        Raises:
+            WeightUpdateError: when a worker refuses it, or does not stand the verification.
+        """
+        async with self._control:
+            self._manifest, self._verify = manifest, verify
+            results = await asyncio.gather(
+                *(self._update(slot) for slot in self._slots), return_exceptions=True
+            )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if result is not None]
+
+    async def _update(self, slot: _Slot) -> Any:
+        engine = slot.engine
+        if engine is None:
+            return None  # it gets them when it is back
+        try:
+            return await self._bring_up_to_date(engine)
+        except WeightUpdateError:
+            raise
+        except TurnwiseError as error:
+            self._lose(slot, f"in a weight update: {error}", engine)
+            return None
+
+    async def _bring_up_to_date(self, engine: ManagedEngine) -> Any:
+        assert self._manifest is not None
+        await engine.update_weights(self._manifest, self._weights.in_flight)
+        return await self._verify(engine) if self._verify is not None else None
+
+    async def sleep(self) -> None:
+        """Let every worker finish what it has and give its memory back; turns wait meanwhile."""
+        await self._all("sleep", asleep=True)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again; `tags` (weights, kv_cache) wake a part."""
+        await self._all("wake_up", *([tags] if tags else []), asleep=False)
+
+    async def _all(self, method: str, *args: Any, asleep: bool) -> None:
+        async with self._control:
+            self._asleep = asleep
+            await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["AsyncLLMServerManager"]:
+        """Start, and shut down whatever happens in between."""
+        await self.start()
+        try:
+            yield self
+        finally:
+            await self.shutdown()
+
+    async def shutdown(self) -> None:
+        """End every worker."""
+        tasks = [t for s in self._slots for t in (s.restarting, s.checking) if t is not None]
+        tasks += self._watching
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(e.shutdown() for e in self.engines), return_exceptions=True)
+        for slot in self._slots:
+            slot.engine = None
+
+    async def _watch(self, slot: _Slot) -> None:
+        while True:
+            await asyncio.sleep(self._serving.health_every)
+            if slot.engine is not None:
+                await self._check(slot)
+
+    def _on_failure(self, name: str, why: str) -> None:
+        """The scheduler tells of a failed turn: find out at once whether the worker lives."""
+        slot = next(slot for slot in self._slots if slot.name == name)
+        slot.failure = why
+        if slot.checking is None or slot.checking.done():
+            slot.checking = asyncio.create_task(self._check(slot))
+
+    async def _check(self, slot: _Slot) -> None:
+        engine = slot.engine
+        if engine is None:
+            return
+        seconds = self._serving.health_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await engine.check_health()
+        except TimeoutError:
+            self._lose(slot, f"no answer to a health check in {seconds:g} s", engine)
+        except (EngineError, DeadlineError) as error:
+            self._lose(slot, slot.failure or str(error), engine)
+        else:
+            if slot.engine is engine:
+                self.scheduler.restore(slot.name)
+
+    def _lose(self, slot: _Slot, why: str, engine: ManagedEngine | None = None) -> None:
+        if slot.engine is None or (engine is not None and slot.engine is not engine):
+            return  # somebody else has noticed
+        dead, slot.engine = slot.engine, None
+        lost = self.scheduler.remove(slot.name).lost
+        dead.fail(f"{slot.name} failed: {why}")
+        dead.kill()
+        slot.restarting = asyncio.create_task(self._restart(slot, why, lost))
+
+    async def _restart(self, slot: _Slot, why: str, lost: Counter[str]) -> None:
+        clock = asyncio.get_running_loop().time
+        started, last = clock(), ""
+        for attempt in range(self._serving.max_restarts):
+            await asyncio.sleep(_RETRY_SECONDS * attempt)
+            try:
+                await self._fill(slot)
+            except TurnwiseError as error:
+                last = str(error)
+                slot.engine = None
+                continue
+            slot.failure = ""
+            loss = Loss(slot.name, why, clock() - started, Counter(lost))
+            self.losses.append(loss)
+            logger.warning("%s", loss)
+            return
+        self.given_up[slot.name] = last or why
+        logger.error("%s failed (%s) and is given up: %s", slot.name, why, last or "no restarts")
+        if len(self.given_up) == len(self._slots):
+            self.scheduler.close(f"{slot.name} failed: {why}")

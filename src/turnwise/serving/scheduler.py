@@ -1,0 +1,325 @@
+"""Picks a worker for each turn, and carries a turn over when its worker fails.
+
+The scheduler is a `Generator` like a single engine. A session stays on the worker that holds its
+cache unless that is overloaded; a group's first turns go together; all else goes to the least
+loaded. A turn whose worker died or hung goes on at another from the tokens that it already has.
+"""
+
+import asyncio
+import copy
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.engine.protocol import Chunk, Completion, Generator, Route, collect
+from turnwise.errors import DeadlineError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_PER_REQUEST = 2048
+"""A request weighs 1, and 1 more for each so many tokens of its prompt."""
+_KNOWN_SESSIONS = 65_536
+_SLACK = 4.0
+"""Requests above the overload bound that move nobody yet."""
+# What follows was found by simulation: 8 workers, sessions of 1 to 12 turns, one worker 4 x slower.
+_SMOOTHING = 128
+"""Turns of each worker over which its load is averaged."""
+_LASTING = 1.05
+"""Of the mean average load: a session leaves a worker above it."""
+_AVERAGE_WEIGHT = 32
+"""How much the average load counts beside the present one where a session finds its worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine as the scheduler sees it."""
+
+    name: str
+    engine: Generator
+    usable: bool = True
+    """False from its first failure until its manager has found it well."""
+    load: float = 0.0
+    """Requests in flight, weighted by their tokens."""
+    average: float = 0.0
+    """`load`, smoothed over turns."""
+    turns: int = 0
+    """Served so far."""
+    load_seconds: float = 0.0
+    """The integral of `load` over time."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """What became of the turns that failed here."""
+    _changed: float = field(default_factory=time.monotonic)
+
+    def add(self, weight: float, now: float) -> None:
+        self.load_seconds += self.load * (now - self._changed)
+        self._changed = now
+        self.load += weight
+
+
+class Scheduler:
+    """Routes turns to workers.
+
+    Args:
+        serving: Bounds of stickiness and of continuations.
+        turn_timeout: Seconds that a turn may wait for a worker.
+        on_failure: Called with the name of a worker that has failed, once until it is restored.
+    """
+
+    def __init__(
+        self,
+        serving: ServingConfig,
+        turn_timeout: float,
+        on_failure: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.events: Counter[str] = Counter()
+        """How often what happened: turns, sticky, moved_overload, moved_gone, aborted_by_update,
+    continued, began_anew, moved (the last three after a failure)."""
+        self.workers: dict[str, Worker] = {}
+        self._serving = serving
+        self._turn_timeout = turn_timeout
+        self._on_failure = on_failure
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._groups: OrderedDict[str, str] = OrderedDict()
+        self._joined = asyncio.Event()
+        self._closed = ""
+
+    def add(self, name: str, engine: Generator) -> None:
+        """Let a worker take turns; one of the same name is replaced."""
+        self.workers[name] = Worker(name, engine, _changed=asyncio.get_running_loop().time())
+        self._joined.set()
+
+    def restore(self, name: str) -> None:
+        """Trust a worker again that had failed."""
+        self.workers[name].usable = True
+        self._joined.set()
+
+    def remove(self, name: str) -> Worker:
+        """Give a worker no more turns; those that it has go on until they fail."""
+        return self.workers.pop(name)
+
+    def close(self, why: str) -> None:
+        """No worker will come back: fail the turns that wait for one."""
+        self._closed = why
+        self._joined.set()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> Completion:
+        chunks: list[Chunk] = []
+        turn = self._turn(prompt_token_ids, sampling, request_id, seed, route or Route())
+        async with aclosing(turn) as pieces:
+            async for piece in pieces:
+                if piece is None:
+                    chunks.clear()
+                else:
+                    chunks.append(piece)
+        return await collect(_each(chunks), request_id)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Any,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        turn = self._turn(prompt_token_ids, sampling, request_id, seed, route or Route())
+        async with aclosing(turn) as pieces:
+            async for piece in pieces:
+                if piece is None:
+                    raise EngineError(
+                        f"the worker of {request_id} failed, and a streamed answer with a seed, "
+                        "stop strings, penalties or a grammar cannot be continued elsewhere"
+                    )
+                yield piece
+
+    async def _turn(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Any,
+        request_id: str,
+        seed: int | None,
+        route: Route,
+    ) -> AsyncGenerator[Chunk | None, None]:
+        """The turn's chunks, on as many workers as it takes; None: all before it is void."""
+        prompt = list(prompt_token_ids)
+        sampled: list[int] = []
+        rest, failures, aborts = sampling, 0, 0
+        self.events["turns"] += 1
+        while True:
+            worker = await self._pick(route, request_id)
+            attempt = f"{request_id}~{failures + aborts}" if failures + aborts else request_id
+            weight = 1 + len(prompt) / _TOKENS_PER_REQUEST
+            try:
+                with self._in_flight(worker, weight):
+                    stream = worker.engine.stream(
+                        prompt + sampled if sampled else prompt, rest, attempt, seed, route
+                    )
+                    async with aclosing(stream) as chunks:
+                        async for chunk in chunks:
+                            sampled += chunk.token_ids
+                            if chunk.finish_reason != "abort":
+                                yield chunk
+                                if chunk.finish_reason is not None:
+                                    return
+                            elif chunk.token_ids:
+                                yield _unfinished(chunk)
+                aborts += 1  # by a weight update: what was sampled is kept
+                self.events["aborted_by_update"] += 1
+            except (EngineError, DeadlineError) as error:
+                self._failed(worker, str(error))
+                failures += 1
+                if failures > self._serving.max_continuations:
+                    raise EngineError(
+                        f"{request_id} failed on {failures} workers; the last: {error}"
+                    ) from error
+                lost = "continued" if remaining(sampling, len(sampled), seed) else "began_anew"
+                lost = lost if sampled else "moved"
+                worker.lost[lost] += 1
+                self.events[lost] += 1
+            following = remaining(sampling, len(sampled), seed)
+            if following is None:
+                sampled.clear()
+                rest = sampling
+                yield None
+            elif following.max_tokens == 0:
+                yield Chunk([], [], [], "length")
+                return
+            else:
+                rest = following
+
+    async def _pick(self, route: Route, request_id: str) -> Worker:
+        """The worker for a turn.
+
+        Raises:
+            DeadlineError: when none was usable in time.
+        """
+        try:
+            async with asyncio.timeout(self._turn_timeout):
+                while not (usable := [w for w in self.workers.values() if w.usable]):
+                    if self._closed:
+                        raise EngineError(f"{request_id} has no worker left: {self._closed}")
+                    self._joined.clear()
+                    await self._joined.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{request_id} found no worker alive within {self._turn_timeout:g} s"
+            ) from None
+        worker = self._choose(route, usable)
+        worker.turns += 1
+        if route.session:
+            _remember(self._sessions, route.session, worker.name)
+        if route.group:
+            _remember(self._groups, route.group, worker.name)
+        return worker
+
+    def _choose(self, route: Route, usable: list[Worker]) -> Worker:
+        """The session's worker, the group's, or the least loaded.
+
+        A session's worker is chosen by its average load above all, since it will have the
+        session's later turns too; so a slow worker gets fewer sessions, not just fewer turns.
+        """
+        loads = averages = 0.0
+        for worker in usable:
+            worker.average += (worker.load - worker.average) / (_SMOOTHING * len(usable))
+            loads += worker.load
+            averages += worker.average
+        mean, mean_average = loads / len(usable), averages / len(usable)
+        bound = self._serving.overload * mean + _SLACK
+        known = self._sessions.get(route.session)
+        if known is not None:
+            home = self.workers.get(known)
+            if home is None or not home.usable:
+                self.events["moved_gone"] += 1
+            elif home.load > bound or (
+                home.average > _LASTING * mean_average and home.load > _LASTING * mean
+            ):
+                self.events["moved_overload"] += 1
+            else:
+                self.events["sticky"] += 1
+                return home
+        else:
+            together = self.workers.get(self._groups.get(route.group, ""))
+            if together is not None and together.usable and together.load <= bound:
+                return together
+        if not route.session:
+            return min(usable, key=lambda w: (w.load, w.turns))
+        return min(usable, key=lambda w: (w.load + _AVERAGE_WEIGHT * w.average, w.turns))
+
+    @contextmanager
+    def _in_flight(self, worker: Worker, weight: float) -> Iterator[None]:
+        clock = asyncio.get_running_loop().time
+        worker.add(weight, clock())
+        try:
+            yield
+        finally:
+            worker.add(-weight, clock())
+
+    def _failed(self, worker: Worker, why: str) -> None:
+        if worker.usable and self.workers.get(worker.name) is worker:
+            worker.usable = False
+            logger.debug("%s: %s", worker.name, why)
+            if self._on_failure is not None:
+                self._on_failure(worker.name, why)
+
+
+def remaining(sampling: Any, sampled: int, seed: int | None = None) -> Any:
+    """The sampling parameters of the rest of a turn; None if its tokens depend on those before
+    in a way that a new request cannot know (seed, stop strings, penalties, grammar)."""
+    if sampled == 0:
+        return sampling
+    per_request = (
+        "stop",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "structured_outputs",
+        "bad_words",
+        "logits_processor_args",
+        "extra_args",
+        "prompt_logprobs",
+    )
+    if seed is not None or any(getattr(sampling, name, None) for name in per_request):
+        return None
+    changes = {
+        "max_tokens": sampling.max_tokens - sampled,
+        "min_tokens": max(0, sampling.min_tokens - sampled),
+    }
+    if isinstance(sampling, SamplingConfig):
+        return sampling.model_copy(update=changes)
+    rest = copy.copy(sampling)
+    for name, value in changes.items():
+        setattr(rest, name, value)
+    return rest
+
+
+def _unfinished(chunk: Chunk) -> Chunk:
+    return Chunk(
+        chunk.token_ids,
+        chunk.logprobs,
+        chunk.weight_versions,
+        cached_tokens=chunk.cached_tokens,
+        alternatives=chunk.alternatives,
+    )
+
+
+def _remember(known: "OrderedDict[str, str]", key: str, worker: str) -> None:
+    known[key] = worker
+    known.move_to_end(key)
+    if len(known) > _KNOWN_SESSIONS:
+        known.popitem(last=False)
+
+
+async def _each(chunks: Sequence[Chunk]) -> AsyncIterator[Chunk]:
+    for chunk in chunks:
+        yield chunk

@@ -1,0 +1,238 @@
+"""Routing and continuation, on simulated engines and a virtual clock."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.engine import Route
+from turnwise.engine.simulated import SimulatedEngine, run_virtually
+from turnwise.errors import DeadlineError, EngineError
+from turnwise.serving.scheduler import Scheduler, remaining
+
+SAMPLING = SamplingConfig(max_tokens=128)
+PROMPT = list(range(1, 200))
+
+
+def fleet(
+    workers: int = 2, turn_timeout: float = 60.0, **serving: float
+) -> tuple[Scheduler, list[SimulatedEngine]]:
+    engines = [SimulatedEngine(name=f"worker-{index}") for index in range(workers)]
+    scheduler = Scheduler(ServingConfig(**serving), turn_timeout)  # type: ignore[arg-type]
+    for engine in engines:
+        scheduler.add(engine.name, engine)
+    return scheduler, engines
+
+
+@dataclass
+class Traffic:
+    """What a study saw while new sessions were still arriving."""
+
+    loads: list[float]
+    events: Counter[str]
+    turns: list[int]
+    cached: float
+
+    @property
+    def balance(self) -> float:
+        return min(self.loads) / max(self.loads)
+
+    @property
+    def at_home(self) -> float:
+        """The share of turns that ran on their session's worker."""
+        moved = self.events["moved_overload"] + self.events["moved_gone"]
+        return 1 - moved / self.events["turns"]
+
+
+async def long_tailed_sessions(slowdown: float, seed: int, concurrency: int = 512) -> Traffic:
+    """2,000 sessions in groups of 8, of 1 to 12 turns, whose tools take 0.3 s to a minute."""
+    scheduler, engines = fleet(8)
+    engines[0].slowdown = slowdown
+    generator = random.Random(seed)
+    plans = [
+        [min(60.0, 0.3 * generator.paretovariate(1.3)) for _ in range(generator.randint(1, 12))]
+        for _ in range(2000)
+    ]
+    slots = asyncio.Semaphore(concurrency)
+    loads: list[float] = []
+
+    async def session(index: int, tools: list[float]) -> None:
+        async with slots:
+            if index == len(plans) - 1:
+                now = asyncio.get_running_loop().time()
+                for worker in scheduler.workers.values():
+                    worker.add(0.0, now)
+                loads.extend(worker.load_seconds / now for worker in scheduler.workers.values())
+            prompt = [(index // 8 * 31 + i) % 997 + 1 for i in range(200)]
+            route = Route(f"session-{index}", f"group-{index // 8}")
+            for turn, seconds in enumerate(tools):
+                completion = await scheduler.generate(
+                    prompt, SAMPLING, f"{index}-{turn}", route=route
+                )
+                prompt = [*prompt, *completion.token_ids, *[5] * 40]
+                await asyncio.sleep(seconds)
+
+    await asyncio.gather(*(session(index, tools) for index, tools in enumerate(plans)))
+    return Traffic(
+        loads,
+        scheduler.events,
+        [worker.turns for worker in scheduler.workers.values()],
+        sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines),
+    )
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 4.0], ids=["alike", "one-four-times-slower"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_load_is_even_and_sessions_stay_at_home(slowdown: float, seed: int) -> None:
+    traffic = run_virtually(long_tailed_sessions(slowdown, seed))
+    assert traffic.balance >= 0.9, traffic.loads
+    assert traffic.at_home >= 0.95, traffic.events
+    assert traffic.cached > 0.8
+    if slowdown > 1:
+        assert traffic.turns[0] < 0.5 * min(traffic.turns[1:])
+
+
+def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
+    async def work() -> None:
+        scheduler, engines = fleet(4)
+        await asyncio.gather(
+            *(
+                scheduler.generate(PROMPT, SAMPLING, f"r{i}", route=Route(f"s{i}", "group"))
+                for i in range(4)
+            )
+        )
+        assert sorted(w.turns for w in scheduler.workers.values()) == [0, 0, 0, 4]
+        assert sum(engine.cached_tokens for engine in engines) == 3 * 192
+
+    run_virtually(work())
+
+
+def test_ties_are_broken_in_turn_and_requests_without_a_session_spread() -> None:
+    async def work() -> None:
+        scheduler, _ = fleet(4)
+        for index in range(40):
+            await scheduler.generate(PROMPT, SAMPLING, f"r{index}")
+        assert [w.turns for w in scheduler.workers.values()] == [10, 10, 10, 10]
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("way", ["die", "hang"])
+def test_turns_of_a_failed_worker_go_on_elsewhere_without_losing_a_token(way: str) -> None:
+    async def work() -> None:
+        scheduler, engines = fleet(2)
+        reference = SimulatedEngine()
+        prompts = [[*PROMPT, index] for index in range(1, 65)]
+        turns = [
+            asyncio.create_task(scheduler.generate(prompt, SAMPLING, f"r{index}"))
+            for index, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.3)
+        if way == "hang":
+            engines[0].hang()
+            await asyncio.sleep(5.0)
+        engines[0].die()
+        for prompt, turn in zip(prompts, turns, strict=True):
+            completion = await turn
+            assert completion.token_ids == reference.expected(prompt, SAMPLING.max_tokens)
+            assert len(completion.logprobs) == len(completion.token_ids)
+        assert scheduler.events["continued"] > 0
+        assert scheduler.workers["worker-0"].usable is False
+        assert scheduler.workers["worker-0"].load == 0
+
+    run_virtually(work())
+
+
+def test_a_dead_worker_attracts_nothing_until_it_is_restored() -> None:
+    async def work() -> None:
+        failures: list[str] = []
+        scheduler, engines = fleet(2)
+        scheduler._on_failure = lambda name, why: failures.append(name)
+        engines[0].die()
+        for index in range(20):
+            await scheduler.generate(PROMPT, SAMPLING, f"r{index}", route=Route(f"s{index}"))
+        assert failures == ["worker-0"]
+        assert scheduler.workers["worker-0"].turns == 1
+        scheduler.add("worker-0", SimulatedEngine(name="worker-0"))
+        for index in range(20):
+            await scheduler.generate(PROMPT, SAMPLING, f"t{index}")
+        assert scheduler.workers["worker-0"].turns > 5
+
+    run_virtually(work())
+
+
+def test_a_turn_is_continued_at_most_so_often() -> None:
+    async def work() -> None:
+        scheduler, engines = fleet(4, max_continuations=2)
+        for engine in engines:
+            engine.die()
+        with pytest.raises(EngineError, match="r0 failed on 3 workers; the last: worker-"):
+            await scheduler.generate(PROMPT, SAMPLING, "r0")
+
+    run_virtually(work())
+
+
+def test_a_turn_waits_for_a_worker_until_its_deadline() -> None:
+    async def work() -> None:
+        scheduler, _ = fleet(0, turn_timeout=10.0)
+        late = asyncio.create_task(scheduler.generate(PROMPT, SAMPLING, "early"))
+        await asyncio.sleep(5.0)
+        scheduler.add("worker-0", SimulatedEngine())
+        assert (await late).token_ids
+        scheduler.remove("worker-0")
+        with pytest.raises(DeadlineError, match="alone found no worker alive within 10 s"):
+            await scheduler.generate(PROMPT, SAMPLING, "alone")
+        scheduler.close("worker-0 failed: no memory")
+        with pytest.raises(EngineError, match="no worker left: worker-0 failed: no memory"):
+            await scheduler.generate(PROMPT, SAMPLING, "after")
+
+    run_virtually(work())
+
+
+def test_what_an_update_aborts_is_continued_under_the_new_weights() -> None:
+    async def work() -> None:
+        scheduler, engines = fleet(1)
+        turn = asyncio.create_task(scheduler.generate(PROMPT, SAMPLING, "r"))
+        await asyncio.sleep(0.1)
+        await engines[0].update_weights({"version": 1}, "abort")
+        completion = await turn
+        assert completion.token_ids == engines[0].expected(PROMPT, SAMPLING.max_tokens)
+        assert [span.version for span in completion.version_spans] == [0, 1]
+        assert scheduler.events["aborted_by_update"] == 1
+
+    run_virtually(work())
+
+
+def test_what_depends_on_the_tokens_before_begins_anew() -> None:
+    async def work() -> None:
+        sampling = SAMPLING.model_copy(update={"stop": ["\n"]})
+        scheduler, engines = fleet(2)
+        whole = asyncio.create_task(scheduler.generate(PROMPT, sampling, "r"))
+        streamed = asyncio.create_task(_drain(scheduler, sampling))
+        await asyncio.sleep(0.3)
+        for engine in engines:
+            if engine._by_id:
+                engine.die()
+        scheduler.add("worker-2", SimulatedEngine())
+        assert (await whole).token_ids == engines[0].expected(PROMPT, SAMPLING.max_tokens)
+        with pytest.raises(EngineError, match="cannot be continued elsewhere"):
+            await streamed
+        assert scheduler.events["began_anew"] == 2
+
+    async def _drain(scheduler: Scheduler, sampling: SamplingConfig) -> None:
+        async for _ in scheduler.stream(PROMPT, sampling, "streamed"):
+            pass
+
+    run_virtually(work())
+
+
+def test_the_rest_of_a_turn_keeps_its_budget() -> None:
+    sampling = SamplingConfig(max_tokens=20, min_tokens=10)
+    rest = remaining(sampling, 16)
+    assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (4, 0, 1.0)
+    assert remaining(sampling, 16, seed=1) is None
+    assert remaining(sampling.model_copy(update={"stop": ["x"]}), 16) is None
+    assert remaining(sampling, 0, seed=1) is sampling
