@@ -1,7 +1,6 @@
 """A vLLM worker inside an actor that trains: one process, one model in two forms."""
 
 import asyncio
-import gc
 import hashlib
 import os
 import random
@@ -117,7 +116,6 @@ def quiet_vllm() -> Iterator[None]:
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         yield
-    gc.collect()  # vLLM's objects complain when they end with the interpreter
 
 
 @pytest.fixture(scope="module")
