@@ -1,8 +1,8 @@
 """A vLLM logits processor that makes a real engine say what a test wants it to say.
 
 `extra_args={"script": [turn, turn, ...]}`, each turn a list of token ids: the first turn that
-the prompt does not hold yet is sampled, token by token. The engine, its log-probs and its stop
-conditions stay the real ones.
+the prompt does not hold yet is sampled, token by token. Over HTTP the turns are one list, with -1
+between them. The engine, its log-probs and its stop conditions stay the real ones.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,24 @@ class ForcedTokens(LogitsProcessor):
 def _scripted(
     params: Any, prompt: list[int] | None, sampled: list[int]
 ) -> tuple[list[int], list[int]] | None:
-    for turn in (params.extra_args or {}).get("script", []):
+    for turn in _turns((params.extra_args or {}).get("script", [])):
         start = _find(prompt or [], turn)
         if start is None:
             return turn, sampled
         prompt = (prompt or [])[start + len(turn) :]
     return None
+
+
+def _turns(script: list[Any]) -> list[list[int]]:
+    if script and isinstance(script[0], list):
+        return script
+    turns: list[list[int]] = [[]]
+    for token in script:
+        if token == -1:
+            turns.append([])
+        else:
+            turns[-1].append(token)
+    return [turn for turn in turns if turn]
 
 
 def _find(ids: Sequence[int], part: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""The command line: train, eval, rollout, config.
+"""The command line: train, eval, rollout, serve, config.
 
 Every mistake of the user's ends in one sentence on standard error and exit code 2; Ctrl-C ends
 the run, everything that it started, and exits with 130.
@@ -56,6 +56,13 @@ def rollout(
 ) -> None:
     """Sample the groups of data.path as training would, into a JSON Lines file."""
     _run(lambda: _rollout(load_config(file, overrides or ()), output))
+
+
+@app.command()
+def serve(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
+    unneeded = {"environment": "none", "data": {"path": "none"}}
+    _run(lambda: _serve(load_config(file, overrides or (), unneeded)))
 
 
 @app.command()
@@ -158,6 +165,21 @@ async def _rollout(config: Config, output: Path | None) -> None:
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
     count = sum(len(group.trajectories) for group in groups)
     console.print(f"{count} trajectories  dropped {dict(dropped)}\n{path}", highlight=False)
+
+
+async def _serve(config: Config) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    from turnwise.machinery import open_server
+
+    console = Console()
+    with console.status("starting the workers"):
+        serving = open_server(config)
+        server = await serving.__aenter__()
+    try:
+        console.print(f"base URL {server.base_url}", highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()  # until it is interrupted
+    finally:
+        await serving.__aexit__(None, None, None)
 
 
 async def _print_config(config: Config) -> None:

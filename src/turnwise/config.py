@@ -171,6 +171,14 @@ class ServingConfig(Section):
     """Seconds between health checks of a worker."""
     health_timeout: PositiveFloat = 20.0
     """Seconds for a worker to answer one; a worker that does not is replaced."""
+    host: str = "127.0.0.1"
+    """Address that the OpenAI server listens on."""
+    port: NonNegativeInt = 8000
+    """Its port; 0 takes a free one."""
+    api_key: str | None = None
+    """Key that its clients must send as a bearer token; TURNWISE_API_KEY where it is unset."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the model's reasoning format, where it has one."""
 
 
 class WeightsConfig(Section):
@@ -258,8 +266,12 @@ class Config(Section):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None
+) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides (values are YAML), and check it all.
+
+    `defaults` fill in for top-level keys that a command does not need.
 
     Raises:
         InputError: naming the file, the override, or every key that is unknown, missing or
@@ -275,7 +287,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"the configuration file {path} must hold keys and values")
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config(tree)
+    return parse_config({**(defaults or {}), **tree})
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

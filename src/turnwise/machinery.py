@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
@@ -31,6 +31,9 @@ from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai_server import OpenAIServer
 
 
 class Progress(Protocol):
@@ -97,6 +100,32 @@ async def open_machinery(
         if manager is not None:
             await manager.shutdown()
         await asyncio.to_thread(ray.shutdown)  # ends the policy, and a worker half started
+
+
+@asynccontextmanager
+async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
+    """Start Ray, the workers and the OpenAI server before them; end them all after.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+    """
+    await run_in_thread(lambda: _load_tokenizer(config))
+    ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
+    try:
+        gpus = await asyncio.shield(ray_started)
+        manager = make_manager(config, _gpu_share(config, gpus, training=False))
+        async with manager.running():
+            from turnwise.serving.openai_server import OpenAIServer  # seconds: it imports vLLM
+
+            server = OpenAIServer(config, manager.scheduler)
+            try:
+                await server.start()
+                yield server
+            finally:
+                await server.stop()
+    finally:
+        await asyncio.wait([ray_started])
+        await asyncio.to_thread(ray.shutdown)
 
 
 def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:

@@ -147,7 +147,7 @@ async def test_a_cancelled_caller_frees_the_engine(engine: RemoteWorker) -> None
     with pytest.raises(asyncio.CancelledError):
         await running
     async with asyncio.timeout(5):
-        while await engine.load():  # noqa: ASYNC110 (another process's count)
+        while await engine.load():
             await asyncio.sleep(0.01)
 
 
@@ -174,7 +174,7 @@ async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteWorker
 
 
 async def test_a_prompt_that_the_engine_refuses_is_a_sentence(engine: RemoteWorker) -> None:
-    with pytest.raises(InputError, match="engine-0 refused too-long"):
+    with pytest.raises(InputError, match="worker-0 refused too-long"):
         await engine.generate([5] * 600, SamplingConfig(max_tokens=1), "too-long")
     await engine.check_health()
 

@@ -79,35 +79,13 @@ class VllmEngine:
         self._vllm = vllm
         self._timeout = engine.request_timeout
         self._pending: set[str] = set()
-        arguments: dict[str, Any] = {
-            "model": model.path,
-            "dtype": model.dtype,
-            "trust_remote_code": model.trust_remote_code,
-            "max_model_len": model.max_length,
-            "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
-            "max_num_batched_tokens": engine.max_num_batched_tokens,
-            "enable_prefix_caching": engine.prefix_caching and not deterministic,
-            "logits_processors": engine.logits_processors or None,
+        arguments = engine_arguments(model, engine, deterministic) | {
             "seed": seed,
-            "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": worker_extension,
             "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
-            "enable_log_requests": False,
-            "disable_log_stats": True,
         }
-        if engine.kv_cache_gib:
-            arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
-        if vllm.current_platform.is_cpu():
-            arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
-            arguments |= {
-                "block_size": _CPU_BLOCK_SIZE,
-                "enforce_eager": True,
-                "distributed_executor_backend": vllm.UNIPROC_EXECUTOR,
-            }
-        elif vllm.current_platform.is_cuda():
-            arguments["enable_sleep_mode"] = True
         try:
-            args = vllm.AsyncEngineArgs(**(arguments | engine.extra))
+            args = vllm.AsyncEngineArgs(**arguments)
             self._llm = vllm.AsyncLLM.from_engine_args(args)
         except (ValueError, TypeError, OSError) as error:
             raise InputError(f"vLLM cannot serve {model.path}: {_first_sentence(error)}") from error
@@ -273,6 +251,38 @@ class VllmEngine:
                 yield
         except TimeoutError:
             raise DeadlineError(f"{self.name} did not finish {what} in {seconds:g} s") from None
+
+
+def engine_arguments(
+    model: ModelConfig, engine: EngineConfig, deterministic: bool
+) -> dict[str, Any]:
+    """The arguments of vLLM's AsyncEngineArgs that a configuration asks for."""
+    vllm = importlib.import_module("turnwise.engine.vllm_names")
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "max_model_len": model.max_length,
+        "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.prefix_caching and not deterministic,
+        "logits_processors": engine.logits_processors or None,
+        "logprobs_mode": "processed_logprobs",
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+    }
+    if engine.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
+    if vllm.current_platform.is_cpu():
+        arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
+        arguments |= {
+            "block_size": _CPU_BLOCK_SIZE,
+            "enforce_eager": True,
+            "distributed_executor_backend": vllm.UNIPROC_EXECUTOR,
+        }
+    elif vllm.current_platform.is_cuda():
+        arguments["enable_sleep_mode"] = True
+    return arguments | engine.extra
 
 
 def _chunk(

@@ -1,21 +1,18 @@
 """What an agent loop is, and what it works with: one coroutine that makes one trajectory."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from turnwise.config import RolloutConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
-from turnwise.rollout.tool_parser import ToolParser
 from turnwise.rollout.tools import Toolbox
-from turnwise.tasks import run_in_thread
+from turnwise.serving.template import off_loop
+from turnwise.serving.tool_parser import ToolParser
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
-
-_LONG = 16_384
-"""Characters that are tokenised in some milliseconds; more of them would delay the others."""
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class RolloutContext:
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
         """The ids of a conversation that begins here."""
-        return await _off_loop(messages, lambda: self.template.render(messages, tools=tools))
+        return await off_loop(messages, lambda: self.template.render(messages, tools=tools))
 
     async def next_prompt(
         self,
@@ -61,7 +58,7 @@ class RolloutContext:
             TrajectoryError: when the template refuses the conversation, or leaves a message out.
         """
 
-        bridged = await _off_loop(
+        bridged = await off_loop(
             new_messages,
             lambda: bridge(
                 self.template,
@@ -78,7 +75,7 @@ class RolloutContext:
         if bridged.fork_reason == "message_dropped":
             raise TrajectoryError("message_dropped", bridged.detail)
         messages = self.trajectory.messages
-        return await _off_loop(messages, lambda: self._as_rendered(own, messages, tools))
+        return await off_loop(messages, lambda: self._as_rendered(own, messages, tools))
 
     def _as_rendered(
         self,
@@ -98,7 +95,7 @@ class RolloutContext:
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text."""
-        return await _off_loop([{"content": text}], lambda: self.template.encode(text))
+        return await off_loop([{"content": text}], lambda: self.template.encode(text))
 
     async def sample(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = ()
@@ -155,16 +152,6 @@ class AgentLoop(Protocol):
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None: ...
-
-
-_Result = TypeVar("_Result")
-
-
-async def _off_loop(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
-    """Do what takes long in a thread, so that other trajectories go on."""
-    if sum(len(str(message)) for message in messages) < _LONG:
-        return work()
-    return await run_in_thread(work)
 
 
 def stable_seed(*parts: object) -> int:

@@ -26,10 +26,11 @@ from turnwise.rollout.environment import (
     make_environment,
 )
 from turnwise.rollout.loops import load_loop
-from turnwise.rollout.tool_parser import ToolParser
 from turnwise.rollout.tools import Toolbox
+from turnwise.serving.template import load_template
+from turnwise.serving.tool_parser import ToolParser
 from turnwise.tasks import run_in_thread, task_group
-from turnwise.trajectory import ChatTemplate, Trajectory
+from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ class Runner:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config
         self._environment: EnvironmentType = load_object(config.environment, "environment")
-        self._template = ChatTemplate(tokenizer, **config.model.template_args)
-        self._template.stop_token_ids |= {*config.sampling.stop_token_ids, *_stops_of(config)}
+        self._template = load_template(config, tokenizer)
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
@@ -173,17 +173,6 @@ class Runner:
         return Toolbox(
             environment.tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars
         )
-
-
-def _stops_of(config: Config) -> list[int]:
-    """The end-of-turn ids in the model's own generation settings, where it has any."""
-    from transformers import GenerationConfig  # a second to import
-
-    try:
-        stops = GenerationConfig.from_pretrained(config.model.path).eos_token_id
-    except OSError:
-        return []
-    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:

@@ -5,6 +5,7 @@ serves; its turns go on elsewhere meanwhile. Each loss is told in one line when 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -221,17 +222,27 @@ class AsyncLLMServerManager:
         engine = slot.engine
         if engine is None:
             return
-        seconds = self._serving.health_timeout
         try:
-            async with asyncio.timeout(seconds):
-                await engine.check_health()
+            await self._ask(engine)
         except TimeoutError:
-            self._lose(slot, f"no answer to a health check in {seconds:g} s", engine)
+            seconds = self._serving.health_timeout
+            self._lose(slot, f"no answer to health checks in {seconds:g} s", engine)
         except (EngineError, DeadlineError) as error:
             self._lose(slot, slot.failure or str(error), engine)
         else:
             if slot.engine is engine:
                 self.scheduler.restore(slot.name)
+
+    async def _ask(self, engine: ManagedEngine) -> None:
+        """Ask twice: where it was this process that stood still, the first deadline passes while
+        the answer is already here."""
+        seconds = self._serving.health_timeout / 2
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await engine.check_health()
+                return
+        async with asyncio.timeout(seconds):
+            await engine.check_health()
 
     def _lose(self, slot: _Slot, why: str, engine: ManagedEngine | None = None) -> None:
         if slot.engine is None or (engine is not None and slot.engine is not engine):

@@ -49,6 +49,8 @@ class Worker:
     """`load`, smoothed over turns."""
     turns: int = 0
     """Served so far."""
+    tokens: int = 0
+    """Sampled so far."""
     load_seconds: float = 0.0
     """The integral of `load` over time."""
     lost: Counter[str] = field(default_factory=Counter)
@@ -168,6 +170,7 @@ class Scheduler:
                     async with aclosing(stream) as chunks:
                         async for chunk in chunks:
                             sampled += chunk.token_ids
+                            worker.tokens += len(chunk.token_ids)
                             if chunk.finish_reason != "abort":
                                 yield chunk
                                 if chunk.finish_reason is not None:

@@ -266,14 +266,14 @@ class VllmAsyncGenerationWorker:
     def _template(self) -> Any:
         from transformers import AutoTokenizer
 
-        from turnwise.trajectory import ChatTemplate
+        from turnwise.serving.template import load_template
 
         model = self._config.model
         if not hasattr(self, "_chat_template"):
             tokenizer = AutoTokenizer.from_pretrained(
                 model.path, trust_remote_code=model.trust_remote_code
             )
-            self._chat_template = ChatTemplate(tokenizer, **model.template_args)
+            self._chat_template = load_template(self._config, tokenizer)
         return self._chat_template
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
-from turnwise.rollout.tool_parser import ParsedText, ToolCall
+from turnwise.serving.tool_parser import ParsedText, ToolCall
 from turnwise.trajectory import Message
 
 MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"

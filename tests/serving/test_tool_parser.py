@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from turnwise.errors import InputError
-from turnwise.rollout.tool_parser import ToolCall, ToolParser
+from turnwise.serving.tool_parser import ToolCall, ToolParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 

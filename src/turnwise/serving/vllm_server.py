@@ -1,0 +1,498 @@
+"""vLLM's own OpenAI application around a `Generator` of ours: one worker's engine, or the fleet.
+
+Chat Completions, Completions, Responses and Anthropic Messages, streaming, tools, reasoning and
+structured outputs come from vLLM. Ours are the two places where tokens pass: where a conversation
+becomes ids (`_render`), which a session makes exact, and where ids are sampled (`_Core`), which
+records them. Everything here that touches vLLM's insides was checked against 0.32; the tests of
+the server fail when they move.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import copy
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
+from turnwise.engine.vllm_engine import engine_arguments
+from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.serving.sessions import Answer, Session, answer, plain
+from turnwise.serving.template import load_template, off_loop
+from turnwise.trajectory import ChatTemplate, bridge, replace_prefix_tokens
+
+_TEMPLATES = 16
+"""Sets of template variables to keep what was found out about."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+ROUTES = {
+    "/health",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+}
+"""What is served; vLLM's control routes are not."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request on its way through vLLM."""
+
+    session: Session
+    request: Any = None
+    messages: list[Any] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    fork_reason: str | None = None
+    finished: dict[tuple[int, ...], tuple[list[float], list[int]]] = field(default_factory=dict)
+    """The log-probs and weight versions of each completion, by its ids."""
+    completion_id: str = ""
+
+
+CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
+"""Set around each request by `openai_server`."""
+
+
+async def build(config: Config, generator: Generator, healthy: Callable[[], bool]) -> FastAPI:
+    """vLLM's application around `generator`, with the routes in `ROUTES` alone.
+
+    Args:
+        healthy: Whether anything can be served now.
+
+    Raises:
+        InputError: when vLLM refuses the model, or has no such parser.
+    """
+    arguments = [
+        *("--model", config.model.path),
+        *("--served-model-name", config.model.path),
+        *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
+    ]
+    if config.model.template_args:
+        arguments += ["--default-chat-template-kwargs", json.dumps(config.model.template_args)]
+    if config.serving.reasoning_parser:
+        arguments += ["--reasoning-parser", config.serving.reasoning_parser]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    gate = _Gate(config)
+    try:
+        front = FrontEnd(config, generator, gate, healthy)
+        app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
+        await init_app_state(front, app.state, args, FrontEnd.tasks)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
+    gate.attach(app.state, front.renderer.tokenizer)
+    return app
+
+
+class FrontEnd(AsyncLLM):  # type: ignore[misc]
+    """vLLM's front half: it renders, checks and detokenises, and asks a `Generator` for tokens."""
+
+    tasks = ("generate",)
+
+    def __init__(
+        self,
+        config: Config,
+        generator: Generator,
+        gate: "_Gate",
+        healthy: Callable[[], bool],
+    ) -> None:
+        arguments = engine_arguments(config.model, config.engine, config.deterministic)
+        sampling = config.sampling
+        arguments["generation_config"] = "vllm"  # no defaults but ours
+        arguments["override_generation_config"] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+        self.vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        self.model_config = self.vllm_config.model_config
+        self.scheduler_config = self.vllm_config.scheduler_config
+        self.observability_config = self.vllm_config.observability_config
+        self.log_requests = self.log_stats = False
+        self.admission_stats = self.logger_manager = self.output_handler = None
+        self.renderer = renderer_from_config(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+        self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self.engine_core = _Core(generator, self.output_processor, gate)
+        self._supported_tasks = self.tasks
+        self._healthy = healthy
+        self._run_output_handler()
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
+        if params.prompt_logprobs is not None:
+            raise VLLMValidationError("log-probs of the prompt (prompt_logprobs) are not served")
+        return await super().add_request(request_id, prompt, params, **options)
+
+    @property
+    def errored(self) -> bool:
+        return not self.is_running
+
+    async def check_health(self) -> None:
+        if not self._healthy():
+            raise EngineDeadError
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End its tasks; the generator is its owner's."""
+        if hasattr(self, "engine_core"):
+            self.engine_core.shutdown()
+        if (handler := getattr(self, "output_handler", None)) is not None:
+            handler.cancel()
+
+
+class _Core:
+    """Stands where vLLM's front half expects its engine's process."""
+
+    def __init__(self, generator: Generator, outputs: OutputProcessor, gate: "_Gate") -> None:
+        self._generator = generator
+        self._outputs = outputs
+        self._gate = gate
+        self._queue: asyncio.Queue[tuple[int, EngineCoreOutput]] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._held: tuple[int, EngineCoreOutput] | None = None
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self._tasks[request.request_id] = asyncio.create_task(self._run(request, CALL.get()))
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """What has come in since the last call, as far as it has one weight version."""
+        version, first = self._held or await self._queue.get()
+        outputs, self._held = [first], None
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item[0] != version:
+                self._held = item
+                break
+            outputs.append(item[1])
+        return EngineCoreOutputs(outputs=outputs, weight_version=str(version))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _run(self, request: EngineCoreRequest, call: Call | None) -> None:
+        params, request_id = request.sampling_params, request.request_id
+        sampling = copy.copy(params)
+        streamed = params.output_kind == RequestOutputKind.DELTA
+        sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
+        prompt = list(request.prompt_token_ids)
+        chunks: list[Chunk] = []
+        route = Route(call.session.id, call.session.group) if call is not None else None
+        stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
+        try:
+            async with contextlib.aclosing(stream) as pieces:
+                async for chunk in pieces:
+                    chunks.append(chunk)
+                    if chunk.finish_reason is not None and call is not None:
+                        self._gate.record(call, prompt, chunks)
+                    self._pass_on(request_id, params, chunk)
+        except (EngineError, DeadlineError) as error:
+            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+        except InputError as error:
+            self._fail(request_id, VLLMValidationError(str(error)))
+        except asyncio.CancelledError:
+            if call is not None and (not chunks or chunks[-1].finish_reason is None):
+                call.session.lost_turns += 1
+            raise
+        except Exception as error:  # told to the one who asked; the others go on
+            self._fail(request_id, error)
+        finally:
+            self._tasks.pop(request_id, None)
+
+    def _pass_on(self, request_id: str, params: Any, chunk: Chunk) -> None:
+        """Hand a chunk to vLLM's half, a piece for each weight version in it."""
+        count, versions = len(chunk.token_ids), chunk.weight_versions
+        edges = [0, *(i for i in range(1, count) if versions[i] != versions[i - 1]), count]
+        # A stop string is found again by vLLM's half, which cuts the text before it.
+        by_string = isinstance(chunk.stop_reason, str)
+        finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
+        for start, end in itertools.pairwise(edges):
+            last = end == count
+            output = EngineCoreOutput(
+                request_id=request_id,
+                new_token_ids=chunk.token_ids[start:end],
+                new_logprobs=_logprobs(chunk, start, end) if params.logprobs is not None else None,
+                finish_reason=finish if last and not by_string else None,
+                stop_reason=chunk.stop_reason if last and not by_string else None,
+                prefill_stats=PrefillStats(num_cached_tokens=chunk.cached_tokens),
+            )
+            self._queue.put_nowait((versions[start] if start < end else 0, output))
+        if by_string:
+            output = EngineCoreOutput(
+                request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason
+            )
+            self._queue.put_nowait((0, output))
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        if (state := self._outputs.request_states.get(request_id)) is not None:
+            state.queue.put(error)
+
+
+def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
+    if start == end:
+        return None
+    rows = chunk.alternatives[start:end] or [
+        [(token, logprob, 1)]
+        for token, logprob in zip(
+            chunk.token_ids[start:end], chunk.logprobs[start:end], strict=True
+        )
+    ]
+    return LogprobsLists(
+        np.array([[token for token, _, _ in row] for row in rows]),
+        np.array([[logprob for _, logprob, _ in row] for row in rows]),
+        np.array([row[0][2] for row in rows]),
+    )
+
+
+class _Gate:
+    """What our two places do: exact prompts in, sampled turns out."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def attach(self, state: Any, tokenizer: Any) -> None:
+        """Put them into vLLM's application."""
+        self._tokenizer = tokenizer
+        self._templates: dict[str, ChatTemplate] = {}
+        self._chat = state.openai_serving_chat
+        renderer = state.online_renderer
+        renderer.preprocess_chat = self._rendering(renderer.preprocess_chat)
+        self._chat.create_chat_completion = self._responding(self._chat.create_chat_completion)
+
+    def _rendering(self, preprocess_chat: Any) -> Any:
+        async def preprocess(request: Any, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
+            call, tools = CALL.get(), kwargs.get("tool_dicts")
+            if call is not None:
+                messages = [dict(message) for message in messages]
+                call.request, call.messages, call.tools = request, messages, tools
+                if call.session.sampling is not None:
+                    keep_on_policy(request, call.session.sampling)
+                ids = await self._exact_prompt(call)
+                if ids is not None:
+                    kept = getattr(request, "kv_transfer_params", None) or {}
+                    request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+            return await preprocess_chat(request, messages, *args, **kwargs)
+
+        return preprocess
+
+    async def _exact_prompt(self, call: Call) -> list[int] | None:
+        """The ids of a conversation that continues what was sampled; None if vLLM may render it.
+
+        Raises:
+            VLLMValidationError: when ids that came with the request do not fit its messages.
+        """
+        template = self._template(call.request)
+        required = getattr(call.request, "required_prefix_token_ids", None)
+        if required is not None:
+            ids = _token_ids(required, "required_prefix_token_ids")
+            return await off_loop(call.messages, lambda: self._spliced(call, template, ids))
+        prompt = await off_loop(
+            call.messages, lambda: call.session.next_prompt(call.messages, call.tools, template)
+        )
+        call.fork_reason = prompt.fork_reason
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if prompt.fork_reason == "message_dropped" and call.session.sampling is not None:
+            raise VLLMValidationError("the model's chat template leaves out one of these messages")
+        return self._echoed(call, template)
+
+    def _spliced(self, call: Call, template: ChatTemplate, required: list[int]) -> list[int]:
+        messages = [plain(message) for message in call.messages]
+        ends = [i for i, m in enumerate(messages, start=1) if m["role"] == "assistant"]
+        before = messages[: ends[-1]] if ends else []
+        try:
+            return replace_prefix_tokens(
+                self._tokenizer,
+                required,
+                template.render(before, tools=call.tools, add_generation_prompt=False)
+                if before
+                else [],
+                template.render(messages, tools=call.tools),
+            )
+        except TrajectoryError as error:
+            raise VLLMValidationError(
+                f"required_prefix_token_ids: {error}", parameter="required_prefix_token_ids"
+            ) from error
+
+    def _echoed(self, call: Call, template: ChatTemplate) -> list[int] | None:
+        """The prompt that follows the last assistant message which carries its own ids."""
+        for index in range(len(call.messages) - 2, -1, -1):
+            message = call.messages[index]
+            if message["role"] == "assistant" and message.get("generation_token_ids"):
+                bridged = bridge(
+                    template,
+                    prompt_token_ids=_token_ids(
+                        message.get("prompt_token_ids"), "prompt_token_ids"
+                    ),
+                    completion_token_ids=_token_ids(
+                        message["generation_token_ids"], "generation_token_ids"
+                    ),
+                    new_messages=[plain(m) for m in call.messages[index + 1 :]],
+                    tools=call.tools,
+                )
+                call.fork_reason = call.fork_reason or bridged.fork_reason
+                return bridged.token_ids
+        return None
+
+    def _template(self, request: Any) -> ChatTemplate:
+        own = getattr(request, "chat_template_kwargs", None) or {}
+        kwargs = {**self._config.model.template_args, **own}
+        key = json.dumps(kwargs, sort_keys=True, default=str)
+        if key not in self._templates:
+            if len(self._templates) >= _TEMPLATES:
+                self._templates.clear()
+            self._templates[key] = load_template(self._config, self._tokenizer, **own)
+        return self._templates[key]
+
+    def record(self, call: Call, prompt: list[int], chunks: Sequence[Chunk]) -> None:
+        """Add a finished completion to its session."""
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        versions = [version for chunk in chunks for version in chunk.weight_versions]
+        call.finished[tuple(token_ids)] = logprobs, versions
+        call.session.record(
+            prompt,
+            token_ids,
+            logprobs,
+            versions,
+            str(chunks[-1].finish_reason),
+            messages=call.messages,
+            tools=call.tools,
+            answer=lambda: self._parse(call.request, token_ids, str(chunks[-1].stop_reason or "")),
+            fork_reason=call.fork_reason,
+        )
+
+    def _parse(self, request: Any, token_ids: list[int], stop: str) -> Answer:
+        """What an answer says, read as vLLM reads it for the client."""
+        template = self._template(request)
+        text = template.decode(token_ids)
+        if stop and stop in text:
+            text = text[: text.rindex(stop)]
+        chat = self._chat
+        if chat.parser_cls is None:
+            return answer(text, ())
+        parser = chat._make_parser(request, self._tokenizer, {})
+        _, content, calls = parser.parse(
+            text, request, enable_auto_tools=True, model_output_token_ids=token_ids
+        )
+        return answer(content, [(call.name, call.arguments) for call in calls or ()])
+
+    def _responding(self, create_chat_completion: Any) -> Any:
+        async def create(request: Any, raw_request: Any = None) -> Any:
+            response = await create_chat_completion(request, raw_request)
+            call = CALL.get()
+            if call is None or raw_request is None:
+                return response
+            metadata = getattr(raw_request.state, "request_metadata", None)
+            call.completion_id = metadata.request_id if metadata is not None else ""
+            if isinstance(response, ChatCompletionResponse) and request.return_token_ids:
+                for choice in response.choices:
+                    self._show_tokens(call, choice, response.prompt_token_ids)
+            return response
+
+        return create
+
+    def _show_tokens(self, call: Call, choice: Any, prompt_token_ids: list[int]) -> None:
+        """Put what a client may echo into its message."""
+        logprobs, versions = call.finished[tuple(choice.token_ids)]
+        choice.message.prompt_token_ids = prompt_token_ids
+        choice.message.generation_token_ids = choice.token_ids
+        choice.message.generation_log_probs = logprobs
+        choice.message.weight_versions = versions
+
+
+def keep_on_policy(request: Any, sampling: SamplingConfig) -> None:
+    """Give a request the training's sampling where it says nothing, and refuse other values.
+
+    Raises:
+        VLLMValidationError: naming the value that would make its tokens off-policy.
+    """
+    said = request.model_fields_set
+
+    def refuse(name: str, advice: str) -> None:
+        raise VLLMValidationError(
+            f"{name}={getattr(request, name)!r} would make the tokens of this training session "
+            f"off-policy: {advice}",
+            parameter=name,
+        )
+
+    for name in ("temperature", "top_p", "top_k"):
+        wanted = getattr(sampling, name)
+        if name in said and getattr(request, name) not in (None, wanted):
+            refuse(name, f"leave it out, or set it to {wanted:g}")
+        setattr(request, name, wanted)
+    for name, neutral in _NEUTRAL.items():
+        if getattr(request, name, neutral) not in (None, neutral):
+            refuse(name, f"leave it out, or set it to {neutral!r}")
+    if getattr(request, "min_tokens", 0) not in (None, 0, sampling.min_tokens):
+        refuse("min_tokens", "leave it out")
+    if getattr(request.response_format, "type", "text") != "text":
+        refuse("response_format", "a grammar changes what is sampled; leave it out")
+    if request.tools and request.tool_choice not in (None, "auto", "none"):
+        refuse("tool_choice", "a forced call changes what is sampled; use auto")
+    limits = ("max_completion_tokens", "max_tokens")
+    asked = [value for name in limits if (value := getattr(request, name, None)) is not None]
+    if not asked and hasattr(request, "max_completion_tokens"):
+        request.max_completion_tokens = sampling.max_tokens
+
+
+_NEUTRAL: dict[str, Any] = {
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "use_beam_search": False,
+    "ignore_eos": False,
+    "thinking_token_budget": None,
+    "vllm_xargs": None,
+}
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise VLLMValidationError(f"{name} must be a list of token ids", parameter=name)
+    return value

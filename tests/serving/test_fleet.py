@@ -1,0 +1,190 @@
+"""Two real workers: killed, stopped, updated under load, put to sleep a hundred times."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnwise.config import Config, SamplingConfig, WeightsConfig
+from turnwise.machinery import load_training, make_manager
+from turnwise.rollout import Group, Runner
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.training.scoring import token_logprobs
+from turnwise.trajectory import audit
+from turnwise.weights.shm import ShmSender
+
+SAMPLING = SamplingConfig(max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+async def fleet(
+    ray_started: None, make_config: Callable[..., Config]
+) -> AsyncIterator[tuple[Config, AsyncLLMServerManager]]:
+    """Two real workers."""
+    config = make_config(
+        serving={"workers": 2, "health_every": 0.5, "health_timeout": 8.0},
+        sampling={"n": 8, "max_tokens": 160},
+        data={"path": str(make_config().data.path), "limit": 8},
+    )
+    async with make_manager(config, 0).running() as manager:
+        yield config, manager
+
+
+def engine_process(worker: Any) -> psutil.Process:
+    """The process that computes for a worker."""
+    children = psutil.Process(worker.pid).children(recursive=True)
+    return max(children, key=lambda process: process.memory_info().rss)
+
+
+def reference_logprobs(model: Any, token_ids: list[int], mask: list[int]) -> list[float]:
+    ids = torch.tensor([token_ids])
+    with torch.no_grad():
+        values = token_logprobs(model, ids, torch.tensor([mask]).bool(), SamplingConfig())
+    return list(values.tolist())
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [(signal.SIGKILL, "died during request"), (signal.SIGSTOP, "no answer to health checks")],
+    ids=["killed", "stopped"],
+)
+async def test_trajectories_outlive_an_engine_to_the_token(
+    fleet: tuple[Config, AsyncLLMServerManager],
+    tokenizer: Any,
+    model_path: str,
+    caplog: pytest.LogCaptureFixture,
+    how: signal.Signals,
+    why: str,
+) -> None:
+    config, manager = fleet
+    runner = Runner(config, tokenizer)
+    known = len(manager.losses)
+    groups: list[asyncio.Task[Group]] = [
+        asyncio.create_task(runner.run_group(manager.scheduler, problem, config.sampling, how.name))
+        for problem in load_training(config)
+    ]
+    victim = manager.engines[0]
+    busy, before = (w := manager.scheduler.workers[victim.name]), w.tokens
+    while busy.load < 20 or busy.tokens < before + 1000:
+        await asyncio.sleep(0.01)
+    os.kill(engine_process(victim).pid, how)
+    async with asyncio.timeout(120):
+        finished = await asyncio.gather(*groups)
+    trajectories = [t for group in finished for t in group.trajectories]
+    assert [group.dropped for group in finished] == [{}] * 8
+    assert len(trajectories) == 64
+    assert all(t.status != "running" for t in trajectories)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    for trajectory in trajectories:
+        assert audit(trajectory).first_violation is None
+        for branch in trajectory.branches():
+            expected = reference_logprobs(model, branch.token_ids, branch.response_mask)
+            sampled = [p for p, m in zip(branch.logprobs, branch.response_mask, strict=True) if m]
+            assert sampled == pytest.approx(expected, abs=1e-4)
+    async with asyncio.timeout(120):
+        while len(manager.losses) == known:
+            await asyncio.sleep(0.1)
+    loss = manager.losses[-1]
+    assert (loss.worker, why in loss.why) == (victim.name, True), loss
+    assert loss.turns["continued"] > 10, loss
+    assert not psutil.pid_exists(victim.pid)
+    assert len(manager.engines) == 2
+    completion = await manager.engines[0].generate([5, 6, 7], SAMPLING, "back")
+    assert completion.token_ids
+
+
+class Trainer:
+    """A model whose weights change, and the reference for each version."""
+
+    def __init__(self, path: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.sender = ShmSender(self.model.named_parameters())
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+
+    def publish(self, version: int) -> dict[str, Any]:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        self.versions[version] = {k: v.clone() for k, v in self.model.state_dict().items()}
+        return self.sender.write(version, self.model.named_parameters()).to_dict()
+
+
+@pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])
+async def test_every_token_carries_the_version_that_sampled_it(
+    fleet: tuple[Config, AsyncLLMServerManager], model_path: str, in_flight: Any
+) -> None:
+    _, manager = fleet
+    manager._weights = WeightsConfig(in_flight=in_flight)
+    trainer = Trainer(model_path)
+    first = 100 * ["drain", "abort", "keep"].index(in_flight) + 1
+    sampling = SamplingConfig(max_tokens=96, ignore_eos=True)
+    completions: list[tuple[list[int], Any]] = []
+    done = False
+
+    async def load(index: int) -> None:
+        turn = 0
+        while not done:
+            prompt = [5 + index, *range(6, 40), 5 + turn % 90]
+            completion = await manager.scheduler.generate(
+                prompt, sampling, f"{in_flight}-{index}-{turn}"
+            )
+            completions.append((prompt, completion))
+            turn += 1
+
+    tasks = [asyncio.create_task(load(index)) for index in range(16)]
+    for version in range(first, first + 20):
+        await asyncio.sleep(0.05)
+        await manager.update_weights(trainer.publish(version))
+    done = True
+    await asyncio.gather(*tasks)
+    seen = {version for _, c in completions for version in c.weight_versions}
+    mixed = [c for _, c in completions if len(c.version_spans) > 1]
+    assert len(seen) > 15
+    assert bool(mixed) == (in_flight != "drain")
+    checked = 0
+    for prompt, completion in [
+        *completions[::5],
+        *((p, c) for p, c in completions if c in mixed[:8]),
+    ]:
+        for span in completion.version_spans:
+            if span.version not in trainer.versions:
+                continue  # from before this test
+            trainer.model.load_state_dict(trainer.versions[span.version])
+            ids = [*prompt, *completion.token_ids]
+            mask = [0] * len(prompt) + [1] * len(completion.token_ids)
+            expected = reference_logprobs(trainer.model, ids, mask)[span.start : span.end]
+            assert completion.logprobs[span.start : span.end] == pytest.approx(expected, abs=1e-4)
+            checked += span.end - span.start
+    assert checked > 500
+    trainer.sender.close()
+
+
+async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
+    fleet: tuple[Config, AsyncLLMServerManager],
+) -> None:
+    _, manager = fleet
+    pids = [engine.pid for engine in manager.engines]  # type: ignore[attr-defined]
+    sizes: list[int] = []
+    for number in range(100):
+        turns = [
+            manager.scheduler.generate([5 + i, 6, 7, 8], SAMPLING, f"round{number}-{i}")
+            for i in range(8)
+        ]
+        assert len(await asyncio.gather(*turns)) == 8
+        await manager.sleep()
+        await manager.wake_up()
+        sizes.append(sum(memory(pid) for pid in [os.getpid(), *pids]))
+    assert [engine.pid for engine in manager.engines] == pids  # type: ignore[attr-defined]
+    assert max(sizes[-10:]) < 1.05 * max(sizes[20:30]), sizes[::10]
+
+
+def memory(pid: int) -> int:
+    """Bytes that a process and its children hold for themselves."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(process.memory_full_info().uss for process in family)

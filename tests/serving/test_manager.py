@@ -1,0 +1,158 @@
+"""The fleet's keeper, on simulated engines in virtual time."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
+from turnwise.engine.simulated import SimulatedEngine, run_virtually
+from turnwise.errors import EngineError, InputError, WeightUpdateError
+from turnwise.serving.manager import AsyncLLMServerManager
+
+SAMPLING = SamplingConfig(max_tokens=64)
+
+
+class Managed(SimulatedEngine):
+    """A simulated engine in a process that can be ended."""
+
+    def fail(self, why: str) -> None:
+        self.die()
+
+    def kill(self) -> None:
+        self.die()
+
+
+def simulated(
+    workers: int = 2,
+    start: Callable[[str], Managed] | None = None,
+    startup_seconds: float = 5.0,
+    **serving: Any,
+) -> AsyncLLMServerManager:
+    async def begin(name: str) -> Managed:
+        await asyncio.sleep(startup_seconds)
+        return start(name) if start else Managed(name=name)
+
+    return AsyncLLMServerManager(
+        begin, ServingConfig(workers=workers, **serving), WeightsConfig(), turn_timeout=120.0
+    )
+
+
+def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:
+    started: list[Managed] = []
+
+    def start(name: str) -> Managed:
+        if name == "worker-2":
+            raise InputError("vLLM cannot serve worker-2's model")
+        started.append(Managed(name=name))
+        return started[-1]
+
+    async def work() -> None:
+        manager = simulated(8)
+        await manager.start()
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert len(manager.engines) == 8
+        await manager.shutdown()
+        with pytest.raises(InputError, match="worker-2's model"):
+            await simulated(4, start).start()
+        assert all(engine._dead for engine in started)
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("way", ["die", "hang"])
+def test_a_lost_worker_comes_back_with_the_current_weights(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with simulated().running() as manager:
+            await manager.update_weights({"version": 3})
+            turns = [
+                asyncio.create_task(
+                    manager.scheduler.generate(list(range(1, 90 + i)), SAMPLING, f"r{i}")
+                )
+                for i in range(64)
+            ]
+            await asyncio.sleep(0.2)
+            lost = manager.engines[0]
+            getattr(lost, way)()
+            completions = await asyncio.gather(*turns)
+            for index, completion in enumerate(completions):
+                assert completion.token_ids == lost.expected(range(1, 90 + index), 64)
+            while len(manager.engines) < 2:
+                await asyncio.sleep(1.0)
+            assert manager.engines[0].version == 3
+            (loss,) = manager.losses
+            assert loss.turns.total() > 10
+            assert len(caplog.messages) == 1
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+    why = r"worker-0 died" if way == "die" else r"no answer to health checks in 20 s"
+    assert f"worker-0 failed ({why}) and is back after" in caplog.text
+    assert "turns continued elsewhere from their tokens" in caplog.text
+
+
+def test_a_worker_that_does_not_come_back_is_given_up_by_name() -> None:
+    starts: list[str] = []
+
+    def start(name: str) -> Managed:
+        starts.append(name)
+        if len(starts) > 1:
+            raise EngineError("no memory left")
+        return Managed(name=name)
+
+    async def work() -> None:
+        async with simulated(1, start, max_restarts=2).running() as manager:
+            manager.engines[0].die()
+            with pytest.raises(EngineError, match="no worker left: worker-0 failed: worker-0"):
+                await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")
+            assert manager.given_up == {"worker-0": "no memory left"}
+            assert len(starts) == 3
+
+    run_virtually(work())
+
+
+def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor() -> None:
+    class Dying(Managed):
+        async def update_weights(self, manifest: dict[str, Any], in_flight: Any = "keep") -> None:
+            if manifest["version"] == 1 and self.name == "worker-1" and not died:
+                died.append(self.name)
+                raise EngineError("worker-1 died during a weight update")
+            await super().update_weights(manifest, in_flight)
+
+    died: list[str] = []
+
+    async def work() -> None:
+        async with simulated(3, lambda name: Dying(name=name)).running() as manager:
+
+            async def version(engine: Any) -> int:
+                return int(engine.version)
+
+            assert await manager.update_weights({"version": 1}, version) == [1, 1]
+            while len(manager.engines) < 3:
+                await asyncio.sleep(1.0)
+            assert [engine.version for engine in manager.engines] == [1, 1, 1]
+
+            async def refuse(engine: Any) -> None:
+                raise WeightUpdateError(f"{engine.name} has other weights")
+
+            with pytest.raises(WeightUpdateError, match="worker-0 has other weights"):
+                await manager.update_weights({"version": 2}, refuse)
+
+    run_virtually(work())
+
+
+def test_sleeping_workers_keep_turns_waiting_until_they_wake() -> None:
+    async def work() -> None:
+        async with simulated().running() as manager:
+            await manager.sleep()
+            turn = asyncio.create_task(manager.scheduler.generate([1, 2, 3], SAMPLING, "r"))
+            await asyncio.sleep(1.0)
+            assert not turn.done()
+            await manager.wake_up()
+            assert (await turn).token_ids
+
+    run_virtually(work())
