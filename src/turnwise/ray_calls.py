@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
@@ -48,6 +49,13 @@ def start_ray(address: str | None) -> float:
     return float(ray.cluster_resources().get("GPU", 0))
 
 
+def join_ray(address: str, namespace: str) -> None:
+    """Connect a child process to the cluster that its parent is connected to."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray put its own there
+
+
 def _knock(address: str) -> None:
     """Fail at once where nobody listens; Ray itself would go on trying for minutes."""
     host, _, port = address.rpartition(":")
@@ -82,3 +90,35 @@ async def reply_of(
         raise failure(f"{who} failed to {what}: {error.cause!r}") from error
     except RayActorError as error:
         raise failure(f"the process of {who} died") from error
+
+
+def replies_of(
+    replies: Mapping[str, Any], what: str, seconds: float, failure: type[TurnwiseError]
+) -> list[Any]:
+    """Wait, without an event loop, for the replies of several actors, given by their names.
+
+    Raises:
+        DeadlineError: when not all answered within `seconds`.
+        TurnwiseError: `failure`, as soon as one of them raised anything or died.
+    """
+    references = list(replies.values())
+    try:
+        return list(ray.get(references, timeout=seconds))
+    except GetTimeoutError:
+        _, late = ray.wait(references, num_returns=len(references), timeout=0)
+        who = ", ".join(name for name, reply in replies.items() if reply in late)
+        raise DeadlineError(f"{who} did not {what} within {seconds:g} s") from None
+    except (RayTaskError, RayActorError) as error:
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
+        raise failure("; ".join(filter(None, causes))) from error
+
+
+def _cause(reply: Any, who: str, what: str) -> str:
+    try:
+        ray.get(reply)
+    except RayTaskError as error:
+        return f"{who} failed to {what}: {error.cause!r}"
+    except RayActorError:
+        return f"the process of {who} died"
+    return ""

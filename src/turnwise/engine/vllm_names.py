@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,9 +28,13 @@ from vllm.outputs import WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
+from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
@@ -65,6 +70,7 @@ __all__ = [
     "AsyncLLM",
     "ChatCompletionRequest",
     "EngineDeadError",
+    "Executor",
     "ParallelLMHead",
     "RequestOutputKind",
     "SamplingParams",
@@ -76,9 +82,15 @@ __all__ = [
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
+    "WorkerWrapperBase",
+    "cleanup_dist_env_and_memory",
     "current_platform",
     "finalize_layerwise_reload",
+    "get_distributed_init_method",
+    "get_ip",
+    "get_open_port",
     "initialize_layerwise_reload",
+    "run_method",
     "tokens_input",
     "use_process_context",
     "weight_versions_so_far",

@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.engine import vllm_names as vllm
 from turnwise.weights import BACKEND
+from turnwise.weights.in_process import IN_PROCESS, published, refusal
 from turnwise.weights.manifest import Manifest
 
 
@@ -39,6 +40,9 @@ class ShmWeightTransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         manifest = Manifest.from_dict(update_info.manifest)
+        if manifest.path == IN_PROCESS:
+            self.model.load_weights(iter(published(manifest.version).items()))
+            return
         buffer = _map(manifest)
         self.model.load_weights((entry.name, entry.view(buffer)) for entry in manifest.tensors)
 
@@ -69,6 +73,8 @@ class ShmWorkerExtension:
         for entry in manifest.tensors:
             if entry.offset + entry.nbytes > manifest.nbytes:
                 return f"{entry.name} lies beyond the buffer of version {manifest.version}"
+        if manifest.path == IN_PROCESS:
+            return refusal(manifest.version)
         try:
             size = os.stat(manifest.path).st_size
         except OSError as error:
