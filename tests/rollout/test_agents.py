@@ -119,8 +119,8 @@ async def test_openai_agents_runs_unchanged(server: OpenAIServer, api: str, stre
                     pass
             else:
                 await agents.Runner.run(agent, question, max_turns=4)
-        except agents.MaxTurnsExceeded:
-            pass  # the model is hardly trained: it may call the tool for ever
+        except (agents.MaxTurnsExceeded, agents.ModelBehaviorError):
+            pass  # the model is hardly trained: it may call for ever, or never end
     session = server.sessions.get(name)
     assert session is not None
     trajectory = Trajectory.from_json(json.dumps(session.describe()["trajectory"]))
