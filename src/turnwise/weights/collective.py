@@ -13,6 +13,7 @@ never run.
     verdict         trainer       "" (what was broadcast was whole) or why not
     done/<rank>     engine        "" (it serves it) or why not
     result          trainer       how it ended, for the trainer's other ranks
+    broken          trainer       why no broadcast will be made any more
 """
 
 import json
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from turnwise.errors import DeadlineError, InputError, WeightUpdateError
+from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError
 from turnwise.weights.stream import (
     BUFFER_BYTES,
     WAIT_SECONDS,
@@ -43,6 +44,9 @@ from turnwise.weights.stream import (
 
 _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
+_LOOK_SECONDS = 0.25
+_LINGER_SECONDS = 0.5
+"""A broadcast that nobody waits for any more ends by itself, just after its deadline."""
 
 
 class Group:
@@ -162,23 +166,39 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = timedelta(seconds=seconds)
+        options.timeout = timedelta(seconds=seconds + _LINGER_SECONDS)
         return self._group.broadcast([buffer], options)
 
-    def wait(self, work: Any, what: str, seconds: float) -> None:
-        """Raises `DeadlineError` when a broadcast fails, which is the end of the group."""
+    def wait(self, work: Any, what: str, seconds: float, round_number: int = 0) -> None:
+        """Wait for a broadcast of a round; the trainer's rank 0 gives none.
+
+        Raises:
+            DeadlineError: when it fails or is not done in time, which is the end of the group.
+            WeightUpdateError: when rank 0 found that the group is broken.
+        """
         deadline = time.monotonic() + seconds
+        next_look = time.monotonic() + _LOOK_SECONDS
         while not work.is_completed():
             if time.monotonic() > deadline:
                 self.broken = f"{what} within {seconds:g} s"
                 self._group.abort()
                 raise DeadlineError(self.broken)
+            if round_number and time.monotonic() > next_look:
+                self.check_kept(round_number)
+                next_look = time.monotonic() + _LOOK_SECONDS
             time.sleep(_WORK_POLL_SECONDS)
         try:
             work.wait()
         except RuntimeError as error:
             self.broken = f"{what}: {_first_line(error)}"
             raise DeadlineError(self.broken) from error
+
+    def check_kept(self, round_number: int) -> None:
+        """Raises `WeightUpdateError` when rank 0 found that the group is broken."""
+        found, text = self.get("broken")
+        if found == round_number:
+            self.broken = text
+            raise WeightUpdateError(f"the trainer at {self.where} gave up: {text}")
 
     def _guarded(self, operation: str, *args: Any) -> Any:
         try:
@@ -254,7 +274,7 @@ class CollectiveSender(Sender):
         except BaseException as error:
             text = str(error) or type(error).__name__
             group.put("offer", number, "")
-            for key in ("go", "verdict", "result"):
+            for key in ("go", "verdict", "result", *(["broken"] if group.broken else [])):
                 group.put(key, number, text)
             raise
 
@@ -294,6 +314,7 @@ class CollectiveSender(Sender):
             works[index],
             f"the engines of the process group at {self._group.where} did not take {what}",
             self._timeout,
+            self._rounds if self._group.rank else 0,
         )
 
     def close(self) -> None:
@@ -320,6 +341,8 @@ class CollectiveReceiver(Receiver):
         if self.header and self._work is not None and self._work.is_completed():
             self._wait()
             return self.header.version
+        if self._work is not None:
+            self._group.check_kept(self._round)
         if not self._seconds_left:
             what = "offer a version" if self.header is None else f"send {self._chunk_name(0)}"
             raise DeadlineError(
@@ -369,7 +392,7 @@ class CollectiveReceiver(Receiver):
             while self.header and self._index < len(self.header.chunks):
                 self._next()  # unread: the ranks must not get out of step
             self._group.put(f"done/{self._group.rank}", self._round, error)
-        except DeadlineError:
+        except TurnwiseError:
             pass  # the group is broken, and says so to whoever uses it next
         self._buffers = []
 
@@ -378,7 +401,7 @@ class CollectiveReceiver(Receiver):
         assert self.header is not None
         buffer = self._buffers[self._index % 2]
         nbytes = chunk_bytes(self.header.chunks[self._index])
-        self._work = self._group.broadcast(buffer[:nbytes], max(self._seconds_left, 0.001))
+        self._work = self._group.broadcast(buffer[:nbytes], self._seconds_left)
 
     def _next(self) -> None:
         """Wait for the chunk that is under way, and begin the one after it."""
@@ -390,7 +413,7 @@ class CollectiveReceiver(Receiver):
 
     def _wait(self) -> None:
         what = f"the trainer at {self._group.where} did not send {self._chunk_name(self._index)}"
-        self._group.wait(self._work, what, self._seconds_left)
+        self._group.wait(self._work, what, self._seconds_left, self._round)
 
 
 def _process_group(

@@ -22,6 +22,7 @@ import mmap
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ from turnwise.weights.stream import (
 
 _FOLDER = f"/tmp/turnwise-{os.getuid()}"
 _LINGER_MS = 1000
+_PING_SECONDS = 1.0
+"""How soon a trainer learns that its engine died."""
 _CUDA_HANDLE = (
     "device",
     "handle",
@@ -105,6 +108,7 @@ class IpcSender(Sender):
         self._timeout = timeout
         self._socket = _bind(self.address)
         make = _CudaBuffer if device.type == "cuda" else _CpuBuffer
+        self._callers: deque[bytes] = deque()
         self._buffers: list[_Buffer] = []
         try:
             self._buffers += [make(self._buffer_bytes, device) for _ in range(2)]
@@ -137,26 +141,32 @@ class IpcSender(Sender):
         """Send the header to the first engine that is there; returns its ZMQ identity."""
         deadline = time.monotonic() + self._timeout
         while True:
-            peer, message = self._receive(deadline, f"ask for version {header.version}")
-            if "hello" in message and self._post(peer, {"header": header.to_dict()}):
+            if not self._callers:
+                self._receive(b"", deadline, f"ask for version {header.version}")
+            elif self._post(peer := self._callers.popleft(), {"header": header.to_dict()}):
                 return peer
 
     def _await(self, peer: bytes, what: str) -> None:
         deadline = time.monotonic() + self._timeout
-        while True:
-            sender, message = self._receive(deadline, what)
-            if sender == peer:
-                break
+        while not (message := self._receive(peer, deadline, what)):
+            pass
         if message["error"]:
             raise WeightUpdateError(f"the engine at {self.address} refused: {message['error']}")
 
-    def _receive(self, deadline: float, what: str) -> tuple[bytes, dict[str, Any]]:
-        if not self._socket.poll(_milliseconds(deadline - time.monotonic())):
-            raise DeadlineError(
-                f"the engine at {self.address} did not {what} within {self._timeout:g} s"
-            )
-        peer, body = self._socket.recv_multipart()
-        return peer, json.loads(body)
+    def _receive(self, peer: bytes, deadline: float, what: str) -> dict[str, Any]:
+        """The peer's next message, or an empty one when another engine called."""
+        while not self._socket.poll(_milliseconds(min(_PING_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the engine at {self.address} did not {what} within {self._timeout:g} s"
+                )
+            if peer:
+                self._tell(peer, {"ping": what})
+        sender, body = self._socket.recv_multipart()
+        message: dict[str, Any] = json.loads(body)
+        if "hello" in message:
+            self._callers.append(sender)
+        return message if sender == peer else {}
 
     def _tell(self, peer: bytes, message: dict[str, Any]) -> None:
         if not self._post(peer, message):
@@ -191,9 +201,13 @@ class IpcReceiver(Receiver):
         self._first: torch.Tensor | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), zmq.POLLIN)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
+            self._socket.disable_monitor()
             self._socket.close()
             raise InputError(f"{address} is no address to connect to: {error}") from error
         self._reply({"hello": os.getpid()})
@@ -227,22 +241,30 @@ class IpcReceiver(Receiver):
     def end(self, error: str = "") -> None:
         if self.header is not None:
             self._reply({"error": error})
+        self._socket.disable_monitor()
         self._socket.close()
         self._opened, self._first = {}, None
 
     def _receive(self, what: str, *, wait: bool = True) -> dict[str, Any]:
         """The next message; empty when none is there and it should not be waited for."""
-        while not self._socket.poll(_milliseconds(self._seconds_left) if wait else 0):
-            if not self._seconds_left:
+        while True:
+            ready = dict(self._poller.poll(_milliseconds(self._seconds_left) if wait else 0))
+            if self._socket in ready:
+                message: dict[str, Any] = json.loads(self._socket.recv())
+                if "abort" in message:
+                    raise WeightUpdateError(
+                        f"the trainer at {self._address} gave up: {message['abort']}"
+                    )
+                if "ping" not in message:
+                    return message
+            elif ready:
+                raise DeadlineError(f"the trainer at {self._address} died before it sent {what}")
+            elif not self._seconds_left:
                 raise DeadlineError(
                     f"the trainer at {self._address} did not send {what} within {self._seconds:g} s"
                 )
-            if not wait:
+            elif not wait:
                 return {}
-        message: dict[str, Any] = json.loads(self._socket.recv())
-        if "abort" in message:
-            raise WeightUpdateError(f"the trainer at {self._address} gave up: {message['abort']}")
-        return message
 
     def _reply(self, message: dict[str, Any]) -> None:
         self._socket.send(json.dumps(message).encode())

@@ -173,15 +173,15 @@ class WorkerExtension:
         self._weight_update_active = False  # vLLM leaves it set when an update is cut short
         engine = self.weight_transfer_engine
         engine.end_stream("the engine began another update")
+        if transport == "collective" and engine.group is None:
+            raise WeightUpdateError("init_collective must come before the first update")
         if engine.expected is None:
             raise WeightUpdateError("prepare_refit_info must come before the first update")
-        if transport == "ipc":
+        if engine.group is not None and transport == "collective":
+            engine.stream = CollectiveReceiver(engine.group, engine.expected, self.device, seconds)
+        else:
             address = address or device_address(self.device, self.rank)
             engine.stream = IpcReceiver(address, engine.expected, self.device, seconds)
-        elif engine.group is None:
-            raise WeightUpdateError("init_collective must come before the first update")
-        else:
-            engine.stream = CollectiveReceiver(engine.group, engine.expected, self.device, seconds)
 
     @_replying
     def poll_stream(self) -> dict[str, Any]:
