@@ -83,6 +83,20 @@ def test_what_one_engine_refuses_is_called_off_everywhere(pool: ThreadPoolExecut
     assert first._work is None
 
 
+def test_a_refusal_is_told_before_all_have_answered(pool: ThreadPoolExecutor) -> None:
+    tensors = some_tensors()
+    world = World(pool, tensors, timeout=30)
+    refusing = world.receivers()[1]
+    refusing._expected = {}
+    reader = pool.submit(receive, refusing)
+    follower = pool.submit(world.senders[1].send, 1, tensors)
+    started = time.monotonic()
+    for waiting in (pool.submit(world.senders[0].send, 1, tensors), follower, reader):
+        with pytest.raises(WeightUpdateError, match="t0 of version 1 was not expected"):
+            waiting.result()
+    assert time.monotonic() - started < 5
+
+
 def test_an_engine_that_does_not_come_is_named_to_all(pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors()
     world = World(pool, tensors, timeout=0.5)

@@ -103,7 +103,7 @@ class Group:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                socket.create_connection((ip, port), seconds).close()
+                socket.create_connection((ip, port), max(0.1, deadline - time.monotonic())).close()
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -149,18 +149,24 @@ class Group:
             time.sleep(_STORE_POLL_SECONDS)
 
     def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
-        """Raises `WeightUpdateError` with the first engine's complaint."""
+        """Wait until every engine has said ""; raises `WeightUpdateError` when one says more."""
         deadline = time.monotonic() + seconds
-        for rank in self.engine_ranks:
-            while (found := self.get(f"{key}/{rank}"))[0] != round_number:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"{self._name(rank)} of the process group at {self.where} did not {what} "
-                        f"within {seconds:g} s"
-                    )
-                time.sleep(_STORE_POLL_SECONDS)
-            if found[1]:
-                raise WeightUpdateError(f"{self._name(rank)} refused: {found[1]}")
+        waiting = list(self.engine_ranks)
+        while True:
+            for rank in list(waiting):
+                found, text = self.get(f"{key}/{rank}")
+                if found == round_number:
+                    if text:
+                        raise WeightUpdateError(f"{self._name(rank)} refused: {text}")
+                    waiting.remove(rank)
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{self._name(waiting[0])} of the process group at {self.where} did not {what} "
+                    f"within {seconds:g} s"
+                )
+            time.sleep(_STORE_POLL_SECONDS)
 
     def broadcast(self, buffer: torch.Tensor, seconds: float) -> Any:
         options = dist.BroadcastOptions()

@@ -121,12 +121,14 @@ class IpcSender(Sender):
         peer = self._greet(header)
         awaited = f"accept version {version}"
         try:
-            handles = [buffer.handle() for buffer in self._buffers]
+            handles: list[dict[str, Any]] = []
             for index, chunk in enumerate(header.chunks):
                 buffer = self._buffers[index % 2]  # its last use was acknowledged a round ago
                 pack(chunk, buffer.bytes, source)
                 buffer.settle()
                 self._await(peer, awaited)
+                if index < 2:
+                    handles.append(buffer.handle())
                 self._tell(peer, {"chunk": index, "handle": handles[index % 2]})
                 awaited = f"use chunk {index + 1} of {len(header.chunks)} of version {version}"
             check_exhausted(source)

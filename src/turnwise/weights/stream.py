@@ -17,7 +17,7 @@ import torch
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.manifest import TensorEntry, lay_out
 
-BUFFER_BYTES = 256 * 2**20
+BUFFER_BYTES = 64 * 2**20
 """Size of each of the two buffers, unless a tensor needs more or the model less."""
 WAIT_SECONDS = 120.0
 
