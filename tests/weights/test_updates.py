@@ -7,46 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from tests.weights.trainer import PROMPT, Model
 from turnwise.config import SamplingConfig
 from turnwise.engine import VersionSpan
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.remote_worker import RemoteWorker
-from turnwise.training.scoring import token_logprobs
-from turnwise.weights.canary import canary_prompt, check_canary
+from turnwise.weights.canary import check_canary
 from turnwise.weights.shm import ShmSender
 
-PROMPT = list(range(5, 45))
 
-
-class Trainer:
-    """A model whose weights a test changes, and the transport that publishes them."""
+class Trainer(Model):
+    """With the transport that publishes its weights."""
 
     def __init__(self, path: str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.original = {k: v.detach().clone() for k, v in self.model.named_parameters()}
-        self.sender = ShmSender(self.model.named_parameters())
-        self.canary = canary_prompt(self.model.config.vocab_size)
-
-    def perturb(self, scale: float) -> None:
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.original[name])
-                parameter.add_(torch.randn_like(parameter), alpha=scale)
+        super().__init__(path)
+        self.sender = ShmSender(self.tensors)
 
     def write(self, version: int) -> dict[str, Any]:
-        return self.sender.write(version, self.model.named_parameters()).to_dict()
-
-    def logprobs(self, ids: list[int], start: int) -> list[float]:
-        ids_1T = torch.tensor([ids])
-        mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
-        mask_1T[:, start:] = True
-        with torch.no_grad():
-            values: list[float] = token_logprobs(
-                self.model, ids_1T, mask_1T, SamplingConfig()
-            ).tolist()
-        return values
+        return self.sender.write(version, self.tensors).to_dict()
 
 
 @pytest.fixture(scope="module")

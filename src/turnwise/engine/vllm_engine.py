@@ -13,8 +13,8 @@ import multiprocessing.forkserver
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,12 +29,22 @@ from turnwise.engine.protocol import (
     Route,
     collect,
 )
-from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TurnwiseError,
+    WeightUpdateError,
+)
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 _PAUSE: dict[InFlight, PauseMode] = {"drain": "wait", "abort": "abort", "keep": "keep"}
+_POLL_SECONDS = 0.01
+_GRACE_SECONDS = 5.0
+"""The workers' own waits end first: they know which of the trainer's messages did not come."""
+_ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
 
 
 class VllmEngine:
@@ -47,8 +57,8 @@ class VllmEngine:
         deterministic: Compute one request at a time without a prefix cache, so that a request's
             tokens and log-probs depend on nothing but its prompt and seed.
         worker_extension: `package.module.Class` that vLLM mixes into its worker; it brings the
-            weight transport.
-        weight_backend: Name under which the extension registers that transport.
+            weight transports.
+        weight_backend: Name under which the extension registers its transports.
         name: What errors call this engine.
 
     Raises:
@@ -63,7 +73,7 @@ class VllmEngine:
         seed: int = 0,
         deterministic: bool = False,
         worker_extension: str = "",
-        weight_backend: str = "shm",
+        weight_backend: str = "turnwise",
         name: str = "engine",
     ) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -177,6 +187,9 @@ class VllmEngine:
                         return
         except vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during request {request_id}") from error
+        except vllm.EngineGenerateError as error:
+            why = error.__cause__ or error
+            raise EngineError(f"{self.name} failed in request {request_id}: {why}") from error
         except (ValueError, vllm.VLLMValidationError) as error:
             raise InputError(f"{self.name} refused {request_id}: {error}") from error
         finally:
@@ -212,19 +225,109 @@ class VllmEngine:
             refusals = await self._llm.collective_rpc("check_manifest", args=(manifest,))
             if refusal := next(filter(None, refusals), None):
                 raise WeightUpdateError(f"{self.name} refused a weight update: {refusal}")
-            await self._llm.pause_generation(mode=_PAUSE[in_flight], clear_cache=True)
-            # A failure from here on leaves the engine paused: it must not serve half an update.
-            try:
-                await self._llm.start_weight_update()
+            async with self._swapping(manifest["version"], in_flight):
                 await self._llm.update_weights(
                     self._vllm.WeightTransferUpdateRequest(update_info={"manifest": manifest})
                 )
-                await self._llm.finish_weight_update(weight_version=str(manifest["version"]))
-            except self._vllm.EngineDeadError as error:
-                raise EngineError(f"{self.name} died during a weight update") from error
-            except Exception as error:
-                raise WeightUpdateError(f"{self.name}: {_first_sentence(error)}") from error
-            await self._llm.resume_generation()
+
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        """Say which tensors every update must bring: shape and torch's type name, by name."""
+        async with self._deadline("preparing for weight updates", self._timeout):
+            await self._ask("expect_tensors", dict(state_dict_info))
+
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        """Join the trainer's process group with `train_world_size + rank_prefix` and the ranks
+        after it, one a worker; nothing is computed until all ranks are there.
+
+        Raises:
+            DeadlineError: when one is not within `timeout` (`engine.request_timeout`) seconds.
+            InputError: when the group cannot be made.
+        """
+        seconds = timeout or self._timeout
+        async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
+            await self._ask(
+                "join_collective", rank_prefix, ip, port, world_size, train_world_size, seconds
+            )
+
+    async def update_weights_via_ipc_zmq(
+        self, address: str = "", timeout: float | None = None, in_flight: InFlight = "keep"
+    ) -> None:
+        """Load what an `IpcSender` at `address` sends; by default at that of the device.
+
+        Raises:
+            WeightUpdateError: with the old weights in place when the header does not fit;
+                paused, until an update succeeds, when loading fails.
+            DeadlineError: likewise, when the trainer is not done within `timeout`
+                (`engine.request_timeout`) seconds.
+        """
+        await self._update_from("ipc", address, timeout or self._timeout, in_flight)
+
+    async def update_weights_from_collective(
+        self, timeout: float | None = None, in_flight: InFlight = "keep"
+    ) -> None:
+        """Load what the trainer broadcasts; raises as `update_weights_via_ipc_zmq` does."""
+        await self._update_from("collective", "", timeout or self._timeout, in_flight)
+
+    async def _update_from(
+        self, transport: str, address: str, seconds: float, in_flight: InFlight
+    ) -> None:
+        """Requests go on until the trainer's first chunk is here."""
+        async with self._deadline(f"an update by {transport}", seconds + _GRACE_SECONDS):
+            try:
+                await self._ask("open_stream", transport, address, seconds)
+                while not all(offers := await self._ask("poll_stream")):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_SECONDS)
+                versions = {offer["version"] for offer in offers}
+                if len(versions) > 1:
+                    raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
+                async with self._swapping(versions.pop(), in_flight):
+                    await self._ask("load_stream")
+                await self._ask("end_stream", "")
+            except BaseException as error:
+                with suppress(Exception):  # the error that brought us here is the one to tell
+                    async with asyncio.timeout(_GRACE_SECONDS):
+                        await self._ask("end_stream", str(error) or type(error).__name__)
+                raise
+
+    async def _ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of all workers; raises the first error among their replies."""
+        try:
+            replies: list[dict[str, Any]] = await self._llm.collective_rpc(method, args=args)
+        except self._vllm.EngineDeadError as error:
+            raise EngineError(f"{self.name} died during a weight update") from error
+        for reply in replies:
+            if "error" in reply:
+                raise _ERRORS[reply["error"]](f"{self.name}: {reply['message']}")
+        return replies
+
+    @asynccontextmanager
+    async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
+        """Around the loading of weights: what is done to requests in flight, and what follows.
+
+        A failure leaves the engine paused: it must not serve half an update.
+        """
+        await self._llm.pause_generation(mode=_PAUSE[in_flight], clear_cache=True)
+        try:
+            await self._llm.start_weight_update()
+            yield
+            await self._llm.finish_weight_update(weight_version=str(version))
+        except self._vllm.EngineDeadError as error:
+            raise EngineError(f"{self.name} died during a weight update") from error
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            raise WeightUpdateError(f"{self.name}: {_first_sentence(error)}") from error
+        await self._llm.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
         async with self._deadline("resetting the prefix cache", self._timeout):

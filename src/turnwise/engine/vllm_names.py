@@ -31,7 +31,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -70,6 +70,7 @@ __all__ = [
     "AsyncLLM",
     "ChatCompletionRequest",
     "EngineDeadError",
+    "EngineGenerateError",
     "Executor",
     "ParallelLMHead",
     "RequestOutputKind",

@@ -6,7 +6,7 @@ Other processes reach it in two ways: by its methods, one Ray call each, or thro
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -198,6 +198,27 @@ class VllmAsyncGenerationWorker:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def prepare_refit_info_async(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        """Say which tensors every update must bring: shape and torch's type name, by name."""
+        await self._engine.prepare_refit_info(state_dict_info)
+
+    async def init_collective_async(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
+    ) -> None:
+        """Join the trainer's process group (gloo on a CPU, NCCL on GPUs) with the ranks from
+        `train_world_size + rank_prefix` on."""
+        await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
+
+    async def update_weights_via_ipc_zmq_async(self) -> None:
+        """Load what an `IpcSender` on this device sends; raises as the engine's method does."""
+        await self._engine.update_weights_via_ipc_zmq(in_flight=self._config.weights.in_flight)
+
+    async def update_weights_from_collective_async(self) -> None:
+        """Load what the trainer broadcasts; raises as the engine's method does."""
+        await self._engine.update_weights_from_collective(in_flight=self._config.weights.in_flight)
 
     async def reset_prefix_cache_async(self) -> None:
         """Forget every prefix."""

@@ -1,4 +1,4 @@
-"""Trainer to engine: the manifest of an update, its transport, and the check after it."""
+"""Trainer to engine: the manifest of an update, its transports, and the check after it."""
 
-BACKEND = "shm"
-WORKER_EXTENSION = "turnwise.weights.vllm_extension.ShmWorkerExtension"
+BACKEND = "turnwise"
+WORKER_EXTENSION = "turnwise.weights.vllm_extension.WorkerExtension"

@@ -27,6 +27,15 @@ class TensorEntry:
         flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=self.offset)
         return flat.view(self.shape)
 
+    def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor in a flat tensor of bytes on any device, without a copy."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
+        return flat.view(self.shape)
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> "TensorEntry":
+        return cls(**{**tree, "shape": tuple(tree["shape"])})
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -42,8 +51,8 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Manifest":
-        tensors = (TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in tree["tensors"])
-        return cls(tree["version"], tree["path"], tree["nbytes"], tuple(tensors))
+        tensors = tuple(map(TensorEntry.from_dict, tree["tensors"]))
+        return cls(tree["version"], tree["path"], tree["nbytes"], tensors)
 
 
 def lay_out(

@@ -34,7 +34,7 @@ class ShmSender:
         directory: str = SHARED_MEMORY,
     ) -> None:
         self._entries, self._nbytes = lay_out(tensors, dtype)
-        self._files = [_open_nameless(self._nbytes, directory) for _ in range(2)]
+        self._files = [open_nameless(self._nbytes, directory) for _ in range(2)]
         self._buffers = [mmap.mmap(file, self._nbytes) for file in self._files]
         self._writes = 0
 
@@ -64,7 +64,12 @@ class ShmSender:
         self._files, self._buffers = [], []
 
 
-def _open_nameless(nbytes: int, directory: str) -> int:
+def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:
+    """A descriptor of `nbytes` of shared memory that vanish with their last user.
+
+    Raises:
+        InputError: when the directory cannot hold two of them.
+    """
     free = os.statvfs(directory)
     available = free.f_bavail * free.f_frsize
     message = (

@@ -1,53 +1,88 @@
-"""The `shm` transport's engine side, as vLLM's worker sees it.
+"""The engine's side of every transport, as vLLM's worker sees it.
 
 vLLM imports this module because `worker_extension_cls` names its class; importing registers the
-backend. Tensors are read where the trainer wrote them, without a copy, and loaded as a
-checkpoint would be.
+backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps those of a layer
+until the layer is complete, so what lies in a buffer that is written again is copied first.
 """
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
+import torch
+
 from turnwise.engine import vllm_names as vllm
-from turnwise.weights import BACKEND
-from turnwise.weights.in_process import IN_PROCESS, published, refusal
+from turnwise.errors import TurnwiseError, WeightUpdateError
+from turnwise.weights import BACKEND, in_process
+from turnwise.weights.collective import CollectiveReceiver, Group
+from turnwise.weights.ipc import IpcReceiver, device_address
 from turnwise.weights.manifest import Manifest
+from turnwise.weights.stream import Receiver, StateDictInfo, misfit
 
 
 @dataclass
-class ShmInitInfo(vllm.WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(vllm.WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing has to be agreed on before the first update."""
 
 
 @dataclass
-class ShmUpdateInfo(vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
-    manifest: dict[str, Any]
+class UpdateInfo(vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
+    manifest: dict[str, Any] | None = None
+    """Of a whole update in shared memory; None loads the stream that is open."""
 
 
-class ShmWeightTransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
-    """Loads weights from another process's shared memory."""
+class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
+    """Loads weights from another process."""
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    expected: StateDictInfo | None = None
+    group: Group | None = None
+    stream: Receiver | None = None
+    _reloading = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        if self._reloading:  # an update failed half-way: drop what it brought
+            vllm.finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = True
         vllm.initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        manifest = Manifest.from_dict(update_info.manifest)
-        if manifest.path == IN_PROCESS:
-            self.model.load_weights(iter(published(manifest.version).items()))
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.manifest is not None:
+            manifest = Manifest.from_dict(update_info.manifest)
+            if manifest.path == in_process.IN_PROCESS:
+                self.model.load_weights(iter(in_process.published(manifest.version).items()))
+                return
+            buffer = _map(manifest)
+            self.model.load_weights((entry.name, entry.view(buffer)) for entry in manifest.tensors)
             return
-        buffer = _map(manifest)
-        self.model.load_weights((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+        assert self.stream is not None
+        for tensors in self.stream.chunks():
+            self._load(tensors)
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        name = ""
+
+        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal name
+            for name, tensor in tensors:
+                yield name, tensor.clone()
+
+        try:
+            self.model.load_weights(copies())
+        except Exception as error:
+            raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
 
     def finish_weight_update(self) -> None:
         vllm.finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = False
         if vllm.current_platform.is_cpu():
             self._repack_output_heads()
 
@@ -57,24 +92,57 @@ class ShmWeightTransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 
+    def end_stream(self, error: str) -> None:
+        if self.stream is not None:
+            self.stream.end(error)
+            self.stream = None
+
     def shutdown(self) -> None:
-        pass
+        self.end_stream("the engine was shut down")
 
 
-class ShmWorkerExtension:
+def _replying(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    """Makes an error a plain value: its class as `error`, its words as `message`."""
+
+    @wraps(method)
+    def reply(*args: Any) -> dict[str, Any]:
+        try:
+            return method(*args) or {}
+        except Exception as error:
+            kind = type(error) if isinstance(error, TurnwiseError) else WeightUpdateError
+            return {"error": kind.__name__, "message": str(error) or repr(error)}
+
+    return reply
+
+
+class WorkerExtension:
     """Methods that vLLM's worker gains; they may return only plain values."""
+
+    weight_transfer_engine: TransferEngine
+    device: torch.device
+    rank: int
+    update_weights: Callable[[dict[str, Any]], None]
+    _weight_update_active: bool
+
+    @_replying
+    def expect_tensors(self, info: dict[str, Any]) -> None:
+        """What every update must bring from now on."""
+        self.weight_transfer_engine.expected = {
+            name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()
+        }
 
     def check_manifest(self, tree: dict[str, Any]) -> str:
         """Why an update cannot be read, or "" when it can; touches no weight."""
+        self._weight_update_active = False  # vLLM leaves it set when an update is cut short
         manifest = Manifest.from_dict(tree)
-        names = [entry.name for entry in manifest.tensors]
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            return f"{repeated} stands twice in the manifest of version {manifest.version}"
+        expected = self.weight_transfer_engine.expected
+        if refusal := misfit(manifest.version, manifest.tensors, expected):
+            return refusal
         for entry in manifest.tensors:
             if entry.offset + entry.nbytes > manifest.nbytes:
                 return f"{entry.name} lies beyond the buffer of version {manifest.version}"
-        if manifest.path == IN_PROCESS:
-            return refusal(manifest.version)
+        if manifest.path == in_process.IN_PROCESS:
+            return in_process.refusal(manifest.version)
         try:
             size = os.stat(manifest.path).st_size
         except OSError as error:
@@ -88,6 +156,55 @@ class ShmWorkerExtension:
             )
         return ""
 
+    @_replying
+    def join_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        seconds: float,
+    ) -> None:
+        """Become a rank of the trainer's process group; the one before it is left."""
+        engine = self.weight_transfer_engine
+        engine.group = None
+        rank = train_world_size + rank_prefix + self.rank
+        engine.group = Group(rank, ip, port, world_size, train_world_size, self.device, seconds)
+
+    @_replying
+    def open_stream(self, transport: str, address: str, seconds: float) -> None:
+        """Begin to look out for a trainer."""
+        self._weight_update_active = False  # vLLM leaves it set when an update is cut short
+        engine = self.weight_transfer_engine
+        engine.end_stream("the engine began another update")
+        if transport == "collective" and engine.group is None:
+            raise WeightUpdateError("init_collective must come before the first update")
+        if engine.expected is None:
+            raise WeightUpdateError("prepare_refit_info must come before the first update")
+        if engine.group is not None and transport == "collective":
+            engine.stream = CollectiveReceiver(engine.group, engine.expected, self.device, seconds)
+        else:
+            address = address or device_address(self.device, self.rank)
+            engine.stream = IpcReceiver(address, engine.expected, self.device, seconds)
+
+    @_replying
+    def poll_stream(self) -> dict[str, Any]:
+        """The `version` that lies ready, if one does."""
+        assert self.weight_transfer_engine.stream is not None
+        version = self.weight_transfer_engine.stream.poll()
+        return {} if version is None else {"version": version}
+
+    @_replying
+    def load_stream(self) -> None:
+        """Load what the stream brings; between vLLM's start and finish of an update."""
+        self.update_weights({})
+
+    @_replying
+    def end_stream(self, error: str) -> None:
+        """Tell the trainer how its update ended."""
+        self.weight_transfer_engine.end_stream(error)
+
 
 def _map(manifest: Manifest) -> mmap.mmap:
     file = os.open(manifest.path, os.O_RDWR)
@@ -98,4 +215,4 @@ def _map(manifest: Manifest) -> mmap.mmap:
 
 
 if BACKEND not in vllm.WeightTransferEngineFactory._registry:
-    vllm.WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+    vllm.WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)

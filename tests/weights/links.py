@@ -1,0 +1,133 @@
+"""The streaming transports behind one face, so that both pass the same tests."""
+
+import asyncio
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.weights.trainer import Named
+from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.weights.collective import CollectiveReceiver, CollectiveSender, Group
+from turnwise.weights.ipc import IpcReceiver, IpcSender
+from turnwise.weights.stream import Receiver, Sender, StateDictInfo
+
+CPU = torch.device("cpu")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class IpcLink:
+    kind: type[Sender] = IpcSender
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
+        self.options: dict[str, Any] = {"address": f"ipc://{Path(self._folder.name)}/socket"}
+        self.where = self.options["address"]
+
+    def sender(self, tensors: Named, **options: Any) -> Sender:
+        """A trainer's side, and an engine's for `receiver`."""
+        return IpcSender(tensors, **self.options, **options)
+
+    async def join(self, engine: RemoteWorker, tensors: Named, **options: Any) -> Sender:
+        """A trainer's side beside the engine."""
+        return self.sender(tensors, **options)
+
+    async def join_engine(self, engine: RemoteWorker) -> None:
+        pass
+
+    def receiver(self, expected: StateDictInfo, seconds: float) -> Receiver:
+        return IpcReceiver(self.where, expected, CPU, seconds)
+
+    async def update(self, engine: RemoteWorker, seconds: float) -> None:
+        await engine._call("update_weights_via_ipc_zmq", self.where, seconds)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+class CollectiveLink:
+    kind: type[Sender] = CollectiveSender
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.options: dict[str, Any] = {"ip": "127.0.0.1", "port": self.port, "world_size": 2}
+        self.where = f"127.0.0.1:{self.port}"
+        self._group: Group | None = None
+
+    def sender(self, tensors: Named, **options: Any) -> Sender:
+        def join() -> None:
+            self._group = Group(1, "127.0.0.1", self.port, 2, 1, CPU, 10)
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        sender = CollectiveSender(tensors, **self.options, **options)
+        thread.join()
+        return sender
+
+    async def join(self, engine: RemoteWorker, tensors: Named, **options: Any) -> Sender:
+        make = asyncio.to_thread(CollectiveSender, tensors, **self.options, **options)
+        return (await asyncio.gather(make, self.join_engine(engine)))[0]
+
+    async def join_engine(self, engine: RemoteWorker) -> None:
+        await engine._call("init_collective", 0, "127.0.0.1", self.port, 2, 1, 20.0)
+
+    def receiver(self, expected: StateDictInfo, seconds: float) -> Receiver:
+        assert self._group is not None
+        return CollectiveReceiver(self._group, expected, CPU, seconds)
+
+    async def update(self, engine: RemoteWorker, seconds: float) -> None:
+        await engine._call("update_weights_from_collective", seconds)
+
+    def close(self) -> None:
+        self._group = None
+
+
+Link = IpcLink | CollectiveLink
+LINKS: dict[str, type[Link]] = {"ipc": IpcLink, "collective": CollectiveLink}
+
+
+def some_tensors() -> Named:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        *((f"t{i}", torch.randn(50, 7 + i, generator=generator)) for i in range(12)),
+        ("larger than a buffer", torch.randn(5000, generator=generator)),
+        ("transposed", torch.randn(30, 20, generator=generator).T),
+        ("scalar", torch.tensor(3.0)),
+        ("empty", torch.empty(0, 4)),
+    ]
+
+
+def receive(receiver: Receiver, pause: float = 0.0) -> tuple[int, Named]:
+    """Play the engine: read every chunk twice with a pause between, and keep the second."""
+    received: Named = []
+    try:
+        while (version := receiver.poll()) is None:
+            time.sleep(0.001)
+        for tensors in receiver.chunks():
+            before = [tensor.clone() for _, tensor in tensors]
+            time.sleep(pause)
+            received += [(name, tensor.clone()) for name, tensor in tensors]
+            after = [tensor for _, tensor in received[-len(before) :]]
+            torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    except BaseException as error:
+        receiver.end(str(error))
+        raise
+    receiver.end()
+    return version, received
+
+
+def assert_same(received: Named, sent: Named, dtype: torch.dtype = torch.float32) -> None:
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    for (name, ours), (_, theirs) in zip(received, sent, strict=True):
+        assert ours.dtype == dtype, name
+        assert torch.equal(ours, theirs.to(dtype)), name
