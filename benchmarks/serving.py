@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise.config import Config, SamplingConfig, ServingConfig, parse_config
-from turnwise.engine import Route
+from turnwise.engine import Generator, Route
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.machinery import make_manager
@@ -67,6 +67,33 @@ async def measure(ask: Ask, callers: int, seconds: float, into: Measured) -> Non
     started = time.perf_counter()
     await asyncio.gather(*(call() for _ in range(callers)))
     into.rates.append(done / (time.perf_counter() - started))
+
+
+async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
+    """63 short requests beside one of 400 tokens: the time of the short ones by that alone."""
+    numbers = itertools.count()
+
+    async def ask(tokens: int) -> None:
+        number = next(numbers)
+        prompt = [5 + (number * 31 + i) % 200 for i in range(PROMPT_TOKENS)]
+        sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
+        await generator.generate(prompt, sampling, f"long-{number}")
+
+    async def short_ones() -> float:
+        started = time.perf_counter()
+        await asyncio.gather(*(ask(NEW_TOKENS) for _ in range(63)))
+        return time.perf_counter() - started
+
+    ratios = []
+    for _ in range(rounds):
+        alone = await short_ones()
+        long = asyncio.create_task(ask(400))
+        await asyncio.sleep(0.05)
+        beside = await short_ones()
+        assert not long.done()
+        await long
+        ratios.append(beside / alone)
+    return ratios
 
 
 async def decisions_per_second(workers: int = 8, count: int = 200_000) -> float:
@@ -123,6 +150,11 @@ async def run(config: Config, rounds: int, seconds: float) -> None:
                         await measure(ask, callers, seconds, measured[name])
                 _add_rows(table, callers, measured)
             console.print(table)
+            ratios = await beside_a_long_one(manager.scheduler, 4 * rounds)
+            console.print(
+                f"63 short requests beside one long: {statistics.median(ratios):.3f} of their time "
+                f"alone (median of {len(ratios)})"
+            )
         await server.stop()
     await bare.shutdown()
     ray.shutdown()

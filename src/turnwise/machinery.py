@@ -28,7 +28,7 @@ from turnwise.rollout import (
     load_rows,
 )
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.placement import WorkerStarter
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
@@ -142,7 +142,7 @@ async def _start_server(config: Config, manager: AsyncLLMServerManager) -> "Open
 def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:
     """The fleet of `serving.workers` workers, each on `gpu_share` of a GPU; not yet started."""
     return AsyncLLMServerManager(
-        lambda name: RemoteWorker.start(config, name=name, num_gpus=gpu_share),
+        WorkerStarter(config, gpu_share),
         config.serving,
         config.weights,
         config.engine.request_timeout,

@@ -153,9 +153,9 @@ async def test_an_engine_waits_for_its_trainers_group_no_longer_than_told(
     engine: RemoteWorker,
 ) -> None:
     port = free_port()
-    with pytest.raises(DeadlineError, match=rf"engine-0: the trainer did not open .*{port}"):
+    with pytest.raises(DeadlineError, match=rf"worker-0: the trainer did not open .*{port}"):
         await engine._call("init_collective", 0, HERE, port, 2, 1, 0.5)
-    with pytest.raises(InputError, match="engine-0: rank 4 lies beyond the process group of 2"):
+    with pytest.raises(InputError, match="worker-0: rank 4 lies beyond the process group of 2"):
         await engine._call("init_collective", 3, HERE, port, 2, 1, 0.5)
     with pytest.raises(WeightUpdateError, match="init_collective must come before"):
         await engine._call("update_weights_from_collective", 1.0)

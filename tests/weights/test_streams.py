@@ -316,7 +316,7 @@ async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     for error in errors:
         with pytest.raises(WeightUpdateError, match=message):
             raise error or AssertionError("nobody refused")
-    assert str(errors[1]).startswith("engine-0: ")
+    assert str(errors[1]).startswith("worker-0: ")
     await assert_old_weights_serve(ready)
     trainer.perturb(0.0)
     expected = trainer.logprobs(trainer.canary, 1)
@@ -329,7 +329,7 @@ async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
 ) -> None:
     sender = await link.join(ready, trainer.tensors)
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=rf"engine-0: the trainer at {link.where} did not"):
+    with pytest.raises(DeadlineError, match=rf"worker-0: the trainer at {link.where} did not"):
         await link.update(ready, 1.0)
     assert time.monotonic() - started < 3
     await assert_old_weights_serve(ready)
