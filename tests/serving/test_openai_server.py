@@ -207,7 +207,7 @@ async def test_edited_history_and_another_conversation_begin_branches(
     reasons = [turn.fork_reason for turn in trajectory.turns]
     assert reasons == [None, None, "history_changed", "new_conversation"]
     assert audit(trajectory).first_violation is None
-    assert [len(turn.messages) for turn in trajectory.turns] == [1, 3, 3, 1]
+    assert [len(turn.messages) for turn in trajectory.turns] == [1, 1, 3, 1]
 
 
 async def test_choices_logprobs_and_stops_are_as_sampled(
@@ -265,6 +265,10 @@ async def test_a_training_session_keeps_its_tokens_on_policy(
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             await told.chat.completions.create(**ask, **wrong)
+    with pytest.raises(openai.BadRequestError, match=r"temperature=0\.5 .*off-policy"):
+        await told.completions.create(model=model, prompt="1 plus", temperature=0.5)
+    with pytest.raises(openai.BadRequestError, match=r"top_p=0\.5 .*off-policy"):
+        await told.responses.create(model=model, input="1 plus", top_p=0.5)
     trajectory = await fetched(http, "trained")
     assert len(trajectory.turns) == 2
     assert trajectory.problem_id == "g"

@@ -132,7 +132,7 @@ class Engine(Generator, Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give memory back until `wake_up`, where the platform can."""
+        """End the requests in flight, as `abort`, and give memory back where the platform can."""
         ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:

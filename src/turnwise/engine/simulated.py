@@ -264,7 +264,7 @@ class SimulatedEngine:
         self._awake.set()
 
     async def sleep(self) -> None:
-        await self.pause("wait")
+        await self.pause("abort")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.resume()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import EngineError, InputError, TrajectoryError
-from turnwise.serving.sessions import Session, SessionStore, answer, plain
+from turnwise.serving.sessions import Prompt, Session, SessionStore, answer, plain
 from turnwise.serving.template import load_template, off_loop
 from turnwise.serving.tool_parser import ToolParser
 from turnwise.trajectory import Message
@@ -115,7 +115,7 @@ class ChatScheduler:
         if group and not home.group:
             home.group = group
         settings = self._sampling(sampling)
-        prompt_token_ids, fork_reason = await self._prompt(home, messages, tools)
+        prompt_token_ids, prompt = await self._prompt(home, messages, tools)
         room = self._config.model.max_length - len(prompt_token_ids)
         if room <= 0:
             raise InputError(
@@ -142,7 +142,7 @@ class ChatScheduler:
             messages=messages,
             tools=tools,
             answer=lambda: said,
-            fork_reason=fork_reason,
+            prompt=prompt,
         )
         self.sessions.remember_completion(name, home)
         message: Message = {"role": "assistant", "content": parsed.content}
@@ -169,12 +169,12 @@ class ChatScheduler:
 
     async def _prompt(
         self, session: Session, messages: Sequence[Message], tools: Any
-    ) -> tuple[list[int], str | None]:
+    ) -> tuple[list[int], Prompt]:
         prompt = await off_loop(
             messages, lambda: session.next_prompt(messages, tools, self._template)
         )
         if prompt.token_ids is not None:
-            return prompt.token_ids, None
+            return prompt.token_ids, prompt
         if prompt.fork_reason == "message_dropped":
             raise TrajectoryError("message_dropped", "the chat template leaves out a message")
         rendered = [plain(message) for message in messages]
@@ -182,7 +182,7 @@ class ChatScheduler:
             ids = await off_loop(messages, lambda: self._template.render(rendered, tools=tools))
         except Exception as error:  # a template may raise anything
             raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
-        return ids, prompt.fork_reason
+        return ids, prompt
 
     def _completion(
         self, name: str, prompt_token_ids: list[int], completion: Any, message: Message

@@ -179,7 +179,7 @@ class AsyncLLMServerManager:
         return await self._verify(engine) if self._verify is not None else None
 
     async def sleep(self) -> None:
-        """Let every worker finish what it has and give its memory back; turns wait meanwhile."""
+        """Give every worker's memory back; turns under way go on from their tokens afterwards."""
         await self._all("sleep", asleep=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -26,7 +26,9 @@ _MAX_SESSIONS = 16_384
 class _Known:
     """A turn as the agent sees it."""
 
+    sent: Sequence[Message]
     messages: list[Any]
+    """`sent`, in the form in which messages are compared."""
     tools: str
     answer: Callable[[], Answer]
     said: Answer | None = None
@@ -45,6 +47,8 @@ class Prompt:
     """Exact ids that continue a turn; None: the conversation has to be rendered."""
     fork_reason: str | None = None
     """Why it does not continue one, in a session that has turns."""
+    known: int = 0
+    """How many of the messages the turn that it continues has, its answer included."""
 
 
 @dataclass(slots=True)
@@ -92,7 +96,8 @@ class Session:
             new_messages=[plain(message) for message in messages[length + 1 :]],
             tools=tools,
         )
-        return Prompt(bridged.token_ids, bridged.fork_reason)
+        covered = 0 if bridged.fork_reason else length + 1
+        return Prompt(bridged.token_ids, bridged.fork_reason, covered)
 
     def record(
         self,
@@ -105,7 +110,7 @@ class Session:
         messages: Sequence[Message],
         tools: Any,
         answer: Callable[[], Answer],
-        fork_reason: str | None,
+        prompt: Prompt,
     ) -> None:
         """Add a turn; `answer` tells, when it is asked, what its text says."""
         self.trajectory.add_turn(
@@ -114,11 +119,12 @@ class Session:
             logprobs,
             weight_versions,
             finish_reason,
-            fork_reason=fork_reason,
-            messages=[dict(message) for message in messages],
+            fork_reason=prompt.fork_reason,
+            messages=[dict(message) for message in messages[prompt.known :]],
         )
         self._known.append(
             _Known(
+                messages,
                 [_canonical(message) for message in messages],
                 _canonical_json(tools or None),
                 answer,
@@ -137,7 +143,7 @@ class Session:
                     {"type": "function", "function": {"name": name, "arguments": arguments}}
                     for name, arguments in calls
                 ]
-            trajectory.messages = [*trajectory.turns[-1].messages, message]
+            trajectory.messages = [*(dict(sent) for sent in last.sent), message]
         trajectory.status = "completed"
         return trajectory
 

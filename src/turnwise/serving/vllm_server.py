@@ -26,7 +26,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,7 +42,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
 from turnwise.engine.vllm_engine import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.sessions import Answer, Session, answer, plain
+from turnwise.serving.sessions import Answer, Prompt, Session, answer, plain
 from turnwise.serving.template import load_template, off_loop
 from turnwise.trajectory import ChatTemplate, bridge, replace_prefix_tokens
 
@@ -77,7 +77,7 @@ class Call:
     request: Any = None
     messages: list[Any] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
-    fork_reason: str | None = None
+    prompt: Prompt = field(default_factory=lambda: Prompt(None))
     finished: dict[tuple[int, ...], tuple[list[float], list[int]]] = field(default_factory=dict)
     """The log-probs and weight versions of each completion, by its ids."""
     texts: dict[tuple[int, ...], str] = field(default_factory=dict)
@@ -313,6 +313,7 @@ class _Gate:
         self._chat = state.openai_serving_chat
         renderer = state.online_renderer
         renderer.preprocess_chat = self._rendering(renderer.preprocess_chat)
+        renderer.render_completion = self._completing(renderer.render_completion)
         self._chat.create_chat_completion = self._responding(self._chat.create_chat_completion)
 
     def _rendering(self, preprocess_chat: Any) -> Any:
@@ -323,13 +324,32 @@ class _Gate:
                 call.request, call.messages, call.tools = request, messages, tools
                 if call.session.sampling is not None:
                     keep_on_policy(request, call.session.sampling)
-                ids = await self._exact_prompt(call)
+                try:
+                    ids = await self._exact_prompt(call)
+                except VLLMError:
+                    raise
+                except Exception as error:  # messages are the client's, and may be anything
+                    raise VLLMValidationError(
+                        f"messages cannot be read: {type(error).__name__}: {error}",
+                        parameter="messages",
+                    ) from error
                 if ids is not None:
                     kept = getattr(request, "kv_transfer_params", None) or {}
                     request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
             return await preprocess_chat(request, messages, *args, **kwargs)
 
         return preprocess
+
+    def _completing(self, render_completion: Any) -> Any:
+        async def render(request: Any, **kwargs: Any) -> Any:
+            call = CALL.get()
+            if call is not None:
+                call.request = request
+                if call.session.sampling is not None:
+                    keep_on_policy(request, call.session.sampling)
+            return await render_completion(request, **kwargs)
+
+        return render
 
     async def _exact_prompt(self, call: Call) -> list[int] | None:
         """The ids of a conversation that continues what was sampled; None if vLLM may render it.
@@ -342,10 +362,9 @@ class _Gate:
         if required is not None:
             ids = _token_ids(required, "required_prefix_token_ids")
             return await off_loop(call.messages, lambda: self._spliced(call, template, ids))
-        prompt = await off_loop(
+        prompt = call.prompt = await off_loop(
             call.messages, lambda: call.session.next_prompt(call.messages, call.tools, template)
         )
-        call.fork_reason = prompt.fork_reason
         if prompt.token_ids is not None:
             return prompt.token_ids
         if prompt.fork_reason == "message_dropped" and call.session.sampling is not None:
@@ -386,7 +405,8 @@ class _Gate:
                     new_messages=[plain(m) for m in call.messages[index + 1 :]],
                     tools=call.tools,
                 )
-                call.fork_reason = call.fork_reason or bridged.fork_reason
+                if bridged.fork_reason:
+                    call.prompt = Prompt(None, bridged.fork_reason)
                 return bridged.token_ids
         return None
 
@@ -415,7 +435,7 @@ class _Gate:
             messages=call.messages,
             tools=call.tools,
             answer=lambda: self._parse(call, token_ids),
-            fork_reason=call.fork_reason,
+            prompt=call.prompt,
         )
 
     def _parse(self, call: Call, token_ids: list[int]) -> Answer:
@@ -481,10 +501,16 @@ def keep_on_policy(request: Any, sampling: SamplingConfig) -> None:
             refuse(name, f"leave it out, or set it to {neutral!r}")
     if getattr(request, "min_tokens", 0) not in (None, 0, sampling.min_tokens):
         refuse("min_tokens", "leave it out")
-    if getattr(request.response_format, "type", "text") != "text":
-        refuse("response_format", "a grammar changes what is sampled; leave it out")
-    if request.tools and request.tool_choice not in (None, "auto", "none"):
+    for name in ("response_format", "text"):  # the second is Responses'
+        wanted = getattr(request, name, None)
+        wanted = getattr(wanted, "format", wanted)
+        if getattr(wanted, "type", "text") != "text":
+            refuse(name, "a grammar changes what is sampled; leave it out")
+    if getattr(request, "tools", None) and request.tool_choice not in (None, "auto", "none"):
         refuse("tool_choice", "a forced call changes what is sampled; use auto")
+    for name in ("stop", "stop_token_ids"):
+        if hasattr(request, name) and not getattr(request, name):
+            setattr(request, name, getattr(sampling, name))
     limits = ("max_completion_tokens", "max_tokens")
     asked = [value for name in limits if (value := getattr(request, name, None)) is not None]
     if not asked and hasattr(request, "max_completion_tokens"):

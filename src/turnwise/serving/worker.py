@@ -225,7 +225,7 @@ class VllmAsyncGenerationWorker:
         await self._engine.reset_prefix_cache()
 
     async def sleep_async(self) -> None:
-        """Finish what runs, then give memory back where the platform can."""
+        """End what runs, as `abort`, and give memory back where the platform can."""
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
