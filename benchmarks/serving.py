@@ -1,9 +1,10 @@
 """What the serving plane costs: `python -m benchmarks.serving MODEL_FOLDER`.
 
-Requests of 50 + 24 tokens, closed loops of 1, 8, 64 and 256 callers, three ways in turn: the bare
+Requests of 50 + 24 tokens, closed loops of 1, 8, 64 and 256 callers, four ways in turn: the bare
 engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker behind the scheduler,
-and the OpenAI server before that scheduler, asked over HTTP. Ratios are of medians over rounds that
-alternate, so that the machine's mood cancels out. Added latency is against the bare engine's.
+and the OpenAI server before either, asked over HTTP by a client in the same process. Ratios are
+medians over rounds that alternate, so that the machine's mood cancels out. Added latency is
+against the bare engine's.
 """
 
 import argparse
@@ -109,15 +110,15 @@ async def decisions_per_second(workers: int = 8, count: int = 200_000) -> float:
 
 
 async def run(config: Config, rounds: int, seconds: float) -> None:
-    console = Console()
+    console = Console(width=100)
     console.print(f"{await decisions_per_second():,.0f} scheduler decisions/s (8 workers)")
     start_ray(None)
     bare = VllmEngine(
         config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
     )
     async with make_manager(config, 0).running() as manager:
-        server = OpenAIServer(config, manager.scheduler)
-        url = await server.start()
+        servers = [OpenAIServer(config, manager.scheduler), OpenAIServer(config, bare)]
+        fleet_url, engine_url = [await server.start() for server in servers]
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
 
@@ -127,7 +128,7 @@ async def run(config: Config, rounds: int, seconds: float) -> None:
             async def scheduler(prompt: list[int], name: str) -> None:
                 await manager.scheduler.generate(prompt, SAMPLING, name)
 
-            async def over_http(prompt: list[int], name: str) -> None:
+            async def over_http(url: str, prompt: list[int]) -> None:
                 body = {
                     "model": config.model.path,
                     "prompt": prompt,
@@ -138,7 +139,12 @@ async def run(config: Config, rounds: int, seconds: float) -> None:
                     answer = json.loads(await response.read())
                     assert answer["usage"]["completion_tokens"] == NEW_TOKENS, answer
 
-            ways: dict[str, Ask] = {"engine": engine, "scheduler": scheduler, "HTTP": over_http}
+            ways: dict[str, Ask] = {
+                "engine": engine,
+                "scheduler": scheduler,
+                "HTTP, engine": lambda prompt, _: over_http(engine_url, prompt),
+                "HTTP, scheduler": lambda prompt, _: over_http(fleet_url, prompt),
+            }
             for ask in ways.values():
                 await measure(ask, 64, 3.0, Measured())
             table = Table("callers", "way", "requests/s", "of bare", "p50 ms", "p99 ms",
@@ -155,7 +161,8 @@ async def run(config: Config, rounds: int, seconds: float) -> None:
                 f"63 short requests beside one long: {statistics.median(ratios):.3f} of their time "
                 f"alone (median of {len(ratios)})"
             )
-        await server.stop()
+        for server in servers:
+            await server.stop()
     await bare.shutdown()
     ray.shutdown()
 

@@ -107,9 +107,8 @@ async def fetched(http: httpx.AsyncClient, session: str) -> Trajectory:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("way", ["header", "path", "chain", "echo", "prefix"])
+@pytest.mark.parametrize("way", ["header", "path"])
 async def test_a_tool_conversation_is_exact_however_the_session_is_told(
-    server: OpenAIServer,
     http: httpx.AsyncClient,
     client: AsyncOpenAI,
     model: str,
@@ -118,11 +117,6 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
     way: str,
     stream: bool,
 ) -> None:
-    if way in ("chain", "echo", "prefix"):
-        if stream:
-            pytest.skip("these take their ids from a whole response")
-        await told_by_tokens(client, model, script, template, way)
-        return
     session = f"{way}-{stream}"
     base = f"{http.base_url}/sessions/{session}/v1" if way == "path" else str(client.base_url)
     headers = {"X-Session-ID": session} if way == "header" else {}
@@ -144,10 +138,10 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
     assert (await http.get(f"/sessions/{session}")).status_code == 404
 
 
-async def told_by_tokens(
+@pytest.mark.parametrize("way", ["chain", "echo", "prefix"])
+async def test_a_prompt_begins_with_the_ids_before_it_without_a_sessions_name(
     client: AsyncOpenAI, model: str, script: dict[str, Any], template: ChatTemplate, way: str
 ) -> None:
-    """Two turns without a session's name: each prompt begins with all ids before it."""
     body = {**script, "return_token_ids": True}
     asked: dict[str, Any] = {"model": model, "tools": [TOOL_SCHEMA]}
     first = await client.chat.completions.create(messages=[QUESTION], extra_body=body, **asked)

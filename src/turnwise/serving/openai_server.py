@@ -33,6 +33,7 @@ from turnwise.errors import DeadlineError, InputError
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.sessions import SessionStore
 from turnwise.serving.vllm_server import CALL, Call, build
+from turnwise.tasks import settle_heap
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
@@ -82,6 +83,7 @@ class OpenAIServer:
             raise DeadlineError(
                 f"the OpenAI server at {host}:{port} was not up in {_START_SECONDS:g} s"
             ) from None
+        settle_heap()
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         return self.base_url
 
@@ -138,7 +140,8 @@ class _Server(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio switches Nagle off only where the protocol is said to be TCP.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(2048)
@@ -211,7 +214,9 @@ def _add_routes(app: FastAPI, store: SessionStore, metrics: Callable[[], bytes])
 
     app.include_router(router)
     app.add_exception_handler(StarletteHTTPException, _told)
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built it, without our handler
+    # vLLM's middlewares are for scaling, browsers and metrics of its own; they cost a tenth.
+    app.user_middleware.clear()
+    app.middleware_stack = FastAPI.build_middleware_stack(app)
     routes = app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
 

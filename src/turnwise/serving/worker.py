@@ -15,6 +15,7 @@ import torch
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.tasks import settle_heap
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 _HEARTBEAT_SECONDS = 10.0
@@ -83,6 +84,7 @@ class VllmAsyncGenerationWorker:
             config = self._config.model_copy(update={"serving": serving})
             self._server = OpenAIServer(config, self._engine)
             await self._server.start()
+        settle_heap()
         return os.getpid()
 
     async def generate_async(
