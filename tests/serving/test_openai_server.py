@@ -136,6 +136,8 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
     closed = (await http.delete(f"/sessions/{session}")).json()
     assert closed["reward"] == closed["trajectory"]["reward"] == 1.0
     assert (await http.get(f"/sessions/{session}")).status_code == 404
+    with pytest.raises(openai.APIStatusError, match=f"the session {session} is closed"):
+        await converse(told, model, script)
 
 
 @pytest.mark.parametrize("way", ["chain", "echo", "prefix"])
@@ -246,6 +248,7 @@ async def test_a_training_session_keeps_its_tokens_on_policy(
     assert (await http.post("/sessions", json={"id": "trained"})).status_code == 409
     told = client.with_options(base_url=f"{http.base_url}/sessions/trained/v1")
     ask: Any = {"model": model, "messages": [QUESTION]}
+    strict = {**TOOL_SCHEMA, "function": {**TOOL_SCHEMA["function"], "strict": True}}
     await told.chat.completions.create(**ask)
     await told.chat.completions.create(**ask, temperature=1.0, extra_body={"top_k": 40})
     for wrong, words in (
@@ -256,6 +259,8 @@ async def test_a_training_session_keeps_its_tokens_on_policy(
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [TOOL_SCHEMA], "tool_choice": "required"}, "tool_choice.* use auto"),
+        ({"tools": [TOOL_SCHEMA], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [strict]}, "a grammar, such as that of a strict tool"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             await told.chat.completions.create(**ask, **wrong)
@@ -303,6 +308,8 @@ async def test_other_apis_are_served_and_sessions_count_for_them(
     response = await told.responses.create(model=model, input="12 plus", max_output_tokens=6)
     assert response.output
     assert len((await fetched(http, "claude")).turns) == 2
+    await told.completions.create(model=model, prompt="12 plus", max_tokens=5)
+    assert len((await fetched(http, "claude")).turns) == 3
     tokens = (await http.post("/tokenize", json={"model": model, "prompt": "12 plus"})).json()
     assert tokens["tokens"] == template.encode("12 plus")
     assert (await http.get("/health")).status_code == 200

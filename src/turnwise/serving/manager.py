@@ -22,6 +22,7 @@ from turnwise.tasks import task_group
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_SETTLED_CHECKS = 10
 
 
 class ManagedEngine(Engine, Protocol):
@@ -48,6 +49,9 @@ class _Slot:
     restarting: asyncio.Task[None] | None = None
     checking: asyncio.Task[None] | None = None
     failure: str = ""
+    restarts: int = 0
+    """In a row: since it last served for `_SETTLED_CHECKS` health checks."""
+    checks: int = 0
 
 
 @dataclass(slots=True)
@@ -128,14 +132,20 @@ class AsyncLLMServerManager:
         self._watching = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     async def _fill(self, slot: _Slot) -> None:
+        """Start the slot's worker; it takes turns once it is as all others are."""
         engine = await self._start(slot.name)
-        slot.engine = engine
-        async with self._control:
-            if self._manifest is not None:
-                await self._bring_up_to_date(engine)
-            if self._asleep:
-                await engine.sleep()
-            self.scheduler.add(slot.name, engine)
+        try:
+            async with self._control:
+                if self._manifest is not None:
+                    await self._bring_up_to_date(engine)
+                if self._asleep:
+                    await engine.sleep()
+                slot.engine = engine
+                self.scheduler.add(slot.name, engine)
+        except BaseException:
+            engine.fail(f"{slot.name} did not come up")
+            engine.kill()
+            raise
 
     async def update_weights(
         self, manifest: dict[str, Any], verify: Verify | None = None
@@ -187,9 +197,17 @@ class AsyncLLMServerManager:
         await self._all("wake_up", *([tags] if tags else []), asleep=False)
 
     async def _all(self, method: str, *args: Any, asleep: bool) -> None:
+        async def one(slot: _Slot) -> None:
+            if (engine := slot.engine) is None:
+                return
+            try:
+                await getattr(engine, method)(*args)
+            except TurnwiseError as error:
+                self._lose(slot, f"in {method}: {error}", engine)
+
         async with self._control:
             self._asleep = asleep
-            await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
+            await asyncio.gather(*(one(slot) for slot in self._slots))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["AsyncLLMServerManager"]:
@@ -214,7 +232,9 @@ class AsyncLLMServerManager:
     async def _watch(self, slot: _Slot) -> None:
         while True:
             await asyncio.sleep(self._serving.health_every)
-            if slot.engine is not None:
+            # Updates, sleep and wake have deadlines of their own, and an engine answers nobody
+            # meanwhile.
+            if slot.engine is not None and not self._control.locked():
                 await self._check(slot)
 
     def _on_failure(self, name: str, why: str) -> None:
@@ -231,12 +251,18 @@ class AsyncLLMServerManager:
         try:
             await self._ask(engine)
         except TimeoutError:
+            if self._control.locked():
+                return
             seconds = self._serving.health_timeout
             self._lose(slot, f"no answer to health checks in {seconds:g} s", engine)
         except (EngineError, DeadlineError) as error:
             self._lose(slot, slot.failure or str(error), engine)
         else:
             if slot.engine is engine:
+                slot.failure = ""
+                slot.checks += 1
+                if slot.checks >= _SETTLED_CHECKS:
+                    slot.restarts = 0
                 self.scheduler.restore(slot.name)
 
     async def _ask(self, engine: ManagedEngine) -> None:
@@ -262,15 +288,15 @@ class AsyncLLMServerManager:
     async def _restart(self, slot: _Slot, why: str, lost: Counter[str]) -> None:
         clock = asyncio.get_running_loop().time
         started, last = clock(), ""
-        for attempt in range(self._serving.max_restarts):
-            await asyncio.sleep(_RETRY_SECONDS * attempt)
+        while slot.restarts < self._serving.max_restarts:
+            await asyncio.sleep(_RETRY_SECONDS * slot.restarts)
+            slot.restarts += 1
             try:
                 await self._fill(slot)
-            except TurnwiseError as error:
-                last = str(error)
-                slot.engine = None
+            except Exception as error:  # whatever it is, it is told when the worker is given up
+                last = str(error) or type(error).__name__
                 continue
-            slot.failure = ""
+            slot.failure, slot.checks = "", 0
             loss = Loss(slot.name, why, clock() - started, Counter(lost))
             self.losses.append(loss)
             logger.warning("%s", loss)

@@ -94,7 +94,9 @@ class OpenAIServer:
     async def application(self) -> ASGIApp:
         """The ASGI application, doors and all."""
         key = self._config.serving.api_key or os.environ.get("TURNWISE_API_KEY")
-        app = await build(self._config, self._generator, self._healthy)
+        app = await build(
+            self._config, self._generator, self._healthy, self.sessions.remember_completion
+        )
         counts: Counter[str] = Counter()
         _add_routes(app, self.sessions, _metrics(self.sessions, self._generator, counts))
         self.schema = app.openapi()
@@ -207,8 +209,8 @@ def _add_routes(app: FastAPI, store: SessionStore, metrics: Callable[[], bytes])
     async def close_session(session_id: str) -> dict[str, Any]:
         """End the session and forget it; the answer is the last that is told of it."""
         session = found(session_id)
-        session.finish()
         store.close(session_id)
+        session.finish()
         described: dict[str, Any] = session.describe()
         return described
 
@@ -266,7 +268,7 @@ class _Key:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digest is not None and scope["type"] == "http" and scope["path"] != "/health":
             sent = dict(scope["headers"]).get(b"authorization", b"")
-            if scope["path"].endswith("/v1/messages") and (
+            if "/v1/messages" in scope["path"] and (
                 own := dict(scope["headers"]).get(b"x-api-key")
             ):
                 sent = b"Bearer " + own  # Anthropic's clients send it so
@@ -303,6 +305,9 @@ class _Session:
             await self._app(scope, receive, send)
             return
         previous = headers.pop(b"x-request-id", b"").decode("latin-1")
+        if name and self._store.is_closed(name):
+            await _refuse(send, 410, f"the session {name} is closed")
+            return
         try:
             session = self._store.of_request(name, previous)
         except InputError as error:
@@ -312,8 +317,7 @@ class _Session:
         if session.id:
             headers[b"x-session-id"] = session.id.encode("latin-1", "replace")
         scope["headers"] = list(headers.items())
-        call = Call(session)
-        token = CALL.set(call)
+        token = CALL.set(Call(session, previous))
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -324,8 +328,6 @@ class _Session:
             await self._app(scope, receive, counted)
         finally:
             CALL.reset(token)
-            if call.completion_id:
-                self._store.remember_completion(call.completion_id, session)
 
 
 @dataclass(slots=True, eq=False)
@@ -337,6 +339,8 @@ class _Running:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: int = 0
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: bool = True
+    """No other request like it runs: a retry can only mean this one."""
 
     def tell(self, message: Message) -> None:
         self.said.append(message)
@@ -347,9 +351,10 @@ class _Running:
 class _Join:
     """Lets a client's retry share the answer of the request that it repeats.
 
-    A retry is a request with the session, path and body of one that is still running, which says
-    that it is one: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
-    `Idempotency-Key` seen before. A request is aborted when the last who waits for it has gone.
+    A retry is a request with the session, path and body of the one such request that is still
+    running, which says that it is one: by `x-stainless-retry-count` (OpenAI's and Anthropic's
+    clients) or by an `Idempotency-Key` seen before. A request is aborted when the last who waits
+    for it has gone.
     """
 
     def __init__(self, app: ASGIApp, counts: Counter[str]) -> None:
@@ -369,18 +374,16 @@ class _Join:
         if body is None:
             return
         key = _digest(
-            b"\0".join(
-                [
-                    scope["path"].encode(),
-                    headers.get(b"x-session-id", b""),
-                    idempotent or b"",
-                    body,
-                ]
-            )
+            b"\0".join([scope["path"].encode(), _conversation(headers), idempotent or b"", body])
         )
-        running = self._running.get(key) if retried else None
+        known = self._running.get(key)
+        if known is not None and known.abandoned.is_set():
+            known = None
+        running = known if retried and known is not None and known.alone else None
         if running is None:
-            running = _Running()
+            running = _Running(alone=known is None)
+            if known is not None:
+                known.alone = False
             running.task = asyncio.create_task(self._run(running, scope, body))
             self._running[key] = running
             running.task.add_done_callback(lambda _: self._forget(key, running))
@@ -408,6 +411,12 @@ class _Join:
         running.news.set()
         if self._running.get(key) is running:
             del self._running[key]
+
+
+def _conversation(headers: dict[bytes, bytes]) -> bytes:
+    """Whose request it is, as far as it says: its session, or the completion before it."""
+    call = CALL.get()
+    return headers.get(b"x-session-id") or (call.previous.encode() if call is not None else b"")
 
 
 async def _body(receive: Receive) -> bytes | None:

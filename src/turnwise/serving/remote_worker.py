@@ -181,6 +181,7 @@ class RemoteWorker:
             except RayError as error:
                 logger.debug("%s", error)
                 self.fail(f"the process of {self.name} died")
+                return
             for request_id, event in events:
                 if (inbox := self._inboxes.get(request_id)) is not None:
                     inbox.put_nowait(event)

@@ -97,8 +97,9 @@ class Scheduler:
 
     def restore(self, name: str) -> None:
         """Trust a worker again that had failed."""
-        self.workers[name].usable = True
-        self._joined.set()
+        if (worker := self.workers.get(name)) is not None:
+            worker.usable = True
+            self._joined.set()
 
     def remove(self, name: str) -> Worker:
         """Give a worker no more turns; those that it has go on until they fail."""

@@ -63,6 +63,8 @@ class Session:
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
     """Turns whose answer nobody waited for."""
+    closed: bool = False
+    """Nothing is recorded any more."""
     _known: list[_Known] = field(default_factory=list)
 
     def next_prompt(
@@ -113,6 +115,9 @@ class Session:
         prompt: Prompt,
     ) -> None:
         """Add a turn; `answer` tells, when it is asked, what its text says."""
+        if self.closed:
+            self.lost_turns += 1
+            return
         self.trajectory.add_turn(
             prompt_token_ids,
             token_ids,
@@ -178,6 +183,7 @@ class SessionStore:
         self._sampling = sampling
         self._named: OrderedDict[str, Session] = OrderedDict()
         self._by_completion: OrderedDict[str, Session] = OrderedDict()
+        self._closed: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._named)
@@ -199,6 +205,7 @@ class SessionStore:
             raise InputError(f"there is a session {session_id} already")
         if len(self._named) >= _MAX_SESSIONS:
             raise InputError(f"{_MAX_SESSIONS} sessions are open; close some (DELETE /sessions/ID)")
+        self._closed.pop(session_id, None)
         session = Session(session_id, sampling or (self._sampling if training else None), group)
         session.trajectory.problem_id = group or session_id
         self._named[session_id] = session
@@ -207,6 +214,10 @@ class SessionStore:
     def get(self, session_id: str) -> Session | None:
         """The session of a name."""
         return self._named.get(session_id)
+
+    def is_closed(self, session_id: str) -> bool:
+        """Whether there was one of that name, which has been closed and not opened again."""
+        return session_id in self._closed
 
     def of_request(self, session_id: str | None, previous: str | None) -> Session:
         """The session of a request that names it, or the completion before it, or neither."""
@@ -224,8 +235,14 @@ class SessionStore:
             self._by_completion.popitem(last=False)
 
     def close(self, session_id: str) -> Session | None:
-        """End a session; later requests that name it begin a new one."""
-        return self._named.pop(session_id, None)
+        """End a session; later requests that name it are refused, unless it is opened again."""
+        session = self._named.pop(session_id, None)
+        if session is not None:
+            session.closed = True
+            self._closed[session_id] = None
+            if len(self._closed) > _MAX_SESSIONS:
+                self._closed.popitem(last=False)
+        return session
 
 
 def plain(message: Message) -> Message:

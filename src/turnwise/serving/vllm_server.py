@@ -74,6 +74,8 @@ class Call:
     """One HTTP request on its way through vLLM."""
 
     session: Session
+    previous: str = ""
+    """The completion that it says it follows."""
     request: Any = None
     messages: list[Any] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -82,17 +84,22 @@ class Call:
     """The log-probs and weight versions of each completion, by its ids."""
     texts: dict[tuple[int, ...], str] = field(default_factory=dict)
     """The text that vLLM made of each completion, by its ids."""
-    completion_id: str = ""
 
 
 CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
 """Set around each request by `openai_server`."""
 
 
-async def build(config: Config, generator: Generator, healthy: Callable[[], bool]) -> FastAPI:
+async def build(
+    config: Config,
+    generator: Generator,
+    healthy: Callable[[], bool],
+    remember: Callable[[str, Session], None],
+) -> FastAPI:
     """vLLM's application around `generator`, with the routes in `ROUTES` alone.
 
     Args:
+        remember: Told each chat completion's id and session.
         healthy: Whether anything can be served now.
 
     Raises:
@@ -108,7 +115,7 @@ async def build(config: Config, generator: Generator, healthy: Callable[[], bool
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    gate = _Gate(config)
+    gate = _Gate(config, remember)
     try:
         front = FrontEnd(config, generator, gate, healthy)
         app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
@@ -233,6 +240,14 @@ class _Core:
         sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
         prompt = list(request.prompt_token_ids)
         chunks: list[Chunk] = []
+        if call is not None and call.session.sampling is not None and params.structured_outputs:
+            why = (
+                "a grammar (a strict tool, or parallel_tool_calls=false) would make the tokens of "
+            )
+            why += "this training session off-policy: leave it out"
+            self._fail(request_id, VLLMValidationError(why))
+            self._tasks.pop(request_id, None)
+            return
         route = Route(call.session.id, call.session.group) if call is not None else None
         stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
         try:
@@ -280,8 +295,14 @@ class _Core:
             self._queue.put_nowait((0, output))
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        if (state := self._outputs.request_states.get(request_id)) is not None:
-            state.queue.put(error)
+        """Raise the error to the one who asked, and end the request and its siblings (n > 1)."""
+        if (state := self._outputs.request_states.get(request_id)) is None:
+            return
+        state.queue.put(error)
+        name = state.parent_req.request_id if state.parent_req is not None else request_id
+        for ended in self._outputs.abort_requests([name], internal=True):
+            if ended != request_id and (task := self._tasks.get(ended)) is not None:
+                task.cancel()
 
 
 def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
@@ -303,8 +324,9 @@ def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
 class _Gate:
     """What our two places do: exact prompts in, sampled turns out."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, remember: Callable[[str, Session], None]) -> None:
         self._config = config
+        self.remember = remember
 
     def attach(self, state: Any, tokenizer: Any) -> None:
         """Put them into vLLM's application."""
@@ -444,7 +466,7 @@ class _Gate:
         if text is None:  # the client did not wait for it
             text = self._template(call.request).decode(token_ids)
         chat = self._chat
-        if chat.parser_cls is None:
+        if chat.parser_cls is None or not hasattr(call.request, "tool_choice"):
             return answer(text, ())
         parser = chat._make_parser(call.request, self._tokenizer, {})
         _, content, calls = parser.parse(
@@ -459,7 +481,8 @@ class _Gate:
             if call is None or raw_request is None:
                 return response
             metadata = getattr(raw_request.state, "request_metadata", None)
-            call.completion_id = metadata.request_id if metadata is not None else ""
+            if metadata is not None:
+                self.remember(metadata.request_id, call.session)
             if isinstance(response, ChatCompletionResponse) and request.return_token_ids:
                 for choice in response.choices:
                     self._show_tokens(call, choice, response.prompt_token_ids)
@@ -499,8 +522,18 @@ def keep_on_policy(request: Any, sampling: SamplingConfig) -> None:
     for name, neutral in _NEUTRAL.items():
         if getattr(request, name, neutral) not in (None, neutral):
             refuse(name, f"leave it out, or set it to {neutral!r}")
-    if getattr(request, "min_tokens", 0) not in (None, 0, sampling.min_tokens):
-        refuse("min_tokens", "leave it out")
+    ours = {
+        "min_tokens": sampling.min_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "vllm_xargs": sampling.logits_processor_args or None,
+    }
+    for name, wanted in ours.items():
+        if name in said and getattr(request, name) not in (None, wanted):
+            refuse(name, "leave it out")
+        if hasattr(request, name):
+            setattr(request, name, wanted)
+    if getattr(request, "parallel_tool_calls", True) is False and request.tools:
+        refuse("parallel_tool_calls", "a grammar changes what is sampled; leave it out")
     for name in ("response_format", "text"):  # the second is Responses'
         wanted = getattr(request, name, None)
         wanted = getattr(wanted, "format", wanted)
@@ -527,9 +560,7 @@ _NEUTRAL: dict[str, Any] = {
     "allowed_token_ids": None,
     "structured_outputs": None,
     "use_beam_search": False,
-    "ignore_eos": False,
     "thinking_token_budget": None,
-    "vllm_xargs": None,
 }
 
 

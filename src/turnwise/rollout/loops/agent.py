@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shlex
+import signal
+from contextlib import suppress
 from typing import Any
 
 from turnwise.errors import InputError, TrajectoryError
@@ -63,13 +65,13 @@ async def _run_command(command: str, base_url: str, problem: dict[str, Any]) -> 
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={"OPENAI_API_KEY": "none", **os.environ, **given},
+        start_new_session=True,
     )
     try:
         said, _ = await process.communicate(row.encode())
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        with suppress(ProcessLookupError):  # its children too, which may hold its output open
+            os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         text = said.decode(errors="replace").strip()[-_SAID:]
         raise TrajectoryError("agent_error", f"{command} exited with {process.returncode}: {text}")
