@@ -1,11 +1,14 @@
 """The worker's own methods, called as a trainer of another system would call them."""
 
+from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import ray
 import torch
 
+from turnwise.config import Config
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.trajectory import ChatTemplate
 
@@ -88,3 +91,19 @@ async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
     await engine.actor.sleep_async.remote()
     await engine.actor.wake_up_async.remote(tags=["weights"])
     await engine.actor.wake_up_async.remote()
+
+
+async def test_a_worker_can_serve_by_itself(
+    ray_started: None, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(serving={"worker_servers": True, "port": 0})
+    worker = await RemoteWorker.start(config, name="worker-9")
+    try:
+        assert worker.base_url is not None
+        async with httpx.AsyncClient(base_url=worker.base_url, timeout=30) as http:
+            model = (await http.get("/models")).json()["data"][0]["id"]
+            body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
+            answer = (await http.post("/completions", json=body)).json()
+        assert answer["usage"]["prompt_tokens"] == 3
+    finally:
+        await worker.shutdown()
