@@ -84,7 +84,6 @@ class SimulatedEngine:
         self.version = 0
         self.slowdown = 1.0
         """Everything takes this many times longer."""
-        self.served_tokens = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
         self._seed = seed
@@ -202,7 +201,6 @@ class SimulatedEngine:
             self._deliver(request, finish)
 
     def _deliver(self, request: _Request, finish: FinishReason | None) -> None:
-        self.served_tokens += len(request.token_ids)
         chunk = Chunk(
             request.token_ids,
             request.logprobs,

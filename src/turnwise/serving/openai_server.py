@@ -99,8 +99,7 @@ class OpenAIServer:
         )
         counts: Counter[str] = Counter()
         _add_routes(app, self.sessions, _metrics(self.sessions, self._generator, counts))
-        self.schema = app.openapi()
-        app.state.server = self
+        app.state.server = self  # vLLM's error handler looks for one
         return _Key(_Session(_Join(app, counts), self.sessions, counts), key)
 
     def _healthy(self) -> bool:
@@ -216,7 +215,7 @@ def _add_routes(app: FastAPI, store: SessionStore, metrics: Callable[[], bytes])
 
     app.include_router(router)
     app.add_exception_handler(StarletteHTTPException, _told)
-    # vLLM's middlewares are for scaling, browsers and metrics of its own; they cost a tenth.
+    # vLLM's middlewares are for scaling, browsers and metrics of its own.
     app.user_middleware.clear()
     app.middleware_stack = FastAPI.build_middleware_stack(app)
     routes = app.router.routes
