@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """Training rows: a .jsonl file, or the name of a Hugging Face dataset."""
+    """Training rows: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
     eval_path: str | None = None
     """Held-out rows for evaluation; without it `turnwise eval` takes data.path."""
     subset: str | None = None
@@ -67,6 +67,9 @@ class DataConfig(Section):
     """Split of data.eval_path when it is a Hugging Face dataset."""
     limit: PositiveInt | None = None
     """Use only the first rows of data.path."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Leave out rows whose prompt is longer, and say how many; unset: a prompt that does not fit
+    model.max_length is an error."""
     eval_limit: PositiveInt | None = None
     """Use only the first rows of data.eval_path."""
 
@@ -102,6 +105,23 @@ class SamplingConfig(Section):
         return self
 
 
+class RewardConfig(Section):
+    """One part of the reward: the environment's own, a function, or a reward model."""
+
+    function: str | None = None
+    """package.module:function(trajectory, row) -> number, sync or async."""
+    model: str | None = None
+    """Folder or Hugging Face name of a sequence-classification model with one output."""
+    weight: float = 1.0
+    """What it is multiplied by in the sum."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RewardConfig":
+        if self.function and self.model:
+            raise ValueError("a reward is a function or a model, not both: make it two entries")
+        return self
+
+
 class RolloutConfig(Section):
     loop: str = "tool_calling"
     """Agent loop: tool_calling, single_turn, interleaved, agent, or package.module:Class."""
@@ -112,6 +132,13 @@ class RolloutConfig(Section):
     """Problems (groups) in one training step."""
     concurrency: PositiveInt = 256
     """Trajectories in flight at once."""
+    oversample: NonNegativeFloat = 0.0
+    """Start this share of groups more than a step takes; the step trains on those done first."""
+    retries: NonNegativeInt = 0
+    """Times that a failed trajectory is tried again, so that its group is complete."""
+    rewards: list[RewardConfig] = []
+    """Parts of the reward, added up; an entry without function or model is the environment's
+    own, and so is the whole where there is no entry."""
     history: Literal["exact", "template"] = "exact"
     """What the model sees of its earlier turns: its own tokens, or (template) what the chat
     template makes of them, in a new branch wherever that is another text."""
@@ -178,6 +205,8 @@ class ServingConfig(Section):
     """Address that the OpenAI server listens on."""
     port: NonNegativeInt = 8000
     """Its port; 0 takes a free one."""
+    resources: dict[str, float] = {}
+    """Ray resources that each worker asks for, beside its GPU."""
     worker_servers: bool = False
     """Each worker serves its own engine too, on a free port of `host`."""
     api_key: str | None = None
@@ -189,6 +218,11 @@ class ServingConfig(Section):
 class WeightsConfig(Section):
     update_timeout: PositiveFloat = 120.0
     """Seconds for one update to land and be checked."""
+    transport: Literal["shm", "ipc", "collective", "disk"] = "shm"
+    """How they travel: shared memory of one host; GPU memory of one GPU (ipc); broadcasts, gloo or
+    NCCL, between hosts (collective); files in a folder that all hosts see (disk)."""
+    folder: str | None = None
+    """disk: the folder; unset: `weights` in the run folder."""
     in_flight: Literal["drain", "abort", "keep"] = "keep"
     """What an update does to turns under way: finish them first, end them and continue them
     under the new weights, or freeze them meanwhile."""
@@ -197,11 +231,164 @@ class WeightsConfig(Section):
     in float32, 0.2 in bfloat16."""
 
 
+class Grpo(Section):
+    """(r - mean) / std within the group."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpo(Section):
+    """r - mean within the group."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+
+
+class Rloo(Section):
+    """r - the mean of the group's others."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class ReinforcePP(Section):
+    """r, less its group's mean if `baseline` is group, normalised over the batch."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    baseline: Literal["none", "group"] = "group"
+    """What is taken off a reward first."""
+
+
+class Gae(Section):
+    """PPO's: generalised advantage estimation with a value model, normalised over the batch."""
+
+    name: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    """Discount of a token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda: 0 trusts the value model, 1 the rewards."""
+    learning_rate: PositiveFloat = 1e-5
+    """The value model's."""
+    clip: PositiveFloat = 0.2
+    """Values move at most this far from those before the step."""
+    warmup_steps: NonNegativeInt = 0
+    """Training steps that train the value model alone."""
+
+
+class PpoClip(Section):
+    """Clipped ratio per token."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the ratio where the advantage is negative; unset is none."""
+
+
+class Gspo(Section):
+    """Clipped ratio per sequence."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 3e-4
+    """The sequence's ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 4e-4
+    """The sequence's ratio is clipped above 1 + clip_high."""
+
+
+class Cispo(Section):
+    """Clipped importance weights; every token keeps its gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 1.0
+    """The weight is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The weight is clipped above 1 + clip_high."""
+
+
+class Dpo(Section):
+    """Online DPO: each group's best and worst trajectory are a pair; advantages are not used."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference model."""
+
+
+class KlConfig(Section):
+    coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of the KL divergence."""
+    where: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken off each token's reward."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "KlConfig":
+        if self.coef and self.estimator == "k1" and self.where == "loss":
+            raise ValueError("k1 in the loss has no gradient on average: use k2 or k3, or reward")
+        return self
+
+
+class CorrectionConfig(Section):
+    name: Literal["none", "token_tis", "sequence_tis", "mask"] = "none"
+    """none takes the ratio against the engine's log-probs. The others take it against the
+    trainer's own before the step, and weigh each token by trainer / engine: truncated at `high`
+    (token_tis), the same for whole sequences (sequence_tis), or 1 within the band (mask)."""
+    low: PositiveFloat = 0.5
+    """Lower end of the band of `mask`."""
+    high: PositiveFloat = 2.0
+    """Where weights are truncated, and upper end of the band."""
+    stale_only: bool = False
+    """Correct tokens of older weight versions alone."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Annotated[
+        Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")
+    ] = Grpo()
+    """What a trajectory's reward says of its tokens: grpo, dr_grpo, rloo, reinforce_pp, gae."""
+    loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
+    """The loss: ppo_clip, gspo, cispo, dpo."""
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """The batch's loss: the mean over tokens (DAPO), over sequences of each one's mean (GRPO), or
+    the sum over sequences * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    kl: KlConfig = KlConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    dynamic_sampling: bool = False
+    """Sample other problems for groups whose rewards are all equal (DAPO)."""
+    overlong_tokens: NonNegativeInt = 0
+    """The last so many tokens before model.max_length cost reward, rising to overlong_penalty
+    (DAPO); 0 is none."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What a trajectory that fills the context loses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, tree: Any) -> Any:
+        """A part without a name is the default's."""
+        for key, name in (("advantage", "grpo"), ("loss", "ppo_clip")):
+            if isinstance(tree, dict) and isinstance(tree.get(key), dict):
+                tree = {**tree, key: {"name": name, **tree[key]}}
+        return tree
+
+
 class TrainingConfig(Section):
     steps: PositiveInt = 100
     """Training steps; one step consumes rollout.prompts_per_step groups."""
     max_staleness: NonNegativeInt = 0
     """Steps that rollouts may run ahead of the trainer; 0 is synchronous."""
+    stale: Literal["mask", "drop"] = "mask"
+    """What becomes of tokens older than that: they are context only, or their group is dropped."""
+    ranks: PositiveInt = 1
+    """Processes that train together, the model sharded over them."""
+    colocated: bool = False
+    """Engines live in the trainer's processes and take turns with it: one worker for each rank."""
+    resources: dict[str, float] = {}
+    """Ray resources that each rank asks for, beside its GPU."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """Micro-batches are one row of sequences end to end, or rows of like length, padded; auto:
+    packed on GPUs, padded on CPUs."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps per training step, each on an equal share of its samples."""
     learning_rate: PositiveFloat = 1e-6
@@ -214,12 +401,6 @@ class TrainingConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio to the sampling policy is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio to the sampling policy is clipped above 1 + clip_high."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens, padding included, of one forward and backward pass."""
     threads: NonNegativeInt = 0
@@ -228,6 +409,12 @@ class TrainingConfig(Section):
     """Seconds for the trainer to answer one call."""
     checkpoint_every: NonNegativeInt = 0
     """Save a checkpoint each so many steps; 0 saves only the last."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that are kept, beside the best on held-out problems."""
+    restarts: NonNegativeInt = 0
+    """Times that a run whose trainer died goes on from its last checkpoint by itself."""
+    max_skipped: PositiveInt = 3
+    """Updates in a row without a finite loss and gradient that end the run; each is skipped."""
 
 
 class Config(Section):
@@ -245,6 +432,10 @@ class Config(Section):
     """When a token is about to be trained that is not as it was sampled: end the run, or say so."""
     environment: str
     """The environment that makes problems, tools and rewards of rows: package.module:Class."""
+    sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
+    """Where metrics go beside metrics.jsonl and TensorBoard, where these packages are there."""
+    watchdog: PositiveFloat = 60.0
+    """Seconds without any progress after which the run says whom it waits for."""
     ray_address: str | None = None
     """Address of a running Ray cluster, or `auto`; unset starts Ray on this machine."""
     model: ModelConfig
@@ -255,6 +446,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
     weights: WeightsConfig = WeightsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
 
     @model_validator(mode="after")
@@ -268,6 +460,11 @@ class Config(Section):
             raise ValueError(f"engine.extra.{key} is gone: {REPLACED_KEYS[key]}")
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
+        if self.training.colocated and self.serving.workers != self.training.ranks:
+            raise ValueError(
+                f"training.colocated needs a worker for each rank: serving.workers is "
+                f"{self.serving.workers}, training.ranks {self.training.ranks}"
+            )
         return self
 
 
