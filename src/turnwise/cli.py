@@ -5,20 +5,27 @@ the run, everything that it started, and exits with 130.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from turnwise.config import Config, explain_config, load_config
-from turnwise.errors import TurnwiseError
+from turnwise.errors import InputError, TrainerError, TurnwiseError
 from turnwise.tasks import run_in_thread
+
+if TYPE_CHECKING:
+    from turnwise.display import Display
+    from turnwise.rollout import Problem
+    from turnwise.run_folder import Resume, RunFolder
+    from turnwise.trajectory import ExactnessReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,9 +42,25 @@ _EXIT_INTERRUPTED = 130
 
 
 @app.command()
-def train(file: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A run's folder: go on from its last whole checkpoint.")
+    ] = None,
+) -> None:
     """Train a model; everything about the run goes to its folder."""
-    _run(lambda: _train(load_config(file, overrides or ())))
+    changes = [*(overrides or ())]
+    if resume is None:
+        if file is None:
+            raise typer.BadParameter("give a FILE, or --resume runs/NAME")
+        _run(lambda: _train(load_config(file, changes)))
+        return
+    if file is not None:
+        changes.insert(0, file)
+    _run(lambda: _resume(resume, changes))
 
 
 @app.command("eval")
@@ -106,27 +129,71 @@ async def _interruptible(run: Coroutine[Any, Any, None]) -> None:
     await task
 
 
-async def _train(config: Config) -> None:
+async def _resume(run: Path, changes: Sequence[str]) -> None:
+    from turnwise.run_folder import find_resume
+
+    resume = await run_in_thread(lambda: find_resume(run))
+    config = load_config(run / "config.yaml", changes)
+    if Path(config.output_dir, config.name).resolve() != run.resolve():
+        config = config.model_copy(
+            update={"output_dir": str(run.resolve().parent), "name": run.resolve().name}
+        )
+    if resume.step >= config.training.steps:
+        raise InputError(
+            f"{resume.checkpoint} is step {resume.step} of {config.training.steps}: the run is "
+            "complete; training.steps=N goes on to step N"
+        )
+    await _train(config, resume)
+
+
+async def _train(config: Config, resume: "Resume | None" = None) -> None:
     from turnwise.display import Display
-    from turnwise.loop import TrainingLoop
-    from turnwise.machinery import load_problems, open_machinery
-    from turnwise.run_folder import RunFolder
+    from turnwise.machinery import load_problems
+    from turnwise.run_folder import RunFolder, find_resume
 
     problems, heldout = await run_in_thread(lambda: load_problems(config))
-    folder = RunFolder(config)
     console = Console()
-    try:
+    for attempt in itertools.count():
+        folder = RunFolder(config, resume)
         with Display(config.name, config.training.steps, console) as display:
-            async with open_machinery(config, [*problems, *heldout], training=True) as machinery:
-                loop = TrainingLoop(config, machinery, problems, heldout, folder, display)
-                await loop.run()
-    finally:
-        folder.close()
+            for flaw in resume.flaws if resume is not None else ():
+                display.warn(f"a newer checkpoint is cut short ({flaw}) and is passed over")
+            if resume is not None:
+                display.warn(f"going on from {resume.checkpoint}")
+            try:
+                exactness = await _attempt(config, problems, heldout, folder, display, resume)
+                break
+            except TrainerError as error:
+                if attempt >= config.training.restarts:
+                    raise
+                resume = await run_in_thread(lambda: find_resume(folder.path))
+                display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
+            finally:
+                folder.close()
     console.print(
-        f"{loop.exactness}\nrun folder {folder.path}\npicture    {folder.picture}",
+        f"{exactness}\nrun folder {folder.path}\npicture    {folder.picture}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+async def _attempt(
+    config: Config,
+    problems: "list[Problem]",
+    heldout: "list[Problem]",
+    folder: "RunFolder",
+    display: "Display",
+    resume: "Resume | None",
+) -> "ExactnessReport":
+    """One start of everything, to the end of the run."""
+    from turnwise.loop import TrainingLoop
+    from turnwise.machinery import open_machinery
+
+    everything = [*problems, *heldout]
+    async with open_machinery(config, everything, folder=folder.path) as machinery:
+        loop = TrainingLoop(config, machinery, problems, heldout, folder, display, resume)
+        await loop.run()
+        return loop.exactness
 
 
 async def _evaluate(config: Config) -> None:
@@ -136,7 +203,7 @@ async def _evaluate(config: Config) -> None:
 
     problems, console = await run_in_thread(lambda: load_heldout(config)), Console()
     with Display(config.name, 0, console) as display:
-        async with open_machinery(config, problems, training=False) as machinery:
+        async with open_machinery(config, problems) as machinery:
             evaluation = await evaluate(machinery, problems, config, display)
     path = Path(config.output_dir) / config.name / "eval.jsonl"
     write_jsonl(path, evaluation.trajectories)
@@ -157,7 +224,7 @@ async def _rollout(config: Config, output: Path | None) -> None:
 
     problems, console = await run_in_thread(lambda: load_training(config)), Console()
     with Display(config.name, 0, console) as display:
-        async with open_machinery(config, problems, training=False) as machinery:
+        async with open_machinery(config, problems) as machinery:
             display.phase("rollout", len(problems))
             groups = await run_groups(machinery, problems, config.sampling, "rollout", display)
     path = output or Path(config.output_dir) / config.name / "rollouts.jsonl"

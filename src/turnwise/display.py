@@ -57,6 +57,10 @@ class Display:
             self._accuracy = metrics["accuracy_heldout"]
         self._console.print(self._line(metrics), highlight=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Something that a person should know at once."""
+        self._console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
+
     def _line(self, metrics: dict[str, Any]) -> str:
         parts = [
             f"step {metrics['step']:>4}/{self._steps}",

@@ -21,6 +21,10 @@ class EngineError(TurnwiseError):
     """An inference engine failed or died."""
 
 
+class TrainerError(TurnwiseError):
+    """A rank of the trainer failed or died."""
+
+
 class WeightUpdateError(TurnwiseError):
     """Weights did not arrive whole; the message names the tensor or the largest difference."""
 

@@ -1,40 +1,43 @@
 """The training loop: two coroutines and a bound between them.
 
-The producer starts the groups of step s as soon as the trainer has finished step
-s - 1 - max_staleness; the consumer waits for a step's groups, trains on them, and hands the new
-weights to the engine. With max_staleness 0 the two take turns, which is synchronous training;
-there is no other loop.
+The producer (`rollout.producer`) keeps as many groups under way as could still be trained; the
+consumer waits for a step's groups, trains on them, and hands the new weights to the engines. With
+max_staleness 0 the two take turns, which is synchronous training; there is no other loop.
 """
 
 import asyncio
-import itertools
-import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config import Config
 from turnwise.errors import DeadlineError, ExactnessError
 from turnwise.machinery import Evaluation, Machinery, Progress, evaluate, mean
 from turnwise.rollout import Group, Problem, check_failures
-from turnwise.run_folder import RunFolder
+from turnwise.rollout.problems import ProblemStream
+from turnwise.rollout.producer import Batch, GroupProducer
+from turnwise.run_folder import Resume, RunFolder
 from turnwise.tasks import task_group
-from turnwise.training import Sample, group_advantages
-from turnwise.trajectory import Branch, ExactnessReport, audit
+from turnwise.training.algorithms import has_signal
+from turnwise.training.samples import Made, make_samples
+from turnwise.trajectory import ExactnessReport, audit
+from turnwise.watchdog import Watchdog, waiting
 from turnwise.weights.canary import check_canary
+from turnwise.weights.delivery import Delivery
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 @dataclass(slots=True)
-class _Batch:
-    """The groups of one step, under way."""
+class _Clock:
+    """Seconds of a step by what the consumer did meanwhile, or waited for."""
 
-    groups: "list[asyncio.Task[Group]]"
-    started: float
-    finished: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, phase: str, since: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - since
 
 
 class TrainingLoop:
@@ -46,6 +49,7 @@ class TrainingLoop:
         heldout: To evaluate on; may be empty.
         folder: Where everything is written.
         progress: Told what happens.
+        resume: The checkpoint to go on from.
     """
 
     def __init__(
@@ -56,68 +60,85 @@ class TrainingLoop:
         heldout: Sequence[Problem],
         folder: RunFolder,
         progress: Progress,
+        resume: Resume | None = None,
     ) -> None:
         assert machinery.policy is not None
         self._config = config
         self._machinery = machinery
         self._policy = machinery.policy
-        self._problems = _endless(problems, config.seed)
         self._heldout = heldout
         self._folder = folder
         self._progress = progress
-        self._batches: asyncio.Queue[_Batch] = asyncio.Queue()
+        self._resume = resume
+        self._producer = GroupProducer(
+            config,
+            self._group,
+            ProblemStream(problems, config.seed),
+            has_signal,
+            progress.advance,
+        )
+        weights = config.weights
+        self._delivery = Delivery(
+            self._policy, weights.update_timeout, config.engine.start_timeout
+        )
         self.exactness = ExactnessReport()
         """Of all that was trained so far."""
-        self._trained = 0
-        self._advanced = asyncio.Condition()
+        self._clock = _Clock()
 
     async def run(self) -> None:
-        """Train for `training.steps` steps; raises what ended the run early."""
-        await self._measure_given_model()
-        async with task_group() as tasks:
-            tasks.create_task(self._produce(tasks))
-            tasks.create_task(self._consume())
+        """Train until step `training.steps`; raises what ended the run early."""
+        async with Watchdog(self._config.watchdog, self._progress.warn), task_group() as tasks:
+            watch = tasks.create_task(self._policy.watch())
+            first = await self._begin()
+            producing = tasks.create_task(self._producer.run())
+            await self._consume(first)
+            producing.cancel()
+            watch.cancel()
 
-    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
-        config, ahead = self._config, self._config.training.max_staleness
-        for step in range(1, config.training.steps + 1):
-            async with self._advanced:
-                while step - 1 - self._trained > ahead:
-                    await self._advanced.wait()
-            problems = list(itertools.islice(self._problems, config.rollout.prompts_per_step))
-            self._progress.phase("rollout", len(problems))
-            batch = _Batch([], time.perf_counter())
-            batch.groups = [
-                tasks.create_task(self._group(problem, f"step{step}.{i}", batch))
-                for i, problem in enumerate(problems)
-            ]
-            self._batches.put_nowait(batch)
-
-    async def _group(self, problem: Problem, tag: str, batch: _Batch) -> Group:
-        group = await self._machinery.runner.run_group(
+    async def _group(self, problem: Problem, tag: str) -> Group:
+        return await self._machinery.runner.run_group(
             self._machinery.generator, problem, self._config.sampling, tag
         )
-        self._progress.advance()
-        batch.finished = time.perf_counter()
-        return group
 
-    async def _consume(self) -> None:
+    async def _begin(self) -> int:
+        """Bring the engines to the trainer's weights; returns the first step."""
+        if self._resume is None:
+            await self._measure_given_model()
+            return 1
+        self._progress.phase("resume")
+        state = self._resume.state
+        await self._policy.load(self._resume.checkpoint)
+        self._producer.restore(state["producer"], self._resume.step)
+        self.exactness = ExactnessReport.from_dict(state["exactness"])
+        await self._update_weights()
+        return self._resume.step + 1
+
+    async def _consume(self, first: int) -> None:
         previous = time.perf_counter()
-        for step in range(1, self._config.training.steps + 1):
-            batch = await self._batches.get()
-            groups = await asyncio.gather(*batch.groups)
-            metrics = {"step": step} | self._describe(groups, batch.finished - batch.started)
-            metrics |= await self._train_on(groups)
+        for step in range(first, self._config.training.steps + 1):
+            batch = await self._wait_for_batch(step)
+            metrics = {"step": step} | self._describe(batch)
+            metrics |= await self._train_on(batch)
             metrics |= await self._update_weights()
             evaluation = await self._evaluate(step)
             metrics["accuracy_heldout"] = evaluation.accuracy if evaluation else None
-            self._trained = step
-            async with self._advanced:
-                self._advanced.notify_all()
-            await self._save(step, groups, evaluation)
+            metrics |= evaluation.details if evaluation else {}
+            await self._write_trajectories(step, batch, evaluation)
             now = time.perf_counter()
             metrics["step_seconds"], previous = now - previous, now
+            metrics["phase_seconds"] = self._phases(batch)
             await self._report(metrics)
+            self._clock = _Clock()
+            await self._save(step)
+            await self._producer.advance(step)
+
+    async def _wait_for_batch(self, step: int) -> Batch:
+        self._progress.phase("rollout", self._config.rollout.prompts_per_step)
+        started = time.perf_counter()
+        with waiting(f"the groups of step {step}"):
+            batch = await self._producer.next_batch()
+        self._clock.spend("idle", started)
+        return batch
 
     async def _measure_given_model(self) -> None:
         """Step 0: hand the trainer's weights over once, and evaluate before any training."""
@@ -132,6 +153,7 @@ class TrainingLoop:
                 "step": 0,
                 "reward_mean": evaluation.reward_mean,
                 "accuracy_heldout": evaluation.accuracy,
+                **evaluation.details,
                 "rollout_tokens_per_s": evaluation.tokens_per_s,
                 "train_tokens_per_s": 0.0,
                 "logprob_diff_mean": update["canary_diff_mean"],
@@ -144,50 +166,78 @@ class TrainingLoop:
             }
         )
 
-    def _describe(self, groups: Sequence[Group], seconds: float) -> dict[str, Any]:
+    def _describe(self, batch: Batch) -> dict[str, Any]:
         """What the step's rollouts were like.
 
         Raises:
             StepError: when too many of them failed.
         """
+        groups = batch.groups
         dropped = check_failures(groups, self._config.rollout.max_failed_fraction, "rollouts")
         trajectories = [t for group in groups for t in group.trajectories]
         count = len(trajectories)
         sampled = sum(t.sampled_tokens for t in trajectories)
+        parts: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for name, value in trajectory.reward_parts.items():
+                parts.setdefault(name, []).append(value)
         return {
             "reward_mean": mean([t.reward or 0.0 for t in trajectories]),
+            "reward_parts": {name: mean(values) for name, values in sorted(parts.items())},
             "trajectories": count,
             "dropped": dict(sorted(dropped.items())),
+            "retried": dict(sorted(sum((g.retried for g in groups), Counter[str]()).items())),
+            "groups_discarded": batch.discarded_by_reason,
             "statuses": dict(sorted(Counter(t.status for t in trajectories).items())),
             "events": dict(sorted(sum((t.events for t in trajectories), Counter[str]()).items())),
             "turns_mean": mean([len(t.turns) for t in trajectories]),
             "sampled_tokens": sampled,
-            "rollout_seconds": seconds,
-            "rollout_tokens_per_s": sampled / seconds,
+            "rollout_seconds": batch.seconds,
+            "rollout_tokens_per_s": sampled / batch.seconds,
         }
 
-    async def _train_on(self, groups: Sequence[Group]) -> dict[str, Any]:
-        samples, without_signal, exactness = await asyncio.to_thread(make_samples, groups)
-        self.exactness += exactness
+    async def _train_on(self, batch: Batch) -> dict[str, Any]:
+        made = await asyncio.to_thread(self._make_samples, batch)
+        self.exactness += made.report
         self._folder.write_exactness(self.exactness)
-        if exactness.first_violation is not None and self._config.exactness == "stop":
+        report = made.report
+        if report.first_violation is not None and self._config.exactness == "stop":
             raise ExactnessError(
-                f"{exactness.violations} violations of exactness; the first: "
-                f"{exactness.first_violation}; exactness=warn trains all the same"
+                f"{report.violations} violations of exactness; the first: "
+                f"{report.first_violation}; exactness=warn trains all the same"
             )
         empty = {"logprob_diff_mean": None, "logprob_diff_max": None, "staleness_max": 0}
         metrics: dict[str, Any] = {**empty, "train_tokens_per_s": 0.0, "trained_tokens": 0}
+        samples = [sample for sample in made.samples if sample.trained]
         if samples:
             self._progress.phase("train")
-            metrics |= await self._policy.train(samples)
+            started = time.perf_counter()
+            colocated = self._config.training.colocated
+            if colocated:  # one of the two may compute
+                await self._machinery.manager.sleep()
+            with waiting("the trainer to train"):
+                metrics |= await self._policy.train(samples)
+            if colocated:
+                await self._machinery.manager.wake_up()
+            self._clock.spend("train", started)
         return metrics | {
-            "groups_without_signal": without_signal,
-            "exact_percent": exactness.percent,
-            "forked": dict(sorted(exactness.forked.items())),
+            "groups_without_signal": made.groups_without_signal,
+            "stale_groups": made.stale_groups,
+            "stale_tokens": made.stale_tokens,
+            "overlong": made.overlong,
+            "exact_percent": report.percent,
+            "forked": dict(sorted(report.forked.items())),
         }
 
+    def _make_samples(self, batch: Batch) -> Made:
+        made = make_samples(batch.groups, self._config, self._policy.version)
+        for reason, group in batch.discarded:
+            for trajectory in group.trajectories:
+                made.report += audit(trajectory, [], masked=reason)
+        return made
+
     async def _update_weights(self) -> dict[str, Any]:
-        """Hand the trainer's weights to the engine and prove that they arrived.
+        """Hand the trainer's weights to the engines and prove that they arrived.
 
         Raises:
             WeightUpdateError, DeadlineError: when they did not.
@@ -197,21 +247,23 @@ class TrainingLoop:
         tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
         try:
             async with asyncio.timeout(weights.update_timeout):
-                manifest, prompt, expected = await self._policy.publish()
-                version = manifest["version"]
-                canaries = await self._machinery.manager.update_weights(
-                    manifest,
-                    lambda engine: check_canary(engine, prompt, expected, tolerance, version),
-                )
+                with waiting("the engines to take up new weights"):
+                    manifest = await self._delivery.publish()
+                    version = manifest["version"]
+                    prompt, expected = self._policy.canary
+                    canaries = await self._machinery.manager.update_weights(
+                        self._delivery,
+                        lambda engine: check_canary(engine, prompt, expected, tolerance, version),
+                    )
         except TimeoutError:
             raise DeadlineError(
                 f"the workers did not take up weight version {self._policy.version} within "
                 f"{weights.update_timeout:g} s"
             ) from None
-        seconds = time.perf_counter() - started
+        self._clock.spend("weights", started)
         return {
             "weight_version": version,
-            "weight_update_seconds": seconds,
+            "weight_update_seconds": time.perf_counter() - started,
             "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),
             "canary_diff_max": max((largest for _, largest in canaries), default=0.0),
         }
@@ -220,23 +272,49 @@ class TrainingLoop:
         every, last = self._config.eval.every, self._config.training.steps
         if not self._heldout or not every or (step % every and step != last):
             return None
-        return await evaluate(
+        started = time.perf_counter()
+        evaluation = await evaluate(
             self._machinery, self._heldout, self._config, self._progress, f"eval{step}"
         )
+        self._clock.spend("evaluate", started)
+        return evaluation
 
-    async def _save(
-        self, step: int, groups: Sequence[Group], evaluation: Evaluation | None
+    async def _write_trajectories(
+        self, step: int, batch: Batch, evaluation: Evaluation | None
     ) -> None:
-        trajectories = [t for group in groups for t in group.trajectories]
+        trajectories = [t for group in batch.groups for t in group.trajectories]
         await asyncio.to_thread(self._folder.write_trajectories, "step", step, trajectories)
         if evaluation is not None:
             await asyncio.to_thread(
                 self._folder.write_trajectories, "eval", step, evaluation.trajectories
             )
+
+    async def _save(self, step: int) -> None:
+        """After the step's metrics are written, so that a resumed run lacks none."""
         every, last = self._config.training.checkpoint_every, self._config.training.steps
-        if step == last or (every and step % every == 0):
-            self._progress.phase("save")
-            await self._policy.save(self._folder.checkpoint(step))
+        if step != last and not (every and step % every == 0):
+            return
+        started = time.perf_counter()
+        self._progress.phase("save")
+        with waiting(f"the trainer to save step {step}"):
+            place = await asyncio.to_thread(self._folder.begin_checkpoint, step)
+            await self._policy.save(place)
+            state = {
+                "step": step,
+                "producer": self._producer.state(),
+                "exactness": self.exactness.to_dict(),
+            }
+            await asyncio.to_thread(self._folder.commit_checkpoint, step, state)
+        self._clock.spend("save", started)
+
+    def _phases(self, batch: Batch) -> dict[str, float]:
+        """The consumer's seconds by phase, and what the step's trajectories waited for, summed
+        over them."""
+        waits: Counter[str] = Counter()
+        for group in batch.groups:
+            for phase, seconds in group.seconds.items():
+                waits[phase] += seconds  # type: ignore[assignment]
+        return {**self._clock.seconds, **waits}
 
     async def _report(self, metrics: dict[str, Any]) -> None:
         await asyncio.to_thread(self._folder.write_step, metrics)
@@ -246,47 +324,3 @@ class TrainingLoop:
             or metrics["step"] == self._config.training.steps
         ):
             await asyncio.to_thread(self._folder.draw)
-
-
-def make_samples(groups: Sequence[Group]) -> tuple[list[Sample], int, ExactnessReport]:
-    """Samples with their advantages, the number of groups whose rewards are all equal, and the
-    audit of it all.
-
-    A group of which fewer than two trajectories came through gives no sample either; `dropped`
-    tells why.
-    """
-    samples: list[Sample] = []
-    without_signal = 0
-    report = ExactnessReport()
-    for group in groups:
-        for reason, count in group.dropped_tokens.items():
-            report.tokens_sampled += count
-            report.masked[f"dropped_{reason}"] += count
-        advantages = group_advantages([t.reward or 0.0 for t in group.trajectories])
-        if advantages is None:
-            alone = len(group.trajectories) < 2
-            without_signal += not alone
-            for trajectory in group.trajectories:
-                report += audit(trajectory, [], masked="alone" if alone else "no_signal")
-            continue
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            branches = trajectory.samples()
-            report += audit(trajectory, branches)
-            samples += [_sample(branch, advantage) for branch in branches]
-    return samples, without_signal, report
-
-
-def _sample(branch: Branch, advantage: float) -> Sample:
-    return Sample(
-        branch.token_ids,
-        branch.response_mask,
-        branch.logprobs,
-        branch.weight_versions,
-        advantage,
-    )
-
-
-def _endless(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
-    """The problems, shuffled anew for each epoch."""
-    for epoch in itertools.count():
-        yield from random.Random(f"{seed}-{epoch}").sample(problems, len(problems))

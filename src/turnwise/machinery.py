@@ -7,7 +7,7 @@ import asyncio
 import importlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,10 @@ class Progress(Protocol):
         """A step is done, or (step 0) the first evaluation."""
         ...
 
+    def warn(self, text: str) -> None:
+        """Something that a person should know at once; called from any thread."""
+        ...
+
 
 @dataclass(slots=True)
 class Machinery:
@@ -69,9 +73,13 @@ class Machinery:
 
 @asynccontextmanager
 async def open_machinery(
-    config: Config, problems: Sequence[Problem], *, training: bool
+    config: Config, problems: Sequence[Problem], *, folder: Path | None = None
 ) -> AsyncIterator[Machinery]:
-    """Start Ray, the engine and, for training, the policy, side by side; end them all after.
+    """Start Ray, the engines and, for training, the policy, side by side; end them all after.
+
+    Args:
+        problems: All that will be run; each is checked once.
+        folder: Of a run that trains.
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
@@ -83,22 +91,30 @@ async def open_machinery(
     prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
     manager: AsyncLLMServerManager | None = None
     server: OpenAIServer | None = None
+    policy: RemotePolicy | None = None
     try:
         gpus = await asyncio.shield(ray_started)
-        share = _gpu_share(config, gpus, training)
-        manager = make_manager(config, share)
+        share = _gpu_share(config, gpus, training=folder is not None)
+        if folder is not None and config.training.colocated:
+            policy = await RemotePolicy.start(config, folder, num_gpus=share)
+            manager = make_manager(config, share, policy.actors)
+        else:
+            manager = make_manager(config, share)
         async with task_group() as starting:
             starting.create_task(manager.start())
-            starting_policy = (
-                starting.create_task(RemotePolicy.start(config, num_gpus=share))
-                if training
-                else None
+            rewards = starting.create_task(
+                start_reward_models(config.rollout.rewards, num_gpus=0.0)
             )
+            if folder is not None and policy is None:
+                own = starting.create_task(RemotePolicy.start(config, folder, num_gpus=share))
             await asyncio.shield(prepared)
+        runner.rewards.models = rewards.result()
+        if folder is not None and policy is None:
+            policy = own.result()
         if config.rollout.loop == "agent":
             server = await _start_server(config, manager)
             runner.server = server
-        yield Machinery(manager, runner, starting_policy.result() if starting_policy else None)
+        yield Machinery(manager, runner, policy)
     finally:
         prepared.cancel()
         await asyncio.wait([ray_started])
@@ -139,10 +155,16 @@ async def _start_server(config: Config, manager: AsyncLLMServerManager) -> "Open
     return server
 
 
-def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:
-    """The fleet of `serving.workers` workers, each on `gpu_share` of a GPU; not yet started."""
+def make_manager(
+    config: Config, gpu_share: float, hosts: Mapping[str, Any] | None = None
+) -> AsyncLLMServerManager:
+    """The fleet of `serving.workers` workers, each on `gpu_share` of a GPU; not yet started.
+
+    Args:
+        hosts: Handles of `WorkerHost`s, by name, in which the workers' models live, one each.
+    """
     return AsyncLLMServerManager(
-        WorkerStarter(config, gpu_share),
+        WorkerStarter(config, gpu_share, hosts),
         config.serving,
         config.weights,
         config.engine.request_timeout,
@@ -150,8 +172,12 @@ def make_manager(config: Config, gpu_share: float) -> AsyncLLMServerManager:
 
 
 def _gpu_share(config: Config, gpus: float, training: bool) -> float:
-    """A GPU for each worker and one for the trainer; where there are fewer, they share."""
-    return min(1.0, gpus / (config.serving.workers + training))
+    """A GPU for each worker and each rank of the trainer; where there are fewer, or they live
+    in the same processes, they share."""
+    takers = config.serving.workers
+    if training and not config.training.colocated:
+        takers += config.training.ranks
+    return min(1.0, gpus / takers)
 
 
 def _load_tokenizer(config: Config) -> Any:

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
 _CONNECT_SECONDS = 5.0
+_CPU_SHARE = 0.001
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
 
@@ -63,6 +65,27 @@ def _knock(address: str) -> None:
         raise ValueError("give the cluster's own address, host:port or `auto`")
     if port.isdigit():
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+
+
+async def reserve(
+    count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
+) -> Any:
+    """A placement group with a bundle for each of `count` actors, near each other if possible.
+
+    Raises:
+        DeadlineError: when the cluster has no room for all within `seconds`.
+    """
+    # A bundle must hold something; actors share the cores as the operating system has it.
+    bundle = {"CPU": _CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
+    group = placement_group([bundle] * count, strategy="PACK")
+    asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items() if name != "CPU")
+    what = f"a cluster with {asked or 'room'} for each of {count} {who}"
+    try:
+        await reply_of(group.ready(), what, f"turn up ({key}.resources, GPUs)", seconds)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
 
 
 async def reply_of(

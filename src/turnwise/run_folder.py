@@ -6,53 +6,77 @@ runs/NAME/
   tensorboard/                    the same numbers
   trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
   exactness.json                  what became of every sampled token, and the first violation
-  checkpoints/step-NNNN/          Hugging Face format
+  checkpoints/step-NNNN/          Hugging Face format, and state/ to go on from
   reward.png                      reward and held-out accuracy against step
 """
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
+from turnwise.sinks import Sinks
+from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
+
+_LOOP = "loop.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A whole checkpoint, and what the loop wrote into it."""
+
+    checkpoint: Path
+    step: int
+    state: dict[str, Any]
+    flaws: list[str]
+    """What is wrong with newer checkpoints, which are passed over."""
+
+
+def find_resume(run: Path) -> Resume:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        InputError: when there is no such run, or it has none.
+    """
+    if not (run / "config.yaml").is_file():
+        raise InputError(f"there is no run in {run} (a folder with config.yaml)")
+    folder, flaws = checkpoint.newest_whole(run / "checkpoints")
+    state = json.loads((folder / "state" / _LOOP).read_text())
+    return Resume(folder.resolve(), state["step"], state, flaws)
 
 
 class RunFolder:
     """Writes one run's files.
 
+    Args:
+        resume: Where an earlier run in this folder is taken up; what it wrote after that is
+            written anew.
+
     Raises:
-        InputError: when the folder already holds a run, or cannot be written.
+        InputError: when the folder already holds a run that is not resumed, or cannot be written.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, resume: Resume | None = None) -> None:
         self.path = Path(config.output_dir) / config.name
-        if (self.path / "metrics.jsonl").exists():
+        if resume is None and (self.path / "metrics.jsonl").exists():
             raise InputError(
-                f"{self.path} already holds a run; choose another name=..., or remove it"
+                f"{self.path} already holds a run; choose another name=..., remove it, or go on "
+                f"with it: --resume {self.path}"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(dump_config(config))
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
-        self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
-        self._rows: list[dict[str, Any]] = []
+        self._keep_last = config.training.keep_last
+        self._sinks = Sinks(self.path, config, None if resume is None else resume.step)
 
     def write_step(self, metrics: dict[str, Any]) -> None:
-        self._rows.append(metrics)
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-        for key, value in metrics.items():
-            if isinstance(value, dict):
-                for name, count in value.items():
-                    self._tensorboard.add_scalar(f"{key}/{name}", count, metrics["step"])
-            elif value is not None:
-                self._tensorboard.add_scalar(key, value, metrics["step"])
+        self._sinks.write(metrics)
 
     def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
         write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
@@ -60,11 +84,31 @@ class RunFolder:
     def write_exactness(self, report: ExactnessReport) -> None:
         (self.path / "exactness.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
 
-    def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step belongs."""
-        folder = self.path / "checkpoints" / f"step-{step:04d}"
-        folder.parent.mkdir(exist_ok=True)
-        return folder.resolve()
+    def begin_checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is written until it is whole."""
+        return checkpoint.begin(self._checkpoint(step))
+
+    def commit_checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """The checkpoint is whole with the loop's state; older ones go, but for the best."""
+        folder = self._checkpoint(step)
+        with checkpoint.told_when_full(folder):
+            place = checkpoint.temporary(folder) / "state" / _LOOP
+            place.write_text(json.dumps(state) + "\n")
+        checkpoint.commit(folder)
+        checkpoint.prune(folder.parent, self._keep_last, self._best())
+
+    def _checkpoint(self, step: int) -> Path:
+        return (self.path / "checkpoints" / f"step-{step:04d}").resolve()
+
+    def _best(self) -> str | None:
+        """The name of the checkpoint that did best on held-out problems, the newest of equals."""
+        saved = {folder.name for folder in (self.path / "checkpoints").glob("step-*[0-9]")}
+        measured = [
+            (row["accuracy_heldout"], row["step"])
+            for row in self._sinks.rows
+            if row["accuracy_heldout"] is not None and f"step-{row['step']:04d}" in saved
+        ]
+        return f"step-{max(measured)[1]:04d}" if measured else None
 
     @property
     def picture(self) -> Path:
@@ -74,8 +118,8 @@ class RunFolder:
         """Draw reward and held-out accuracy against the step."""
         from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
 
-        trained = [row for row in self._rows if row["step"] > 0]
-        measured = [row for row in self._rows if row["accuracy_heldout"] is not None]
+        trained = [row for row in self._sinks.rows if row["step"] > 0]
+        measured = [row for row in self._sinks.rows if row["accuracy_heldout"] is not None]
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         axes.plot(
@@ -99,4 +143,4 @@ class RunFolder:
         figure.savefig(self.picture, dpi=120)
 
     def close(self) -> None:
-        self._tensorboard.close()
+        self._sinks.close()

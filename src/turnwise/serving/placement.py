@@ -1,18 +1,15 @@
 """Where workers run: one placement group, a bundle for each worker."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
-from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
-from turnwise.errors import EngineError
-from turnwise.ray_calls import reply_of
+from turnwise.ray_calls import reserve
+from turnwise.serving.colocated import on_actors
 from turnwise.serving.remote_worker import RemoteWorker
-
-_CPU_SHARE = 0.001
-"""A bundle must hold something; workers share the cores as the operating system has it."""
 
 
 class WorkerStarter:
@@ -20,11 +17,15 @@ class WorkerStarter:
 
     Args:
         gpus: Of each worker, as Ray counts them; a part of 1 is that share of one GPU's memory.
+        hosts: Handles of `WorkerHost`s, by name: worker N computes in the Nth of them.
     """
 
-    def __init__(self, config: Config, gpus: float) -> None:
+    def __init__(
+        self, config: Config, gpus: float, hosts: Mapping[str, Any] | None = None
+    ) -> None:
         self._config = config
-        self._gpus = gpus
+        self._gpus = 0 if hosts else gpus
+        self._hosts = hosts
         self._group: Any = None
         self._making = asyncio.Lock()
 
@@ -38,21 +39,26 @@ class WorkerStarter:
         """
         async with self._making:
             if self._group is None:
-                self._group = await self._reserve()
+                serving = self._config.serving
+                self._group = await reserve(
+                    serving.workers,
+                    self._gpus,
+                    serving.resources,
+                    "workers",
+                    "serving",
+                    self._config.engine.start_timeout,
+                )
         index = int(name.rpartition("-")[2])
+        config, gpus = self._config, self._gpus
+        if self._hosts is not None:
+            host = list(self._hosts)[index]
+            seconds = config.training.step_timeout  # the host may be training
+            engine = on_actors(config.engine, {host: self._hosts[host]}, seconds)
+            config = config.model_copy(update={"engine": engine})
         return await RemoteWorker.start(
-            self._config,
+            config,
             name=name,
-            num_gpus=self._gpus,
-            fraction_of_gpus=self._gpus if 0 < self._gpus < 1 else 1.0,
+            num_gpus=gpus,
+            fraction_of_gpus=gpus if 0 < gpus < 1 else 1.0,
             placement=PlacementGroupSchedulingStrategy(self._group, index),
         )
-
-    async def _reserve(self) -> Any:
-        count = self._config.serving.workers
-        bundle = {"CPU": _CPU_SHARE} | ({"GPU": self._gpus} if self._gpus else {})
-        group = placement_group([bundle] * count, strategy="PACK")
-        what = f"a cluster with {self._gpus:g} GPUs for each of {count} workers"
-        seconds = self._config.engine.start_timeout
-        await reply_of(group.ready(), what, "have room", seconds, EngineError)
-        return group

@@ -1,6 +1,5 @@
-"""Samples in, better weights out: the policy, its loss, its checkpoints."""
+"""Samples in, better weights out: the policy's ranks, its algorithms, its checkpoints."""
 
-from turnwise.training.grpo import group_advantages
 from turnwise.training.sample import Sample
 
-__all__ = ["Sample", "group_advantages"]
+__all__ = ["Sample"]

@@ -1,202 +1,484 @@
-"""The policy: a Transformers model, its optimizer, and its weights' way to the engines.
+"""One rank of the policy: its shard of the model, the optimizer, and the way of the weights.
 
 Knows samples and tensors; nothing of trajectories, engines or the loop. The weight version is
-the number of optimizer steps.
+the number of optimizer steps. All ranks make the same calls in the same order; what one rank
+computes alone is a sum, and whoever holds the ranks adds them up.
 """
 
-import copy
 import os
-import shutil
+import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from turnwise.config import Config, SamplingConfig, TrainingConfig
-from turnwise.errors import InputError
-from turnwise.training.grpo import TokenLoss, grpo_loss
-from turnwise.training.sample import MicroBatch, Sample, micro_batches
-from turnwise.training.scoring import token_logprobs
+from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.training import checkpoint
+from turnwise.training.algorithms import (
+    correction_weights,
+    gae,
+    kl_N,
+    moments,
+    normalised,
+    reward_penalty,
+    token_loss,
+    token_weights,
+    value_loss,
+)
+from turnwise.training.batching import MicroBatch, Share, make_micro_batch
+from turnwise.training.model import (
+    Critic,
+    Scorer,
+    check_room,
+    distribute,
+    full_tensors,
+    load_model,
+)
+from turnwise.training.sample import Array
+from turnwise.training.tokens import Tokens
 from turnwise.weights.canary import canary_prompt
-from turnwise.weights.shm import ShmSender
+from turnwise.weights.outlet import make_outlet
 
 _PLAIN = SamplingConfig()
 _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 
 
-class Policy:
-    """The model in training.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place among all."""
 
-    Weights and optimizer are float32 whatever `model.dtype` is, since steps of a small learning
-    rate vanish in bfloat16; forward passes, engines and checkpoints have `model.dtype`.
+    rank: int = 0
+    ranks: int = 1
+    address: str = ""
+    """Where the ranks meet: host:port of rank 0."""
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """What one rank saw of one optimizer step: sums over its trained tokens, unless told."""
+
+    tokens: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+    logprob_diff_max: float = 0.0
+    loss: float = 0.0
+    """This rank's part of the batch's loss: the parts of all ranks add up to it."""
+    grad_norm: float = 0.0
+    """Of all ranks together."""
+    skipped: bool = False
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one rank saw of one training step."""
+
+    version: int
+    learning_rate: float
+    updates: list[UpdateReport]
+    ratios_N: Array
+    staleness: Counter[int]
+    """Trained tokens by staleness, before the first update."""
+    tokens: int
+    """Tokens computed, padding left out."""
+    seconds: float
+    memory_gib: float
+    """The most that the rank held so far."""
+
+
+class Policy:
+    """A rank of the model in training.
+
+    Args:
+        place: Among all ranks; several ranks meet before the model is loaded.
+        folder: Of the run, for transports that write files.
 
     Raises:
-        InputError: when the model cannot be loaded, or shared memory cannot hold its weights.
+        InputError: when the model cannot be loaded or does not fit, or the transport cannot be
+            used on this machine.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config.training
-        self._sampling = config.sampling
+    def __init__(self, config: Config, place: Place = Place(), folder: Path | None = None) -> None:
+        self._config = config
+        self._training = config.training
+        self._algorithm = config.algorithm
+        self._place = place
         torch.manual_seed(config.seed)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(config.training.threads or os.cpu_count() or 1)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.set_num_threads(threads_of(config.training))
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._model = self._load(config)
-        self._reference = self._load(config).requires_grad_(False) if self._config.kl_coef else None
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
+        self._packed = packs(config.training, self.device)
+        if place.ranks > 1:
+            _join(place, self.device, config.training.step_timeout)
+        needs_reference = bool(config.algorithm.kl.coef) or isinstance(config.algorithm.loss, Dpo)
+        value = config.algorithm.advantage
+        trained = 1 + isinstance(value, Gae)
+        copies = needs_reference + 4 * (trained - 1)
+        check_room(config, self.device, place.ranks, copies)
+        model = load_model(config)
+        self._shape = model.config
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._scorer = self._placed(Scorer(model, config.sampling))
+        self._learner = _Learner(
+            self._scorer,
+            self._training,
+            self._training.learning_rate,
+            self._training.steps * self._training.updates_per_step,
         )
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=self._config.learning_rate,
-            weight_decay=self._config.weight_decay,
-            betas=_ADAM_BETAS,
+        self._reference: nn.Module | None = None
+        if needs_reference:
+            frozen = Scorer(load_model(config), config.sampling).requires_grad_(False)
+            self._reference = self._placed(frozen, trained=False)
+        self._critic: nn.Module | None = None
+        self._critic_learner: _Learner | None = None
+        if isinstance(value, Gae):
+            self._critic = self._placed(Critic(load_model(config)))
+            self._critic_learner = _Learner(
+                self._critic, self._training, value.learning_rate, None
+            )
+        self._canary = canary_prompt(self._shape.vocab_size)
+        whole_in_process = config.training.colocated and place.ranks == 1
+        self._outlet = make_outlet(
+            "in_process" if whole_in_process else config.weights.transport,
+            self._scorer.get_submodule("model").named_parameters(),
+            self._dtype,
+            device=self.device,
+            rank=place.rank,
+            folder=config.weights.folder or (folder / "weights" if folder else ""),
+            timeout=config.weights.update_timeout,
         )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: _rate(step, self._config)
-        )
-        self._sender = ShmSender(self._model.named_parameters(), self._dtype)
-        self._canary = canary_prompt(self._model.config.vocab_size)
+        self._steps = 0
+        self._skipped_in_row = 0
         self.version = 0
 
-    def _load(self, config: Config) -> Any:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                dtype=torch.float32,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        except (OSError, ValueError) as error:
-            raise InputError(f"the model {config.model.path} cannot be loaded: {error}") from error
-        return model.to(self._device).eval()  # eval: dropout would make every ratio wrong
+    def _placed(self, module: nn.Module, *, trained: bool = True) -> nn.Module:
+        return distribute(module, self._config, self.device, trained=trained)
 
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._model.parameters())
+    def train(self, shares: Sequence[Share]) -> StepReport:
+        """Take an optimizer step on each share.
 
-    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Take `updates_per_step` optimizer steps, each on an equal share of the samples.
-
-        Returns:
-            What the step looked like: means are over trained tokens; `logprob_diff_*` compare
-            the engine's log-probs with this model's before its first update.
+        Raises:
+            TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
         """
         started = time.perf_counter()
-        shares = _shares(samples, self._config.updates_per_step)
-        staleness = max(
-            self.version - version for s in samples for version in s.weight_versions if version >= 0
+        self._steps += 1
+        steps = [
+            [make_micro_batch(samples, self._packed, self.device) for samples in s.micro_batches]
+            for s in shares
+        ]
+        self._prepare([batch for batches in steps for batch in batches], len(steps))
+        staleness = Counter[int]()
+        for batches in steps:
+            for batch in batches:
+                staleness.update((self.version - batch.versions_N).tolist())
+        ratios: list[torch.Tensor] = []
+        updates = [
+            self._update(batches, share, ratios)
+            for batches, share in zip(steps, shares, strict=True)
+        ]
+        return StepReport(
+            self.version,
+            self._learner.rate,
+            updates,
+            torch.cat(ratios).cpu().numpy() if ratios else np.zeros(0, np.float32),
+            staleness,
+            sum(batch.tokens for batches in steps for batch in batches),
+            time.perf_counter() - started,
+            _peak_memory(self.device) / 2**30,
         )
-        updates = [self._update(share) for share in shares]
-        metrics = {key: sum(u[key] for u in updates) / len(updates) for key in updates[0]}
-        for key in ("logprob_diff_mean", "logprob_diff_max"):
-            metrics[key] = updates[0][key]
-        seconds = time.perf_counter() - started
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        return metrics | {
-            "staleness_max": staleness,
-            "trained_tokens": sum(sum(sample.response_mask) for sample in samples),
-            "train_seconds": seconds,
-            "train_tokens_per_s": tokens / seconds,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
-        }
 
-    def _update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer step; the loss is the mean over all its trained tokens."""
-        batches = micro_batches(samples, self._config.micro_batch_tokens, self._device)
-        tokens = sum(int(batch.mask_BT.sum()) for batch in batches)
-        sums: dict[str, float] = dict.fromkeys(("loss", "ratio", "clip_fraction", "kl"), 0.0)
-        diff_sum, diff_max = 0.0, 0.0
+    def _prepare(self, batches: Sequence[MicroBatch], updates: int) -> None:
+        """What must be known of all tokens before the first update."""
+        algorithm = self._algorithm
+        kl_in_reward = bool(algorithm.kl.coef) and algorithm.kl.where == "reward"
+        corrected = algorithm.correction.name != "none" and updates > 1
+        with torch.no_grad():
+            for batch in batches:
+                if corrected or kl_in_reward:
+                    batch.old_logprobs_N, _ = self._forward(self._scorer, batch)
+                if self._reference is not None:
+                    batch.reference_logprobs_N, _ = self._forward(self._reference, batch)
+                if self._critic is not None:
+                    batch.values_N = self._forward(self._critic, batch)
+                penalties_N = torch.zeros_like(batch.advantages_N)
+                if kl_in_reward:
+                    assert batch.old_logprobs_N is not None
+                    assert batch.reference_logprobs_N is not None
+                    penalties_N = kl_N(
+                        batch.old_logprobs_N, batch.reference_logprobs_N, algorithm.kl.estimator
+                    )
+                self._spread(batch, penalties_N)
+        if isinstance(algorithm.advantage, Gae):
+            self._normalise(batches)
+
+    def _spread(self, batch: MicroBatch, penalties_N: torch.Tensor) -> None:
+        """From a trajectory's advantage, or its reward, to its tokens'."""
+        algorithm, coef = self._algorithm, self._algorithm.kl.coef
+        if isinstance(algorithm.advantage, Gae):
+            assert batch.values_N is not None
+            rewards_N = -coef * penalties_N
+            returns_N = torch.zeros_like(rewards_N)
+            for span in batch.spans():
+                rewards_N[span.stop - 1] += batch.advantages_N[span.stop - 1]
+                batch.advantages_N[span], returns_N[span] = gae(
+                    rewards_N[span], batch.values_N[span], algorithm.advantage
+                )
+            batch.returns_N = returns_N
+        elif penalties_N.any():
+            for span in batch.spans():
+                batch.advantages_N[span] -= reward_penalty(penalties_N[span], coef)
+
+    def _normalise(self, batches: Sequence[MicroBatch]) -> None:
+        """Advantages to mean 0 and deviation 1 over all ranks."""
+        sums_3 = moments(torch.cat([batch.advantages_N for batch in batches]))
+        if self._place.ranks > 1:
+            dist.all_reduce(sums_3)
         for batch in batches:
-            logprobs_N, engine_N, result = self._loss(batch)
-            (result.loss_N.sum() / tokens).backward()  # type: ignore[no-untyped-call]
-            diff_N = (logprobs_N.detach() - engine_N).abs()
-            diff_sum += float(diff_N.sum())
-            diff_max = max(diff_max, float(diff_N.max()))
-            sums["loss"] += float(result.loss_N.detach().sum())
-            sums["ratio"] += float(result.ratio_N.sum())
-            sums["clip_fraction"] += float(result.clipped_N.sum())
-            sums["kl"] += float(result.kl_N.detach().sum()) if result.kl_N is not None else 0.0
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._model.parameters(), self._config.max_grad_norm, error_if_nonfinite=False
-        )
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self._optimizer.step()
-            self._schedule.step()
-            self.version += 1
-        self._optimizer.zero_grad(set_to_none=True)
-        return {key: value / tokens for key, value in sums.items()} | {
-            "grad_norm": float(norm),
-            "skipped_updates": float(not finite),
-            "logprob_diff_mean": diff_sum / tokens,
-            "logprob_diff_max": diff_max,
-        }
+            batch.advantages_N = normalised(batch.advantages_N, sums_3)
 
-    def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, TokenLoss]:
-        scored = (batch.token_ids_BT, batch.mask_BT, self._sampling)
-        logprobs_N = self._score(self._model, *scored)
-        reference_N = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_N = self._score(self._reference, *scored)
-        engine_N = batch.logprobs_BT[batch.mask_BT]
-        result = grpo_loss(
+    def _update(
+        self, batches: Sequence[MicroBatch], share: Share, ratios: list[torch.Tensor]
+    ) -> UpdateReport:
+        """One optimizer step; the loss is the sum over all trained tokens of all ranks."""
+        report = UpdateReport()
+        gae_config = self._algorithm.advantage
+        warming = isinstance(gae_config, Gae) and self._steps <= gae_config.warmup_steps
+        for batch in batches:
+            if not warming:
+                self._backward(batch, share, report, ratios)
+            if self._critic is not None:
+                assert isinstance(gae_config, Gae)
+                assert batch.values_N is not None
+                assert batch.returns_N is not None
+                values_N = self._forward(self._critic, batch)
+                loss_N = value_loss(values_N, batch.values_N, batch.returns_N, gae_config.clip)
+                total = loss_N.sum() / share.total_tokens
+                (total * self._place.ranks).backward()
+                report.sums["value_loss"] += float(loss_N.detach().sum())
+            report.tokens += len(batch.advantages_N)
+        if not warming:
+            report.grad_norm, finite = self._learner.step()
+            report.skipped = not finite
+            self.version += finite
+            self._check_skips(finite)
+        if self._critic_learner is not None:
+            _, finite = self._critic_learner.step()
+            report.skipped |= not finite
+        return report
+
+    def _check_skips(self, finite: bool) -> None:
+        self._skipped_in_row = 0 if finite else self._skipped_in_row + 1
+        if self._skipped_in_row >= self._training.max_skipped:
+            raise TurnwiseError(
+                f"{self._skipped_in_row} updates in a row had no finite loss and gradient; "
+                f"the weights are still those of version {self.version} (lower "
+                "training.learning_rate, or look at the rewards)"
+            )
+
+    def _backward(
+        self, batch: MicroBatch, share: Share, report: UpdateReport, ratios: list[torch.Tensor]
+    ) -> None:
+        algorithm = self._algorithm
+        logprobs_N, entropy_N = self._forward(self._scorer, batch)
+        engine_N = batch.engine_logprobs_N
+        if algorithm.correction.name == "none":
+            old_N = engine_N
+        elif batch.old_logprobs_N is not None:
+            old_N = batch.old_logprobs_N
+        else:
+            old_N = logprobs_N.detach()  # the only update of its step
+        tokens = Tokens(
             logprobs_N,
+            old_N,
             engine_N,
-            batch.advantages_BT[batch.mask_BT],
-            clip_low=self._config.clip_low,
-            clip_high=self._config.clip_high,
-            kl_coef=self._config.kl_coef,
-            reference_logprobs_N=reference_N,
+            batch.advantages_N,
+            batch.sequence_N,
+            batch.sequences,
+            self.version - batch.versions_N,
+            batch.reference_logprobs_N,
         )
-        return logprobs_N, engine_N, result
+        result = token_loss(algorithm.loss, tokens)
+        correction_N = correction_weights(tokens, algorithm.correction)
+        loss_N = result.loss_N * correction_N
+        if batch.reference_logprobs_N is not None and algorithm.kl.coef:
+            divergence_N = kl_N(logprobs_N, batch.reference_logprobs_N, algorithm.kl.estimator)
+            report.sums["kl"] += float(divergence_N.detach().sum())
+            if algorithm.kl.where == "loss":
+                loss_N = loss_N + algorithm.kl.coef * divergence_N
+        weights_N = token_weights(
+            algorithm.reduction if not isinstance(algorithm.loss, Dpo) else "sequence_mean",
+            tokens,
+            total_tokens=share.total_tokens,
+            total_sequences=share.total_sequences,
+            constant=self._config.sampling.max_tokens * self._config.rollout.max_turns,
+        )
+        loss = (weights_N * loss_N).sum()
+        (loss * self._place.ranks).backward()  # type: ignore[no-untyped-call]
+        diff_N = (logprobs_N.detach() - engine_N).abs()
+        report.loss += float(loss.detach())
+        report.sums["ratio"] += float(result.ratio_N.sum())
+        report.sums["clip_fraction"] += float(result.clipped_N.sum())
+        report.sums["entropy"] += float(entropy_N.sum())
+        report.sums["correction"] += float(correction_N.sum())
+        report.sums["logprob_diff_mean"] += float(diff_N.sum())
+        if len(diff_N):
+            report.logprob_diff_max = max(report.logprob_diff_max, float(diff_N.max()))
+        ratios.append(result.ratio_N.float())
 
-    def _score(self, model: Any, *scored: Any) -> torch.Tensor:
-        lower = self._dtype != torch.float32
-        with torch.autocast(self._device.type, dtype=self._dtype, enabled=lower):
-            return token_logprobs(model, *scored)
+    def _forward(self, module: nn.Module, *inputs: Any) -> Any:
+        # Sharded modules compute in their dtype by themselves.
+        lower = self._dtype != torch.float32 and self._place.ranks == 1
+        with torch.autocast(self.device.type, dtype=self._dtype, enabled=lower):
+            return module(*inputs)
 
     def publish(self) -> tuple[dict[str, Any], list[int], list[float]]:
-        """Write the weights where engines can read them.
+        """Make this version ready for engines.
 
         Returns:
             The manifest, the canary prompt and this model's log-probs of its tokens 1..T-1.
         """
-        manifest = self._sender.write(self.version, self._model.named_parameters())
-        token_ids_1T = torch.tensor([self._canary], device=self._device)
+        manifest = self._outlet.publish(self.version, self._tensors())
+        token_ids_1T = torch.tensor([self._canary], device=self.device)
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
+        none = torch.zeros(0)
+        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, 1, 0)
         with torch.no_grad():
-            expected = self._score(self._model, token_ids_1T, mask_1T, _PLAIN).tolist()
-        return manifest.to_dict(), self._canary, expected
+            expected, _ = self._forward(self._scorer, canary, _PLAIN)
+        return manifest, self._canary, expected.tolist()
+
+    def _tensors(self) -> Any:
+        return full_tensors(self._scorer.get_submodule("model"))
+
+    def send(self, devices: Sequence[str]) -> None:
+        """Serve the engines' workers, on these devices, that load the published version, where
+        the transport needs it."""
+        self._outlet.send(self.version, self._tensors(), devices)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where a process group of this trainer and its engines can meet."""
+        return self._outlet.rendezvous()
+
+    def join(self, address: str, port: int, engine_workers: int, timeout: float) -> None:
+        """Make the process group that the `collective` transport needs."""
+        self._outlet.join(address, port, engine_workers, timeout)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint in Hugging Face format; it appears whole or not at all."""
-        temporary = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        lower = self._dtype != torch.float32
-        model = copy.deepcopy(self._model).to(self._dtype) if lower else self._model
-        model.save_pretrained(temporary)
-        self._tokenizer.save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        """Write this rank's part of a checkpoint: the state to go on from, and, rank 0, the
+        model in Hugging Face's format.
+
+        Raises:
+            TurnwiseError: when the disk is full.
+        """
+        checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
+        checkpoint.export(folder, self._place.rank, self._config, self._shape, self._tensors())
+
+    def load(self, folder: Path) -> int:
+        """Go on from a checkpoint; returns its version.
+
+        Raises:
+            InputError: when it does not fit this model.
+        """
+        extra = checkpoint.load_state(folder, self._place.rank, self._learners())
+        self.version = extra["version"]
+        self._steps = extra["steps"]
+        self._skipped_in_row = extra["skipped_in_row"]
+        torch.set_rng_state(extra["rng"])
+        return self.version
+
+    def _learners(self) -> dict[str, "_Learner"]:
+        learners = {"policy": self._learner}
+        if self._critic_learner is not None:
+            learners["critic"] = self._critic_learner
+        return learners
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "steps": self._steps,
+            "skipped_in_row": self._skipped_in_row,
+            "rng": torch.get_rng_state(),
+        }
 
 
-def _rate(step: int, training: TrainingConfig) -> float:
+class _Learner:
+    """A module with its optimizer and schedule."""
+
+    def __init__(
+        self, module: nn.Module, training: TrainingConfig, rate: float, total_steps: int | None
+    ) -> None:
+        self.module = module
+        self._max_norm = training.max_grad_norm
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=rate, weight_decay=training.weight_decay, betas=_ADAM_BETAS
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: _rate(step, training, total_steps)
+        )
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self) -> tuple[float, bool]:
+        """Returns the gradient's norm, and whether it was finite: if not, nothing moves."""
+        norm: Any = nn.utils.clip_grad_norm_(self.module.parameters(), self._max_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+            self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm), finite
+
+
+def _rate(step: int, training: TrainingConfig, total: int | None) -> float:
     """The share of the learning rate that optimizer step `step` (from 0) takes."""
     rising = (step + 1) / (training.warmup_steps + 1)
-    if training.lr_schedule == "constant":
+    if training.lr_schedule == "constant" or total is None:
         return min(1.0, rising)
-    total = training.steps * training.updates_per_step
     return max(0.0, min(1.0, rising, (total - step) / max(1, total - training.warmup_steps)))
 
 
-def _shares(samples: Sequence[Sample], count: int) -> Iterator[Sequence[Sample]]:
-    """Equal shares, each with samples from all over the batch; none is empty."""
-    for i in range(min(count, len(samples))):
-        yield samples[i::count]
+def packs(training: TrainingConfig, device: torch.device) -> bool:
+    """Whether micro-batches are packed: attention over a packed row costs a CPU its square."""
+    return training.packing == "packed" or (training.packing == "auto" and device.type == "cuda")
+
+
+def threads_of(training: TrainingConfig) -> int:
+    """CPU threads of one rank."""
+    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
+
+
+def _join(place: Place, device: torch.device, seconds: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{place.address}",
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=seconds),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the trainer's {place.ranks} ranks cannot meet at {place.address}: {error}"
+        ) from error
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's memory on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

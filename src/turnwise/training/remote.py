@@ -1,89 +1,234 @@
-"""The policy in a process of its own: a Ray actor, and the caller's side with its deadlines."""
+"""The policy's ranks in processes of their own: Ray actors, and the caller's side of them.
 
+Every call goes to all ranks at once. When a rank dies, the others fail or hang in whatever they
+were computing together, so the error that is raised is that of the one that died.
+"""
+
+import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
-from turnwise.ray_calls import reply_of
+from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
+from turnwise.ray_calls import reply_of, reserve
+from turnwise.serving.worker_host import WorkerHost
+from turnwise.training.batching import Share, plan
+from turnwise.training.metrics import merge
 from turnwise.training.sample import Sample
+
+_GRACE_SECONDS = 5.0
+"""How long after one rank's error the others' are waited for: one of them may be the cause."""
+_PING_SECONDS = 2.0
 
 
 @ray.remote
-class PolicyActor:
-    """Hosts one `Policy`."""
+class PolicyActor(WorkerHost):
+    """Hosts one rank of the policy; on request an engine's worker too."""
 
-    def start(self, config: Config) -> tuple[int, int]:
-        """Build the policy; returns this process's id and the number of parameters."""
-        from turnwise.training.policy import Policy
+    def address(self) -> str:
+        """A free address on this machine, for the ranks to meet at."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
 
-        self._policy = Policy(config)
-        return os.getpid(), self._policy.parameters
+    def start(self, config: Config, place: Any, folder: str) -> tuple[int, int, bool]:
+        """Build the rank; returns its process's id, the parameters of the whole model, and
+        whether it packs micro-batches."""
+        from turnwise.training.policy import Policy, packs
 
-    def train(self, samples: Sequence[Sample]) -> tuple[int, dict[str, float]]:
-        metrics = self._policy.train(samples)
-        return self._policy.version, metrics
+        self._policy = Policy(config, place, Path(folder))
+        return os.getpid(), self._policy.parameters, packs(config.training, self._policy.device)
 
-    def publish(self) -> tuple[dict[str, Any], list[int], list[float]]:
-        return self._policy.publish()
+    def call(self, method: str, *args: Any) -> Any:
+        """Call any method of the rank."""
+        return getattr(self._policy, method)(*args)
 
-    def save(self, folder: str) -> None:
-        self._policy.save(Path(folder))
+    def ping(self) -> None:
+        pass
 
 
 class RemotePolicy:
-    """A policy actor's face in another process; methods are those of `Policy`.
+    """The policy as other processes see it; methods are those of `Policy`, on all ranks.
 
-    Raises from every call: `TurnwiseError` when the actor died or failed, `DeadlineError` when
-    it did not answer within `training.step_timeout` seconds.
+    Raises from every call: `TrainerError` naming the rank that died or failed, `DeadlineError`
+    naming the one that did not answer within `training.step_timeout` seconds.
     """
 
-    def __init__(self, actor: Any, config: Config) -> None:
-        self.pid = 0
+    def __init__(self, config: Config, actors: Sequence[Any]) -> None:
+        self.pids: list[int] = []
         self.parameters = 0
         self.version = 0
-        self._actor = actor
+        self.packed = False
+        self.canary: tuple[list[int], list[float]] = [], []
+        """A prompt, and the published weights' log-probs of its tokens from the second on."""
+        self._config = config
+        self._actors = list(actors)
+        """Held here, so that Ray keeps them."""
         self._timeout = config.training.step_timeout
 
     @classmethod
-    async def start(cls, config: Config, *, num_gpus: float = 0) -> "RemotePolicy":
-        threads = str(config.training.threads or os.cpu_count() or 1)
+    async def start(
+        cls, config: Config, folder: Path, *, num_gpus: float = 0
+    ) -> "RemotePolicy":
+        """Start all ranks, each on `num_gpus` of a GPU and with `training.resources`.
+
+        Raises:
+            InputError: when the model cannot be loaded or does not fit.
+            DeadlineError: when the cluster has no room.
+        """
+        from turnwise.training.policy import Place, threads_of
+
+        training = config.training
+        group = await reserve(
+            training.ranks, num_gpus, training.resources, "ranks of the trainer", "training",
+            config.engine.start_timeout,
+        )
         environment = {
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(threads_of(training)),
             "OMP_WAIT_POLICY": "PASSIVE",  # idle trainer threads must not spin beside the engine
             "TOKENIZERS_PARALLELISM": "false",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what deterministic algorithms ask for
         }
-        actor = PolicyActor.options(  # type: ignore[attr-defined]
-            num_cpus=0, num_gpus=num_gpus, runtime_env={"env_vars": environment}
-        ).remote()
-        remote = cls(actor, config)
+        actors = [
+            PolicyActor.options(  # type: ignore[attr-defined]
+                num_cpus=0,
+                num_gpus=num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
+                runtime_env={"env_vars": environment},
+            ).remote()
+            for rank in range(training.ranks)
+        ]
+        remote = cls(config, actors)
         try:
-            remote.pid, remote.parameters = await remote._wait(actor.start.remote(config), "start")
+            address = await remote._one(0, actors[0].address.remote(), "tell its address")
+            started = await remote._all(
+                "start",
+                lambda rank, actor: actor.start.remote(
+                    config, Place(rank, training.ranks, address), str(folder)
+                ),
+            )
         except BaseException:
-            ray.kill(actor)
+            remote.kill()
             raise
+        remote.pids = [pid for pid, _, _ in started]
+        _, remote.parameters, remote.packed = started[0]
         return remote
 
-    async def train(self, samples: Sequence[Sample]) -> dict[str, float]:
-        metrics: dict[str, float]
-        self.version, metrics = await self._wait(self._actor.train.remote(samples), "train")
-        return metrics
+    @property
+    def actors(self) -> dict[str, Any]:
+        """Handles of the ranks by the names that errors call them."""
+        return {_name(rank): actor for rank, actor in enumerate(self._actors)}
 
-    async def publish(self) -> tuple[dict[str, Any], list[int], list[float]]:
-        published: tuple[dict[str, Any], list[int], list[float]] = await self._wait(
-            self._actor.publish.remote(), "publish its weights"
+    async def train(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Take `training.updates_per_step` optimizer steps; returns the step's metrics."""
+        training = self._config.training
+        shares: list[list[Share]] = await asyncio.to_thread(
+            plan,
+            samples,
+            training.updates_per_step,
+            training.ranks,
+            training.micro_batch_tokens,
+            self.packed,
         )
-        return published
+        reports = await self._all(
+            "train", lambda rank, actor: actor.call.remote("train", shares[rank])
+        )
+        self.version = reports[0].version
+        return merge(reports)
+
+    async def publish(self) -> dict[str, Any]:
+        """Returns rank 0's manifest; `canary` is that of the published version from here on."""
+        published = await self._same("publish its weights", "publish")
+        manifest: dict[str, Any]
+        manifest, prompt, expected = published[0]
+        self.canary = prompt, expected
+        return manifest
+
+    async def send(self, devices: Sequence[str]) -> None:
+        await self._same("send its weights", "send", devices)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        address: tuple[str, int] = await self._one(
+            0, self._actors[0].call.remote("rendezvous"), "open a meeting place"
+        )
+        return address
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
+        await self._same("join the engines", "join", ip, port, engine_workers, timeout)
 
     async def save(self, folder: Path) -> None:
-        await self._wait(self._actor.save.remote(str(folder)), f"save {folder}")
+        await self._same(f"save {folder}", "save", folder)
+
+    async def load(self, folder: Path) -> int:
+        """Returns the version that the checkpoint holds."""
+        versions = await self._same(f"load {folder}", "load", folder)
+        self.version = versions[0]
+        return self.version
+
+    async def watch(self) -> None:
+        """Never returns; raises `TrainerError` soon after a rank died, whoever else waits."""
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            await self._all("answer", lambda _, actor: actor.ping.remote())
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        for actor in self._actors:
+            ray.kill(actor)
 
-    async def _wait(self, reply: Awaitable[Any], what: str) -> Any:
-        return await reply_of(reply, "the trainer", what, self._timeout)
+    async def _same(self, what: str, method: str, *args: Any) -> list[Any]:
+        return await self._all(what, lambda _, actor: actor.call.remote(method, *args))
+
+    async def _all(self, what: str, call: Callable[[int, Any], Any]) -> list[Any]:
+        """The ranks' replies, in their order."""
+        waits = [
+            asyncio.ensure_future(self._one(rank, call(rank, actor), what))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await self._wait_for_cause(waits)
+            errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
+            if errors:
+                raise min(errors, key=_rank_of_cause)
+            return [wait.result() for wait in waits]
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _wait_for_cause(self, waits: Sequence["asyncio.Future[Any]"]) -> None:
+        """One rank has failed: the others get some time to say whether they died."""
+        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            failed = [w for w in waits if w.done() and w.exception() is not None]
+            if any(_rank_of_cause(w.exception()) == 0 for w in failed):
+                return
+            pending = [wait for wait in waits if not wait.done()]
+            if not pending:
+                return
+            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _one(self, rank: int, reply: Any, what: str) -> Any:
+        return await reply_of(reply, _name(rank), what, self._timeout, TrainerError)
+
+
+def _name(rank: int) -> str:
+    return f"policy rank {rank}"
+
+
+def _rank_of_cause(error: BaseException | None) -> int:
+    """Where an error stands among several: a death explains all others."""
+    if isinstance(error, TrainerError) and isinstance(error.__cause__, RayActorError):
+        return 0
+    if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):
+        return 1
+    return 2 if isinstance(error, TrainerError) else 3

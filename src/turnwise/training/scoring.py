@@ -4,30 +4,92 @@ Temperature, top-k and top-p are applied as the engine applies them. What `min_t
 logits processors forbid is not: it shows in `logprob_diff_max`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from turnwise.config import SamplingConfig
+
+CHUNK_ELEMENTS = 2**25
+"""Logits that are made at once: 128 MiB in float32."""
+
+
+class Scores(NamedTuple):
+    """Of the `N` masked tokens, in row-major order."""
+
+    logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+    """Of the whole distribution that each was drawn from, in nats, without gradient."""
 
 
 def token_logprobs(
     model: Any, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Log-probs of the `N` masked tokens of right-padded sequences, in row-major order: [N].
+    """Log-probs of the `N` masked tokens of right-padded sequences, in row-major order: [N]."""
+    return score(model, token_ids_BT, mask_BT, None, sampling).logprobs_N
 
-    The output head runs on the positions before masked tokens alone, so no [B, T, V] tensor is
-    made. No attention mask is needed: padding stands on the right, and attention is causal.
+
+def score(
+    model: Any,
+    token_ids_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    position_ids_BT: torch.Tensor | None,
+    sampling: SamplingConfig,
+) -> Scores:
+    """Score the masked tokens; rows are padded on the right, or packed and told apart by
+    positions that begin anew.
+
+    The output head runs on the positions before masked tokens alone and, where they are many,
+    in chunks whose logits are made again for the backward pass, so no [B, T, V] tensor exists.
+    Padding needs no attention mask: it stands on the right, and attention is causal.
     """
-    hidden_BTH = model.base_model(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-    hidden_NH = hidden_BTH[:, :-1][mask_BT[:, 1:]]
-    logits_NV = model.get_output_embeddings()(hidden_NH).float()
-    if cap := getattr(model.config, "final_logit_softcapping", None):
-        logits_NV = torch.tanh(logits_NV / cap) * cap
+    hidden_NH = hidden_before(model.base_model, token_ids_BT, mask_BT, position_ids_BT)
     targets_N = token_ids_BT[mask_BT]
+    head = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    rows = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    chunks = []
+    for start in range(0, max(1, len(targets_N)), rows):
+        inputs = hidden_NH[start : start + rows], targets_N[start : start + rows]
+        if len(targets_N) > rows and torch.is_grad_enabled():
+            chunks.append(checkpoint(_score, head, *inputs, cap, sampling, use_reentrant=False))
+        else:
+            chunks.append(_score(head, *inputs, cap, sampling))
+    return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def hidden_before(
+    backbone: Any,
+    token_ids_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    position_ids_BT: torch.Tensor | None,
+) -> torch.Tensor:
+    """The last hidden states at the positions before masked tokens: [N, H]."""
+    more = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
+    hidden_BTH = backbone(input_ids=token_ids_BT, use_cache=False, **more).last_hidden_state
+    hidden_NH: torch.Tensor = hidden_BTH[:, :-1][mask_BT[:, 1:]]
+    return hidden_NH
+
+
+def _score(
+    head: Any,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    cap: float | None,
+    sampling: SamplingConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV = head(hidden_NH).float()
+    if cap:
+        logits_NV = torch.tanh(logits_NV / cap) * cap
     logits_NV = _processed(logits_NV, targets_N, sampling)
-    picked_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
-    return picked_N - torch.logsumexp(logits_NV, dim=-1)
+    total_N = torch.logsumexp(logits_NV, dim=-1)
+    logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
+    with torch.no_grad():
+        probabilities_NV = (logits_NV - total_N[:, None]).exp()
+        mean_N = (probabilities_NV * logits_NV.clamp(min=-1e9)).sum(dim=-1)
+        entropy_N = total_N - mean_N
+    return logprobs_N, entropy_N
 
 
 def _processed(
@@ -37,6 +99,8 @@ def _processed(
     the kept set under newer weights stays in, so that its ratio is small but not zero."""
     if sampling.temperature not in (0.0, 1.0):
         logits_NV = logits_NV / sampling.temperature
+    if not 0 < sampling.top_k < logits_NV.shape[-1] and sampling.top_p >= 1.0:
+        return logits_NV
     dropped_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
     if 0 < sampling.top_k < logits_NV.shape[-1]:
         lowest_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[:, -1:]

@@ -72,6 +72,13 @@ class ExactnessReport:
             "first_violation": self.first_violation,
         }
 
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> "ExactnessReport":
+        """What `to_dict` made; counts by reason come back as counters."""
+        known = {key: value for key, value in tree.items() if key != "exact_percent"}
+        counters = {key: Counter(known[key]) for key in ("masked", "forked")}
+        return cls(**{**known, **counters})
+
     def __str__(self) -> str:
         """Two lines for people, or three when something is wrong."""
         lines = [

@@ -1,0 +1,172 @@
+"""Samples to micro-batches: cut by a budget of tokens, balanced over ranks, padded or packed.
+
+Every rank gets the same number of micro-batches, because ranks that share a model compute
+together; those that are computed at the same time are of like size. Which rank computes what
+changes no result.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from turnwise.training.sample import Array, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of one optimizer step, and the totals of the whole."""
+
+    micro_batches: list[list[Sample]]
+    total_tokens: int
+    """Trained tokens on all ranks."""
+    total_sequences: int
+    """Sequences with trained tokens on all ranks."""
+
+
+def plan(
+    samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, packed: bool
+) -> list[list[Share]]:
+    """For each rank, its share of each optimizer step.
+
+    Args:
+        samples: At least one.
+        updates: Optimizer steps; fewer if there are fewer units.
+        max_tokens: Of a micro-batch, padding included; a unit that is longer is alone in one.
+    """
+    units: dict[int, list[Sample]] = {}
+    for sample in samples:
+        units.setdefault(sample.unit, []).append(sample)
+    ordered = list(units.values())
+    updates = min(updates, len(ordered))
+    shares: list[list[Share]] = [[] for _ in range(ranks)]
+    for index in range(updates):
+        own = ordered[index::updates]  # from all over the batch
+        tokens = sum(s.trained for unit in own for s in unit)
+        sequences = len({s.sequence for unit in own for s in unit if s.trained})
+        buckets = _buckets(own, max_tokens, ranks, packed)
+        for rank in range(ranks):
+            mine = [bucket for bucket in _dealt(buckets, ranks)[rank]]
+            shares[rank].append(Share(mine, tokens, sequences))
+    return shares
+
+
+def _buckets(
+    units: Sequence[list[Sample]], max_tokens: int, ranks: int, packed: bool
+) -> list[list[list[Sample]]]:
+    """Units in buckets of at most `max_tokens`, as many as a multiple of the ranks if possible."""
+    by_length = sorted(units, key=_longest)
+    while True:
+        buckets: list[list[list[Sample]]] = []
+        for unit in by_length:
+            if buckets and _cost([*buckets[-1], unit], packed) <= max_tokens:
+                buckets[-1].append(unit)
+            else:
+                buckets.append([unit])
+        missing = -len(buckets) % ranks
+        if not missing or len(units) < len(buckets) + missing:
+            return buckets
+        # Smaller buckets, until they can be dealt out evenly.
+        largest = max(_cost(bucket, packed) for bucket in buckets)
+        max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
+
+
+def _longest(unit: list[Sample]) -> int:
+    return max(sample.length for sample in unit)
+
+
+def _cost(bucket: Sequence[list[Sample]], packed: bool) -> int:
+    """Tokens that are computed, padding included."""
+    lengths = [sample.length for unit in bucket for sample in unit]
+    return sum(lengths) if packed else len(lengths) * max(lengths)
+
+
+def _dealt(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[Sample]]]:
+    """Buckets of like size side by side; a rank that gets none computes an empty one."""
+    flat = [[sample for unit in bucket for sample in unit] for bucket in buckets]
+    flat.sort(key=lambda bucket: -sum(sample.length for sample in bucket))
+    rounds = -(-len(flat) // ranks)
+    flat += [[] for _ in range(rounds * ranks - len(flat))]
+    dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
+    for number in range(rounds):
+        row = flat[number * ranks : (number + 1) * ranks]
+        # Every other round the other way about: nobody always gets the largest.
+        for rank, bucket in enumerate(row if number % 2 == 0 else row[::-1]):
+            dealt[rank].append(bucket)
+    return dealt
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """`B` rows of `T` tokens. The mask marks *targets*: a position is scored from the logits
+    before it. Packed, B is 1 and `position_ids_BT` begins anew with each sample."""
+
+    token_ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    position_ids_BT: torch.Tensor | None
+    engine_logprobs_N: torch.Tensor
+    """Of the `N` masked tokens, row after row, as all that follow."""
+    versions_N: torch.Tensor
+    advantages_N: torch.Tensor
+    sequence_N: torch.Tensor
+    sequences: int
+    tokens: int
+    """Tokens without padding."""
+    old_logprobs_N: torch.Tensor | None = field(default=None)
+    reference_logprobs_N: torch.Tensor | None = field(default=None)
+    values_N: torch.Tensor | None = field(default=None)
+    returns_N: torch.Tensor | None = field(default=None)
+
+    def spans(self) -> Iterable[slice]:
+        """The trained tokens of each sequence."""
+        bounds = torch.searchsorted(
+            self.sequence_N, torch.arange(self.sequences + 1, device=self.sequence_N.device)
+        ).tolist()
+        return (slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a)
+
+
+def make_micro_batch(samples: Sequence[Sample], packed: bool, device: torch.device) -> MicroBatch:
+    """Tensors of samples; of none, a batch of one token that trains nothing."""
+    if samples:
+        token_ids_BT = _joined([s.token_ids_T for s in samples], packed)
+        mask_BT = _joined([s.response_mask_T for s in samples], packed)
+    else:
+        token_ids_BT, mask_BT = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1).bool()
+    positions = None
+    if packed and samples:
+        positions = _joined([np.arange(s.length) for s in samples], packed).to(device)
+    numbers: dict[int, int] = {}
+    for sample in samples:
+        numbers.setdefault(sample.sequence, len(numbers))
+    repeats = [sample.trained for sample in samples]
+
+    def spread(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        repeated = np.repeat(np.asarray(values, dtype=np.float64), repeats)
+        return torch.from_numpy(repeated).to(device, dtype)
+
+    return MicroBatch(
+        token_ids_BT.to(device),
+        mask_BT.to(device),
+        positions,
+        _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
+        _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
+        spread([s.advantage for s in samples], torch.float32),
+        spread([numbers[s.sequence] for s in samples], torch.long),
+        len(numbers),
+        sum(s.length for s in samples),
+    )
+
+
+def _joined(rows: Sequence[Array], packed: bool) -> torch.Tensor:
+    if packed:
+        return torch.from_numpy(np.concatenate(rows))[None]
+    padded = np.zeros((len(rows), max(map(len, rows))), dtype=rows[0].dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def _picked(rows: Sequence[Array], samples: Sequence[Sample], dtype: type) -> torch.Tensor:
+    picked = [row[s.response_mask_T] for row, s in zip(rows, samples, strict=True)]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *picked]).astype(dtype))

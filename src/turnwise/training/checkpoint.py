@@ -1,0 +1,198 @@
+"""Checkpoints on disk: what they hold, when they are whole, which ones are kept.
+
+    checkpoints/step-NNNN/     the model in Hugging Face's format, for anybody
+      state/                   what a resumed run goes on from
+        .metadata, *.distcp      weights and optimizer, torch's distributed checkpoint
+        rank-N.pt                schedule, version, random numbers of each rank
+        loop.json, buffer.jsonl  the loop's: data order, groups in waiting (written by the loop)
+        files.json               every file and its size: written last, so its presence and
+                                 agreement mean that the checkpoint is whole
+
+A checkpoint is written to `step-NNNN.tmp` and renamed.
+"""
+
+import errno
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from turnwise.config import Config
+from turnwise.errors import InputError, TurnwiseError
+
+_FILES = "files.json"
+
+
+class Learner(Protocol):
+    """A module with its optimizer and schedule."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+
+
+def temporary(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder.with_name(folder.name + ".tmp")
+
+
+def begin(folder: Path) -> Path:
+    """Make room for a checkpoint; returns where to write it."""
+    place = temporary(folder)
+    with told_when_full(place):
+        shutil.rmtree(place, ignore_errors=True)
+        (place / "state").mkdir(parents=True)
+    return place
+
+
+def commit(folder: Path) -> None:
+    """Give what was written its name: it is whole from here on."""
+    place = temporary(folder)
+    with told_when_full(place):
+        sizes = {str(p.relative_to(place)): p.stat().st_size for p in _files(place)}
+        (place / "state" / _FILES).write_text(json.dumps(sizes, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        place.rename(folder)
+
+
+def flaw(folder: Path) -> str:
+    """Why a checkpoint cannot be gone on from, or "" when it is whole."""
+    listing = folder / "state" / _FILES
+    try:
+        sizes: dict[str, int] = json.loads(listing.read_text())
+    except FileNotFoundError:
+        return f"{listing} is missing"
+    except (OSError, ValueError) as error:
+        return f"{listing} cannot be read ({error})"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, not {size}"
+    return ""
+
+
+def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is whole, and what is wrong with those after it.
+
+    Raises:
+        InputError: when there is none.
+    """
+    flaws: list[str] = []
+    for folder in sorted(checkpoints.glob("step-*[0-9]"), reverse=True):
+        if not (why := flaw(folder)):
+            return folder, flaws
+        flaws.append(why)
+    told = f": {'; '.join(flaws)}" if flaws else ""
+    raise InputError(f"{checkpoints} holds no whole checkpoint to go on from{told}")
+
+
+def prune(checkpoints: Path, keep_last: int, best: str | None) -> None:
+    """Remove all but the last `keep_last` checkpoints and the one named `best`."""
+    folders = sorted(checkpoints.glob("step-*[0-9]"))
+    for folder in folders[:-keep_last]:
+        if folder.name != best:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_state(
+    folder: Path, rank: int, learners: Mapping[str, Learner], extra: Mapping[str, Any]
+) -> None:
+    """Write this rank's part of weights, optimizer and the rest; all ranks call it."""
+    state = folder / "state"
+    with told_when_full(state):
+        dcp.save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
+        schedules = {name: learner.schedule.state_dict() for name, learner in learners.items()}
+        torch.save({**extra, "schedules": schedules}, state / f"rank-{rank}.pt")
+
+
+def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict[str, Any]:
+    """Read what `save_state` wrote, with any number of ranks; returns `extra`.
+
+    Raises:
+        InputError: when it does not fit the model, or cannot be read.
+    """
+    state = folder / "state"
+    try:
+        states = _states(learners)
+        dcp.load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
+        for name, learner in learners.items():
+            set_state_dict(
+                learner.module,
+                learner.optimizer,
+                model_state_dict=states[name]["model"],
+                optim_state_dict=states[name]["optimizer"],
+            )
+        own = state / f"rank-{rank}.pt"
+        extra: dict[str, Any] = torch.load(own if own.exists() else state / "rank-0.pt")
+        for name, learner in learners.items():
+            learner.schedule.load_state_dict(extra["schedules"][name])
+    except (OSError, RuntimeError, KeyError, ValueError, dcp.CheckpointException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
+    return extra
+
+
+def _states(learners: Mapping[str, Learner]) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, learner in learners.items():
+        model, optimizer = get_state_dict(learner.module, learner.optimizer)
+        states[name] = {"model": model, "optimizer": optimizer}
+    return states
+
+
+def export(
+    folder: Path,
+    rank: int,
+    config: Config,
+    shape: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
+
+    All ranks take the tensors, which are gathered one by one; rank 0 alone holds and writes them.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    if rank:
+        for _ in tensors:
+            pass
+        return
+    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
+    trust = config.model.trust_remote_code
+    with told_when_full(folder):
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
+        empty.save_pretrained(folder, state_dict=whole)
+        AutoTokenizer.from_pretrained(
+            config.model.path, trust_remote_code=trust
+        ).save_pretrained(folder)
+
+
+@contextmanager
+def told_when_full(path: Path) -> Iterator[None]:
+    """Make an error of the disk one sentence."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise TurnwiseError(
+            f"{path} cannot be written: {cause.strerror}; what was saved before is untouched"
+        ) from error
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -1,0 +1,134 @@
+"""From a step's groups to training samples: advantages, stale tokens, the audit of it all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from turnwise.config import Config, Dpo
+from turnwise.rollout import Group
+from turnwise.training.algorithms import choose_pairs, group_advantages, overlong_penalty
+from turnwise.training.sample import Sample
+from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
+
+
+@dataclass(slots=True)
+class Made:
+    """What a step trains on, and what became of the rest."""
+
+    samples: list[Sample] = field(default_factory=list)
+    report: ExactnessReport = field(default_factory=ExactnessReport)
+    groups_without_signal: int = 0
+    stale_groups: int = 0
+    """Dropped because a token in them was older than the bound."""
+    stale_tokens: int = 0
+    """Masked for the same reason."""
+    overlong: int = 0
+    """Trajectories that lost reward for their length."""
+
+
+def make_samples(groups: Sequence[Group], config: Config, version: int) -> Made:
+    """Samples with their advantages, for a trainer that has taken `version` optimizer steps.
+
+    A group of which fewer than two trajectories came through gives no sample; `dropped` tells
+    why. Tokens more than max_staleness training steps old are masked, or their group dropped.
+    """
+    made = Made()
+    oldest = version - config.training.max_staleness * config.training.updates_per_step
+    fresh: list[Group] = []
+    for group in groups:
+        _account_dropped(group, made.report)
+        if config.training.stale == "drop" and _oldest(group) < oldest:
+            made.stale_groups += 1
+            for trajectory in group.trajectories:
+                made.report += audit(trajectory, [], masked="stale_group")
+        else:
+            fresh.append(group)
+    rewards = [[_reward(t, config, made) for t in group.trajectories] for group in fresh]
+    for group, sides in zip(fresh, _sides(config, rewards), strict=True):
+        if sides is None:
+            alone = len(group.trajectories) < 2
+            made.groups_without_signal += not alone
+            for trajectory in group.trajectories:
+                made.report += audit(trajectory, [], masked="alone" if alone else "no_signal")
+            continue
+        unit = len(made.samples) if isinstance(config.algorithm.loss, Dpo) else None
+        trained = sorted(sides, key=lambda place: -sides[place]) if unit is not None else sides
+        for place, trajectory in enumerate(group.trajectories):
+            if place not in sides:
+                made.report += audit(trajectory, [], masked="unpaired")
+        for place in trained:
+            _add(made, group.trajectories[place], sides[place], oldest, unit)
+    return made
+
+
+def _sides(
+    config: Config, rewards: Sequence[Sequence[float]]
+) -> list[dict[int, float] | None]:
+    """For each group, the advantage of each trajectory that is trained; None trains none."""
+    if isinstance(config.algorithm.loss, Dpo):
+        pairs = map(choose_pairs, rewards)
+        return [None if pair is None else {pair[0]: 1.0, pair[1]: -1.0} for pair in pairs]
+    advantages = group_advantages(config.algorithm.advantage, rewards)
+    return [None if group is None else dict(enumerate(group)) for group in advantages]
+
+
+def _add(
+    made: Made, trajectory: Trajectory, advantage: float, oldest: int, unit: int | None
+) -> None:
+    branches = trajectory.samples()
+    masked = [_without_stale(branch, oldest) for branch in branches]
+    stale = sum(sum(b.response_mask) for b in branches) - sum(
+        sum(b.response_mask) for b in masked
+    )
+    made.stale_tokens += stale
+    made.report += audit(trajectory, masked, masked="stale" if stale else None)
+    first = len(made.samples)
+    for branch in masked:
+        made.samples.append(
+            Sample.of(
+                branch.token_ids,
+                branch.response_mask,
+                branch.logprobs,
+                branch.weight_versions,
+                advantage,
+                # The two sides of a pair are whole trajectories; else a branch is a sequence.
+                sequence=first if unit is not None else len(made.samples),
+                unit=unit,
+            )
+        )
+
+
+def _without_stale(branch: Branch, oldest: int) -> Branch:
+    """The branch with tokens of versions before `oldest` as context only."""
+    if all(version >= oldest or version < 0 for version in branch.weight_versions):
+        return branch
+    mask = [
+        int(bool(trained) and version >= oldest)
+        for trained, version in zip(branch.response_mask, branch.weight_versions, strict=True)
+    ]
+    return replace(branch, response_mask=mask)
+
+
+def _oldest(group: Group) -> int:
+    return min(
+        (v for t in group.trajectories for turn in t.turns for v in turn.weight_versions),
+        default=0,
+    )
+
+
+def _reward(trajectory: Trajectory, config: Config, made: Made) -> float:
+    """The reward that is trained on: DAPO's penalty for nearly full contexts included."""
+    algorithm, reward = config.algorithm, trajectory.reward or 0.0
+    if not algorithm.overlong_tokens:
+        return reward
+    length = max((turn.path_length for turn in trajectory.turns), default=0)
+    penalty = overlong_penalty(
+        length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
+    )
+    made.overlong += penalty < 0
+    return reward + penalty
+
+
+def _account_dropped(group: Group, report: ExactnessReport) -> None:
+    for reason, count in group.dropped_tokens.items():
+        report.tokens_sampled += count
+        report.masked[f"dropped_{reason}"] += count
