@@ -166,7 +166,10 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
             except TrainerError as error:
                 if attempt >= config.training.restarts:
                     raise
-                resume = await run_in_thread(lambda: find_resume(folder.path))
+                try:
+                    resume = await run_in_thread(lambda: find_resume(folder.path))
+                except InputError as nothing:
+                    raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
                 folder.close()

@@ -1,0 +1,101 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.training import Sample
+from turnwise.training.batching import Share, make_micro_batch, plan
+
+CPU = torch.device("cpu")
+
+
+def sample(length: int, number: int = 0, unit: int | None = None) -> Sample:
+    ids = [number] * length
+    mask = [0] * (length // 3) + [1] * (length - length // 3)
+    return Sample.of(ids, mask, [-0.5] * length, [0] * length, 1.0, number, unit)
+
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 4), st.integers(1, 4), st.integers(1, 200), st.booleans())
+def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
+    lengths: list[int], updates: int, ranks: int, budget: int, packed: bool
+) -> None:
+    samples = [sample(length, number) for number, length in enumerate(lengths)]
+    shares = plan(samples, updates, ranks, budget, packed)
+    assert len(shares) == ranks
+    assert {len(own) for own in shares} == {min(updates, len(samples))}
+    seen = []
+    for step in zip(*shares, strict=True):
+        assert len({len(share.micro_batches) for share in step}) == 1
+        own = [s for share in step for batch in share.micro_batches for s in batch]
+        assert {share.total_tokens for share in step} == {sum(s.trained for s in own)}
+        assert {share.total_sequences for share in step} == {sum(s.trained > 0 for s in own)}
+        seen += [s.sequence for s in own]
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def cost(batch: list[Sample], packed: bool) -> int:
+    lengths = [s.length for s in batch]
+    return sum(lengths) if packed else max(lengths, default=0) * len(lengths)
+
+
+@given(lengths, st.integers(60, 200), st.booleans())
+def test_a_micro_batch_keeps_to_its_budget(lengths: list[int], budget: int, packed: bool) -> None:
+    samples = [sample(length, number) for number, length in enumerate(lengths)]
+    for (share,) in plan(samples, 1, 2, budget, packed):
+        assert all(cost(batch, packed) <= budget for batch in share.micro_batches)
+
+
+def test_ranks_compute_batches_of_like_size_at_the_same_time() -> None:
+    samples = [sample(10 + number % 50, number) for number in range(400)]
+    (one,), (two,) = plan(samples, 1, 2, 512, packed=False)
+    pairs = zip(one.micro_batches, two.micro_batches, strict=True)
+    costs = [(cost(a, False), cost(b, False)) for a, b in pairs]
+    assert all(abs(a - b) < 150 for a, b in costs)
+    assert abs(sum(a for a, _ in costs) - sum(b for _, b in costs)) < 150
+
+
+def test_the_samples_of_a_unit_stay_together() -> None:
+    samples = [sample(5 + 7 * (n % 5), n, unit=n // 2) for n in range(20)]
+    homes: dict[int, set[int]] = {}
+    number = 0
+    for own in plan(samples, 2, 2, 40, packed=False):
+        for share in own:
+            for batch in share.micro_batches:
+                number += 1
+                for s in batch:
+                    homes.setdefault(s.unit, set()).add(number)
+    assert all(len(home) == 1 for home in homes.values())
+    assert len(homes) == 10
+
+
+def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
+    samples = [sample(7, 3), sample(4, 5), sample(9, 8)]
+    padded = make_micro_batch(samples, packed=False, device=CPU)
+    packed = make_micro_batch(samples, packed=True, device=CPU)
+    assert padded.token_ids_BT.shape == (3, 9)
+    assert packed.token_ids_BT.shape == (1, 20)
+    assert packed.position_ids_BT is not None
+    assert packed.position_ids_BT[0].tolist() == [*range(7), *range(4), *range(9)]
+    for batch in (padded, packed):
+        assert batch.token_ids_BT[batch.mask_BT].tolist() == [3] * 5 + [5] * 3 + [8] * 6
+        assert batch.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
+        assert [(s.start, s.stop) for s in batch.spans()] == [(0, 5), (5, 8), (8, 14)]
+        assert len(batch.engine_logprobs_N) == len(batch.versions_N) == 14
+        assert (batch.sequences, batch.tokens) == (3, 20)
+
+
+def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
+    shares = plan([sample(9)], 1, 3, 64, packed=False)
+    batches = [share.micro_batches for (share,) in shares]
+    assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
+    empty = make_micro_batch([], packed=False, device=CPU)
+    assert not empty.mask_BT.any()
+    assert len(empty.advantages_N) == 0
+    assert Share([[]], 1, 1).micro_batches == [[]]
+
+
+def test_the_first_token_is_never_trained() -> None:
+    made = Sample.of([1, 2], [1, 1], [-1.0, -1.0], [0, 0], 1.0, 0)
+    assert made.response_mask_T.tolist() == [False, True]
