@@ -1,25 +1,56 @@
+"""The policy in this process (one rank), and as several ranks in processes of their own."""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.errors import InputError
-from turnwise.training import Sample
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.training import Sample, checkpoint
+from turnwise.training.batching import plan
+from turnwise.training.metrics import merge
 from turnwise.training.policy import Policy
 from turnwise.training.scoring import token_logprobs
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {},
+    {"kl": {"coef": 0.01}},
+    {"loss": {"name": "gspo"}, "reduction": "sequence_mean"},
+    {"advantage": {"name": "gae"}},
+    {"loss": {"name": "dpo"}},
+    {"correction": {"name": "sequence_tis"}, "kl": {"coef": 0.1, "where": "reward"}},
+]
 
 
 @pytest.fixture
 def make_policy(make_config: Callable[..., Config]) -> Callable[..., Policy]:
-    def make(**training: Any) -> Policy:
-        values = {"learning_rate": 1e-3, "threads": 2, **training}
-        return Policy(make_config(training=values))
+    def make(algorithm: dict[str, Any] | None = None, **training: Any) -> Policy:
+        values = {"learning_rate": 1e-3, "threads": 1, **training}
+        return Policy(make_config(training=values, algorithm=algorithm or {}))
 
     return make
+
+
+def train(policy: Policy, samples: list[Sample]) -> dict[str, Any]:
+    """What `RemotePolicy.train` does, in this process."""
+    training = policy._training
+    shares = plan(
+        samples,
+        training.updates_per_step,
+        1,
+        training.micro_batch_tokens,
+        training.packing == "packed",
+    )
+    return merge([policy.train(shares[0])])
+
+
+def model_of(policy: Policy) -> Any:
+    return policy._scorer.get_submodule("model")
 
 
 def score(model: Any, ids: list[int], start: int, **sampling: Any) -> list[float]:
@@ -33,22 +64,29 @@ def score(model: Any, ids: list[int], start: int, **sampling: Any) -> list[float
     return values
 
 
-def samples(policy: Policy, count: int = 8) -> list[Sample]:
-    """Samples as the engine would have made them: log-probs under the policy itself."""
+def samples_for(model: Any, count: int = 8, version: int = 0) -> list[Sample]:
+    """Samples as the engine would have made them: log-probs under the model itself. Each even
+    one and the odd one after it are a pair."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for i in range(count):
         length = 20 + 3 * i
         ids = torch.randint(0, 600, (length,), generator=generator).tolist()
-        logprobs = [0.0] * 10 + score(policy._model, ids, 10)
+        logprobs = [0.0] * 10 + score(model, ids, 10)
         mask = [0] * 10 + [1] * (length - 10)
-        versions = [-1] * 10 + [0] * (length - 10)
-        made.append(Sample(ids, mask, logprobs, versions, 1.0 if i % 2 else -1.0))
+        versions = [-1] * 10 + [version] * (length - 10)
+        made.append(
+            Sample.of(ids, mask, logprobs, versions, -1.0 if i % 2 else 1.0, i, unit=i // 2)
+        )
     return made
 
 
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy._scorer.parameters()])
+
+
 def test_logprobs_are_log_softmax_of_the_logits(make_policy: Callable[..., Policy]) -> None:
-    model = make_policy()._model
+    model = model_of(make_policy())
     ids = list(range(3, 33))
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float()
@@ -61,7 +99,7 @@ def test_logprobs_are_log_softmax_of_the_logits(make_policy: Callable[..., Polic
 def test_a_token_outside_of_top_k_keeps_a_finite_logprob(
     make_policy: Callable[..., Policy],
 ) -> None:
-    model = make_policy()._model
+    model = model_of(make_policy())
     ids = torch.randint(0, 600, (40,)).tolist()
     for limits in ({"top_k": 1}, {"top_p": 0.01}):
         values = score(model, ids, 1, **limits)
@@ -72,94 +110,183 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less(
     make_policy: Callable[..., Policy],
 ) -> None:
     policy = make_policy()
-    batch = samples(policy)
-    metrics = policy.train(batch)
+    batch = samples_for(model_of(policy))
+    metrics = train(policy, batch)
     assert policy.version == 1
     assert metrics["logprob_diff_max"] < 1e-4
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
-    assert metrics["staleness_max"] == 0
+    assert metrics["ratio_p1"] == pytest.approx(1, abs=1e-4)
+    assert metrics["staleness"] == {"0": sum(s.trained for s in batch)}
+    assert 0 < metrics["entropy"] < np.log(1000)
     for sample in batch:
-        before = sum(sample.logprobs)
-        after = sum(score(policy._model, sample.token_ids, 10))
+        before = float(sample.logprobs_T.sum())
+        after = sum(score(model_of(policy), sample.token_ids_T.tolist(), 10))
         assert (after - before) * sample.advantage > 0
 
 
-def test_the_update_does_not_depend_on_the_micro_batch(
-    make_policy: Callable[..., Policy],
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
+    make_policy: Callable[..., Policy], algorithm: dict[str, Any]
 ) -> None:
-    weights = []
-    for budget in (40, 10_000):
-        policy = make_policy(micro_batch_tokens=budget, kl_coef=0.01)
-        policy.train(samples(policy))
-        weights.append(torch.cat([p.detach().flatten() for p in policy._model.parameters()]))
-    # AdamW's first step divides a gradient by itself: only near-zero ones can differ visibly.
-    assert (weights[0] - weights[1]).abs().mean() < 1e-5
+    runs = []
+    for options in (
+        {"micro_batch_tokens": 10_000},
+        {"micro_batch_tokens": 100},
+        {"packing": "packed"},
+        {"activation_checkpointing": True},
+    ):
+        policy = make_policy(algorithm, updates_per_step=2, **options)
+        metrics = train(policy, samples_for(model_of(policy)))
+        again = train(policy, samples_for(model_of(policy), version=policy.version))
+        runs.append((metrics, again, weights(policy)))
+    first = runs[0]
+    for run in runs[1:]:
+        for key in ("loss", "entropy", "kl", "value_loss"):
+            for i in (0, 1):
+                expected = first[i].get(key, 0.0)
+                assert run[i].get(key, 0.0) == pytest.approx(expected, abs=1e-5)
+        # AdamW's first steps divide a gradient by itself: only near-zero ones can differ visibly.
+        assert (run[2] - first[2]).abs().mean() < 1e-5
+
+
+def test_a_head_in_chunks_gives_the_same_gradients(
+    make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for elements in (2**25, 20_000):
+        monkeypatch.setattr("turnwise.training.scoring.CHUNK_ELEMENTS", elements)
+        policy = make_policy()
+        loss = train(policy, samples_for(model_of(policy)))["loss"]
+        runs.append((loss, weights(policy)))
+    assert runs[0][0] == pytest.approx(runs[1][0], abs=1e-6)
+    assert (runs[0][1] - runs[1][1]).abs().mean() < 1e-6
 
 
 def test_several_updates_a_step_count_versions_and_warm_up(
     make_policy: Callable[..., Policy],
 ) -> None:
     policy = make_policy(updates_per_step=4, warmup_steps=7)
-    metrics = policy.train(samples(policy))
+    metrics = train(policy, samples_for(model_of(policy)))
     assert policy.version == 4
     assert metrics["learning_rate"] == pytest.approx(1e-3 * 5 / 8)
     assert metrics["logprob_diff_max"] < 1e-4  # measured before the first of them
-    stale = policy.train(samples(policy))
+    stale = train(policy, samples_for(model_of(policy)))
     assert stale["staleness_max"] == 4
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
+def test_a_correction_measures_the_engine_against_the_trainer_before_the_step(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy({"correction": {"name": "token_tis", "high": 1.5}}, updates_per_step=2)
+    batch = samples_for(model_of(policy))
+    for sample in batch:
+        sample.logprobs_T[sample.response_mask_T] -= 1.0  # an engine that found them less likely
+    metrics = train(policy, batch)
+    assert metrics["correction"] == pytest.approx(1.5)
+    assert metrics["ratio"] == pytest.approx(1, abs=0.05)
+    assert metrics["logprob_diff_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_the_third_ends_the_run(
     make_policy: Callable[..., Policy],
 ) -> None:
     policy = make_policy()
-    before = {k: v.clone() for k, v in policy._model.state_dict().items()}
-    (good, *_) = samples(policy, 1)
-    bad = Sample(
-        good.token_ids, good.response_mask, good.logprobs, good.weight_versions, float("inf")
-    )
-    metrics = policy.train([bad])
-    assert (metrics["skipped_updates"], policy.version) == (1.0, 0)
-    assert all(torch.equal(before[k], v) for k, v in policy._model.state_dict().items())
+    before = weights(policy).clone()
+    (good, *_) = samples_for(model_of(policy), 1)
+    lists = (good.token_ids_T, good.response_mask_T, good.logprobs_T, good.weight_versions_T)
+    bad = Sample.of(*(x.tolist() for x in lists), float("nan"), 0)
+    for _ in range(2):
+        metrics = train(policy, [bad])
+        assert (metrics["skipped_updates"], policy.version) == (1.0, 0)
+    with pytest.raises(TurnwiseError, match="3 updates in a row had no finite loss"):
+        train(policy, [bad])
+    assert torch.equal(before, weights(policy))
 
 
-def test_a_checkpoint_appears_whole_and_loads_in_transformers(
+def test_the_value_model_learns_before_the_policy_where_it_shall(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy({"advantage": {"name": "gae", "warmup_steps": 5, "learning_rate": 0.001}})
+    losses = [train(policy, samples_for(model_of(policy)))["value_loss"] for _ in range(5)]
+    assert policy.version == 0
+    assert losses[-1] < losses[0] / 2
+    train(policy, samples_for(model_of(policy)))
+    assert policy.version == 1
+
+
+def test_a_model_exported_loads_in_transformers(
     make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
     policy = make_policy()
-    policy.train(samples(policy))
-    policy.save(tmp_path / "step-1")
-    policy.save(tmp_path / "step-1")  # again, over the first
-    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step-1")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "step-1")
+    train(policy, samples_for(model_of(policy)))
+    folder = tmp_path / "step-0001"
+    policy.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.encode("The answer is 7.")
-    assert score(model.eval(), ids, 1) == pytest.approx(score(policy._model, ids, 1), abs=1e-6)
+    assert score(model.eval(), ids, 1) == pytest.approx(score(model_of(policy), ids, 1), abs=1e-6)
     assert tokenizer.chat_template
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}], ids=str)
+def test_a_policy_goes_on_from_its_checkpoint_bit_for_bit(
+    make_policy: Callable[..., Policy], tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    options = {"updates_per_step": 2, "warmup_steps": 5}
+    one = make_policy(algorithm, **options)
+    batch = samples_for(model_of(one))
+    train(one, batch)
+    folder = tmp_path / "step-0001"
+    one.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    two = make_policy(algorithm, **options)
+    assert two.load(folder) == one.version == 2
+    first, second = train(one, batch), train(two, batch)
+    assert torch.equal(weights(one), weights(two))
+    for metrics in (first, second):
+        for key in ("train_seconds", "train_tokens_per_s", "train_memory_gib"):
+            del metrics[key]
+    assert first == second
 
 
 def test_small_steps_are_not_lost_to_bfloat16(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     model = make_config().model.model_copy(update={"dtype": "bfloat16"})
-    config = make_config(model=model, training={"learning_rate": 1e-6, "threads": 2})
+    config = make_config(model=model, training={"learning_rate": 1e-6, "threads": 1})
     policy = Policy(config)
-    before = [p.detach().clone() for p in policy._model.parameters()]
-    metrics = policy.train(samples(policy))
+    before = [p.detach().clone() for p in policy._scorer.parameters()]
+    metrics = train(policy, samples_for(model_of(policy)))
     moved = [
         (p.detach() != b).float().mean().item()
-        for p, b in zip(policy._model.parameters(), before, strict=True)
+        for p, b in zip(policy._scorer.parameters(), before, strict=True)
     ]
     assert min(moved[1:]) > 0.5
     assert metrics["logprob_diff_max"] < 0.5
     manifest, _, _ = policy.publish()
     assert {tensor["dtype"] for tensor in manifest["tensors"]} == {"bfloat16"}
-    policy.save(tmp_path / "half")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    folder = tmp_path / "half"
+    policy.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
     assert saved.dtype == torch.bfloat16
-    assert policy._model.dtype == torch.float32
+    assert model_of(policy).dtype == torch.float32
 
 
 def test_a_model_that_is_not_there_is_named(make_config: Callable[..., Config]) -> None:
     config = make_config(model={"path": "/nowhere"})
     with pytest.raises(InputError, match="the model /nowhere cannot be loaded"):
+        Policy(config)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    make_config: Callable[..., Config], build: Path, tmp_path: Path
+) -> None:
+    shape = AutoModelForCausalLM.from_pretrained(build / "model").config
+    shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 16384, 65536, 64
+    shape.layer_types = ["full_attention"] * 64
+    shape.save_pretrained(tmp_path)
+    config = make_config(model={"path": str(tmp_path)})
+    with pytest.raises(InputError, match=r"does not fit: its [\d,]+ M parameters need"):
         Policy(config)

@@ -14,6 +14,7 @@ A checkpoint is written to `step-NNNN.tmp` and renamed.
 import errno
 import json
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +112,8 @@ def save_state(
     """Write this rank's part of weights, optimizer and the rest; all ranks call it."""
     state = folder / "state"
     with told_when_full(state):
-        dcp.save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
+        with _alone():
+            dcp.save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
         schedules = {name: learner.schedule.state_dict() for name, learner in learners.items()}
         torch.save({**extra, "schedules": schedules}, state / f"rank-{rank}.pt")
 
@@ -125,7 +127,8 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
     state = folder / "state"
     try:
         states = _states(learners)
-        dcp.load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
+        with _alone():
+            dcp.load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         for name, learner in learners.items():
             set_state_dict(
                 learner.module,
@@ -176,6 +179,14 @@ def export(
         AutoTokenizer.from_pretrained(
             config.model.path, trust_remote_code=trust
         ).save_pretrained(folder)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One rank has no process group, which torch would warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 @contextmanager

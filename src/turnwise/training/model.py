@@ -5,6 +5,7 @@ in bfloat16; forward passes have `model.dtype`.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,13 +69,10 @@ class Critic(nn.Module):
 def check_room(config: Config, device: torch.device, ranks: int, copies: int) -> None:
     """Raises `InputError` when the model, its optimizer and its frozen or second `copies` cannot
     fit into what this rank may use; activations are not counted."""
-    with torch.device("meta"):
-        shape = AutoConfig.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
-        empty = AutoModelForCausalLM.from_config(
-            shape, trust_remote_code=config.model.trust_remote_code
-        )
+    trust = config.model.trust_remote_code
+    with _refusals(config), torch.device("meta"):
+        shape = AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust)
+        empty = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust)
     count = sum(p.numel() for p in empty.parameters())
     needed = count * (_TRAINED_BYTES + _FROZEN_BYTES * copies) / ranks
     if device.type == "cuda":
@@ -95,15 +93,21 @@ def load_model(config: Config) -> Any:
     Raises:
         InputError: when it cannot be loaded.
     """
-    try:
+    with _refusals(config):
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
             dtype=torch.float32,
             trust_remote_code=config.model.trust_remote_code,
         )
+    return model.eval()
+
+
+@contextmanager
+def _refusals(config: Config) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise InputError(f"the model {config.model.path} cannot be loaded: {error}") from error
-    return model.eval()
 
 
 def distribute(
