@@ -1,0 +1,101 @@
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.config import DrGrpo, Gae, Grpo, ReinforcePP, Rloo
+from turnwise.training.algorithms import group_advantages
+
+Rewards = list[list[float]]
+
+group = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
+varied_group = group.filter(lambda g: len(set(g)) > 1)
+GROUPWISE = [Grpo(), DrGrpo(), Rloo(), ReinforcePP(baseline="group")]
+
+
+@given(varied_group)
+def test_grpo_is_the_standard_score_within_the_group(rewards: list[float]) -> None:
+    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+    expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
+    assert group_advantages(Grpo(), [rewards])[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_grpo_of_one_right_in_four() -> None:
+    root = 3**0.5
+    (advantages,) = group_advantages(Grpo(), [[1, 0, 0, 0]])
+    assert advantages == pytest.approx([root, -1 / root, -1 / root, -1 / root], rel=1e-4)
+
+
+def test_grpo_does_not_blow_up_a_difference_of_rounding() -> None:
+    (advantages,) = group_advantages(Grpo(), [[0.1 + 0.2, 0.3]])
+    assert advantages == pytest.approx([0, 0], abs=1e-9)
+
+
+@given(varied_group)
+def test_dr_grpo_is_the_difference_to_the_groups_mean(rewards: list[float]) -> None:
+    mean = statistics.fmean(rewards)
+    assert group_advantages(DrGrpo(), [rewards])[0] == pytest.approx([r - mean for r in rewards])
+
+
+@given(varied_group)
+def test_rloo_is_the_difference_to_the_mean_of_the_others(rewards: list[float]) -> None:
+    expected = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+    assert group_advantages(Rloo(), [rewards])[0] == pytest.approx(expected, abs=1e-9)
+
+
+@given(varied_group)
+def test_rloo_is_dr_grpo_times_n_over_n_minus_1(rewards: list[float]) -> None:
+    (rloo,), (dr_grpo,) = (group_advantages(c, [rewards]) for c in (Rloo(), DrGrpo()))
+    assert rloo is not None
+    assert dr_grpo is not None
+    factor = len(rewards) / (len(rewards) - 1)
+    assert rloo == pytest.approx([factor * a for a in dr_grpo], abs=1e-9)
+
+
+@given(st.lists(group, min_size=1, max_size=5))
+def test_reinforce_pp_is_the_standard_score_within_the_batch(rewards: Rewards) -> None:
+    flat = [r for rows in rewards for r in rows]
+    mean, deviation = statistics.fmean(flat), statistics.pstdev(flat)
+    advantages = group_advantages(ReinforcePP(baseline="none"), rewards)
+    for rows, result in zip(rewards, advantages, strict=True):
+        if len(set(flat)) == 1:
+            assert result is None
+        else:
+            expected = [(r - mean) / (deviation + 1e-6) for r in rows]
+            assert result == pytest.approx(expected, abs=1e-9)
+
+
+def test_reinforce_pp_with_a_baseline_scales_groups_by_one_common_deviation() -> None:
+    rewards = [[0.0, 1.0], [5.0, 5.0], [10.0, 16.0]]
+    deviation = statistics.pstdev([-0.5, 0.5, -3, 3])
+    first, second, third = group_advantages(ReinforcePP(baseline="group"), rewards)
+    assert first == pytest.approx([-0.5 / deviation, 0.5 / deviation], rel=1e-5)
+    assert second is None
+    assert third == pytest.approx([-3 / deviation, 3 / deviation], rel=1e-5)
+
+
+def test_reinforce_pp_without_a_baseline_trains_groups_of_one() -> None:
+    advantages = group_advantages(ReinforcePP(baseline="none"), [[1.0], [0.0]])
+    assert advantages == [pytest.approx([1], rel=1e-4), pytest.approx([-1], rel=1e-4)]
+
+
+@pytest.mark.parametrize("config", GROUPWISE, ids=lambda c: c.name)
+def test_a_group_without_spread_or_company_gives_no_signal(config: Grpo) -> None:
+    advantages = group_advantages(config, [[1, 1, 1], [0.5], [], [0, 1]])
+    assert advantages[:3] == [None, None, None]
+    assert advantages[3] is not None
+
+
+@pytest.mark.parametrize("config", GROUPWISE, ids=lambda c: c.name)
+@given(varied_group)
+def test_advantages_sum_to_zero_and_keep_the_order(config: Grpo, rewards: list[float]) -> None:
+    (advantages,) = group_advantages(config, [rewards])
+    assert advantages is not None
+    assert sum(advantages) == pytest.approx(0, abs=1e-6)
+    best = max(range(len(rewards)), key=rewards.__getitem__)
+    assert advantages[best] == max(advantages) > 0
+
+
+def test_gae_takes_the_rewards_as_they_are() -> None:
+    assert group_advantages(Gae(), [[1, 1], [0.5]]) == [[1, 1], [0.5]]

@@ -1,0 +1,104 @@
+"""What holds for every loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.algorithms.some_tokens import gradient_N, some_tokens, tokens_of
+from turnwise.config import Cispo, Dpo, Gspo, PpoClip
+from turnwise.training.algorithms import token_loss, token_weights
+from turnwise.training.algorithms.ratio import importance_ratio
+
+POLICY_GRADIENTS = [PpoClip(), PpoClip(dual_clip=3.0), Gspo(), Cispo()]
+LOSSES = [*POLICY_GRADIENTS, Dpo()]
+Loss = PpoClip | Gspo | Cispo | Dpo
+
+
+def name(config: Loss) -> str:
+    return config.name
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=name)
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_trained_token_gives_an_empty_loss_that_can_be_differentiated(
+    config: Loss, lengths: list[int]
+) -> None:
+    tokens = some_tokens(lengths)
+    result = token_loss(config, tokens)
+    assert result.loss_N.shape == result.ratio_N.shape == result.clipped_N.shape == (0,)
+    assert result.loss_N.sum().item() == 0
+    assert gradient_N(result.loss_N.sum(), tokens).shape == (0,)
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=name)
+def test_sequences_without_tokens_change_nothing_for_the_others(config: Loss) -> None:
+    full = some_tokens([3, 2])
+    among_empty = replace(full, sequence_N=full.sequence_N + 2, sequences=6)
+    expected, result = token_loss(config, full), token_loss(config, among_empty)
+    torch.testing.assert_close(result.loss_N, expected.loss_N)
+    torch.testing.assert_close(
+        gradient_N(result.loss_N.sum(), among_empty), gradient_N(expected.loss_N.sum(), full)
+    )
+
+
+@pytest.mark.parametrize("config", POLICY_GRADIENTS, ids=name)
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_on_policy_the_gradient_is_the_advantage_times_the_weight(
+    config: Loss, reduction: str
+) -> None:
+    tokens = some_tokens([3, 1, 4], spread=0.0)
+    weights_N = token_weights(
+        reduction,  # type: ignore[arg-type]
+        tokens,
+        total_tokens=8,
+        total_sequences=3,
+        constant=5,
+    )
+    result = token_loss(config, tokens)
+    gradient = gradient_N((weights_N * result.loss_N).sum(), tokens)
+    torch.testing.assert_close(gradient, -tokens.advantages_N * weights_N)
+    torch.testing.assert_close(result.ratio_N, torch.ones_like(result.ratio_N))
+    assert not result.clipped_N.any()
+
+
+def test_of_sequences_of_one_token_gspo_is_ppo_clip() -> None:
+    tokens = some_tokens([1, 1, 1, 1], spread=0.5)
+    gspo = token_loss(Gspo(clip_low=0.2, clip_high=0.28), tokens)
+    ppo = token_loss(PpoClip(clip_low=0.2, clip_high=0.28), tokens)
+    torch.testing.assert_close(gspo.loss_N, ppo.loss_N)
+    torch.testing.assert_close(
+        gradient_N(gspo.loss_N.sum(), tokens), gradient_N(ppo.loss_N.sum(), tokens)
+    )
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=name)
+@pytest.mark.parametrize("distance", [90.0, -90.0, 1e4, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_distance_between_policies_gives_finite_losses_and_gradients(
+    config: Loss, distance: float, dtype: torch.dtype
+) -> None:
+    far = [distance, distance, distance]
+    wide = tokens_of([far, far], [[1.0, 0.0, -1.0], [-2.0, 0.0, 2.0]])
+    tokens = replace(
+        wide,
+        logprobs_N=wide.logprobs_N.detach().to(dtype).requires_grad_(),
+        old_logprobs_N=wide.old_logprobs_N.to(dtype),
+        advantages_N=wide.advantages_N.to(dtype),
+        reference_logprobs_N=wide.old_logprobs_N.to(dtype),
+    )
+    result = token_loss(config, tokens)
+    assert result.loss_N.isfinite().all()
+    assert result.ratio_N.isfinite().all()
+    assert gradient_N((0 * result.loss_N).sum(), tokens).isfinite().all()
+    assert gradient_N(token_loss(config, tokens).loss_N.sum(), tokens).isfinite().all()
+
+
+def test_a_ratio_beyond_the_bound_is_the_bound_and_has_no_gradient() -> None:
+    log_ratio = torch.tensor([19.0, 21.0, -21.0], requires_grad=True)
+    ratio = importance_ratio(log_ratio)
+    ratio.sum().backward()
+    bounds = torch.tensor([19.0, 20.0, -20.0]).exp()
+    torch.testing.assert_close(ratio.detach(), bounds)
+    assert log_ratio.grad is not None
+    torch.testing.assert_close(log_ratio.grad, bounds * torch.tensor([1.0, 0.0, 0.0]))

@@ -1,0 +1,57 @@
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.algorithms.some_tokens import some_tokens
+from turnwise.training.algorithms import token_weights
+
+Reduction = Literal["token_mean", "sequence_mean", "constant"]
+CONSTANT = 7
+lengths = st.lists(st.integers(0, 5), min_size=2, max_size=8).filter(any)
+
+
+def weights_of(reduction: Reduction, batch: Sequence[int], cut: int) -> list[torch.Tensor]:
+    """Of a batch of sequences of these lengths in two micro-batches, the first up to `cut`."""
+    return [
+        token_weights(
+            reduction,
+            some_tokens(part),
+            total_tokens=sum(batch),
+            total_sequences=sum(length > 0 for length in batch),
+            constant=CONSTANT,
+        )
+        for part in (batch[:cut], batch[cut:])
+    ]
+
+
+@given(lengths, st.integers(0, 8))
+def test_losses_are_reduced_over_the_whole_batch(batch: list[int], cut: int) -> None:
+    losses = [[float(i + 10 * t) for t in range(length)] for i, length in enumerate(batch)]
+    flat = torch.tensor([x for row in losses for x in row], dtype=torch.float64)
+    trained = [row for row in losses if row]
+    expected: dict[Reduction, float] = {
+        "token_mean": sum(map(sum, trained)) / sum(map(len, trained)),
+        "sequence_mean": sum(sum(row) / len(row) for row in trained) / len(trained),
+        "constant": sum(map(sum, trained)) / (len(trained) * CONSTANT),
+    }
+    for reduction, value in expected.items():
+        weights = torch.cat(weights_of(reduction, batch, cut))
+        assert (weights * flat).sum().item() == pytest.approx(value)
+
+
+@given(lengths, st.integers(0, 8))
+def test_the_weights_of_a_mean_sum_to_one(batch: list[int], cut: int) -> None:
+    for reduction in ("token_mean", "sequence_mean"):
+        assert torch.cat(weights_of(reduction, batch, cut)).sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_weights_carry_no_gradient_and_a_micro_batch_may_be_empty(reduction: Reduction) -> None:
+    full, empty = weights_of(reduction, [2, 3, 0], 2)
+    assert full.shape == (5,)
+    assert empty.shape == (0,)
+    assert not full.requires_grad
