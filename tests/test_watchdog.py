@@ -1,6 +1,7 @@
 """The watchdog: when it speaks, what it says, and what a wait costs."""
 
 import asyncio
+import re
 import time
 
 from turnwise.watchdog import Watchdog, made_progress, waiting
@@ -16,31 +17,33 @@ async def test_a_stall_is_told_once_with_who_is_waited_for() -> None:
         ):
             await asyncio.sleep(0.9)
     (line,) = told
-    assert line.startswith("nothing has moved for 0.2")
-    assert "waiting for: the trainer to train (0.2" in line
-    assert ", 2 tools (sleepy of train.jsonl:7 for 0.2" in line
+    assert re.fullmatch(
+        r"nothing has moved for 0\.\d+ s; waiting for: the trainer to train \(0\.\d+ s\), "
+        r"2 tools \(sleepy of train\.jsonl:7 for 0\.\d+ s\)",
+        line,
+    )
 
 
 async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again() -> None:
     told: list[str] = []
-    async with Watchdog(0.3, told.append):
-        for _ in range(8):
-            await asyncio.sleep(0.1)
+    async with Watchdog(0.5, told.append):
+        for _ in range(16):
+            await asyncio.sleep(0.05)
             made_progress()
         assert told == []
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.8)
         with waiting("somebody who comes"):
             pass
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.8)
     assert len(told) == 2
     assert all("nobody is known to be waited for" in line for line in told)
 
 
 async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
     told: list[str] = []
-    async with Watchdog(0.1, told.append):
+    async with Watchdog(0.2, told.append):
         with waiting("a blocking call"):
-            time.sleep(0.4)  # noqa: ASYNC251  (that is the point)
+            time.sleep(1.0)  # noqa: ASYNC251  (that is the point)
             assert len(told) == 1
 
 
@@ -58,7 +61,7 @@ async def test_many_kinds_are_told_in_short() -> None:
     for wait in waits:
         wait.__enter__()
     async with Watchdog(0.1, told.append):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
     for wait in waits:
         wait.__exit__(None, None, None)
     assert "part 7 (" in told[0]
@@ -74,7 +77,7 @@ def test_a_wait_that_failed_is_no_wait_any_more_and_thousands_cost_little() -> N
                 raise ValueError
         except ValueError:
             pass
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 2.0  # 100 µs each, on a machine under load
     from turnwise import watchdog
 
     assert not watchdog._waits

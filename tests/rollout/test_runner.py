@@ -18,6 +18,7 @@ from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, Runner, check_failures
 from turnwise.trajectory import Trajectory
+from turnwise.watchdog import Watchdog
 
 HERE = "tests.rollout.test_runner"
 
@@ -121,7 +122,7 @@ async def test_each_try_has_a_name_and_a_seed_of_its_own_within_the_group(
 async def test_a_try_that_hangs_has_its_own_deadline(run: Callable[..., Any]) -> None:
     group = await run({"takes": 60.0}, n=1, retries=1, trajectory_timeout=0.2)
     assert (group.retried, group.dropped) == ({"trajectory_timeout": 1}, {"trajectory_timeout": 1})
-    assert 0.4 <= group.elapsed < 5
+    assert 0.4 <= group.elapsed < 30
 
 
 async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:
@@ -129,9 +130,25 @@ async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokeni
     engine.slowdown = 5
     group = await run({"takes": 0.2}, n=3, engine=engine)
     assert set(group.seconds) == {"generate", "reward"}
-    assert 0.6 <= group.seconds["reward"] < 2
-    assert 3 * 8 * 4e-3 * 5 * 0.9 <= group.seconds["generate"] < 3
-    assert 0.35 <= group.elapsed < sum(group.seconds.values())
+    assert group.seconds["reward"] >= 3 * 0.2
+    assert group.seconds["generate"] >= 3 * 8 * 4e-3 * 5 * 0.9
+    assert group.elapsed < sum(group.seconds.values()), "they ran side by side"
+
+
+async def test_a_watchdog_hears_who_a_trajectory_waits_for(
+    run: Callable[..., Any], tokenizer: Any
+) -> None:
+    told: list[str] = []
+    async with Watchdog(0.2, told.append):
+        await run({"takes": 0.6}, n=2)
+        engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
+        engine.slowdown = 20
+        await run({}, n=3, engine=engine)
+    for heard in (
+        "2 rewards (environment of rows:1 for ",
+        "3 answers (turn 0 of step1.0-rows:1-0 ",
+    ):
+        assert any(f"waiting for: {heard}" in line for line in told), told
 
 
 async def test_tools_that_run_together_count_once(
@@ -144,7 +161,7 @@ async def test_tools_that_run_together_count_once(
 
     async def nap() -> str:
         """Sleep a little."""
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
         return "awake"
 
     config = make_config()
@@ -164,7 +181,7 @@ async def test_tools_that_run_together_count_once(
     parsed = ParsedText("", [ToolCall("nap", "{}")] * 3, malformed=False)
     messages = await answer_calls(parsed, context, 0)
     assert [message["content"] for message in messages] == ["awake"] * 3
-    assert 0.2 <= context.seconds["tools"] < 0.5
+    assert 1.0 <= context.seconds["tools"] < 3.0
 
 
 def rows(*words: int) -> list[Problem]:

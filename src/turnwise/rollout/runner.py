@@ -63,6 +63,8 @@ class Runner:
     def check(self, problems: Sequence[Problem]) -> None:
         """Build every problem's prompt once, before anything is sampled.
 
+        Prompts that are longer than `data.max_prompt_tokens` pass: `fitting` leaves them out.
+
         Raises:
             InputError: naming the row whose fields, tools or prompt length do not fit.
         """
@@ -70,7 +72,9 @@ class Runner:
             self._fits(problem)
 
     def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
-        """`check`, and the problems whose prompt is within `data.max_prompt_tokens`.
+        """Check all problems; returns those whose prompt is within `data.max_prompt_tokens`.
+
+        It takes about as long as rendering every prompt: call it from a thread.
 
         Raises:
             InputError: as `check` does, and when no problem is left.
