@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def attempts(draw: st.DrawFn) -> tuple[Trajectory, Calls]:
         reward=draw(st.none() | st.floats(allow_nan=False)),
         status=draw(st.sampled_from(["completed", "length"])),
         events=Counter(draw(st.dictionaries(text, st.integers(1, 5)))),
+        reward_parts=draw(st.dictionaries(text, floats, max_size=2)),
     )
     calls: Calls = []
     for version in range(draw(st.integers(0, 6))):
@@ -89,6 +91,13 @@ def test_a_file_of_trajectories_reads_back(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "deep" / "file.jsonl", written)
     assert list(read_jsonl(tmp_path / "deep" / "file.jsonl")) == written
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["file.jsonl"]
+
+
+def test_a_file_without_the_parts_of_the_reward_reads_too() -> None:
+    written = Trajectory("a", reward=1.0)
+    tree = json.loads(written.to_json())
+    del tree["reward_parts"]
+    assert Trajectory.from_json(json.dumps(tree)) == written
 
 
 def test_a_turn_stores_only_what_it_adds() -> None:

@@ -1,17 +1,23 @@
 """Trajectories in the making: agent loops, tools, environments, groups."""
 
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
-from turnwise.rollout.environment import Environment, load_eval_rows, load_rows
-from turnwise.rollout.runner import Group, Problem, Runner, check_failures
+from turnwise.rollout.data import load_eval_rows, load_rows
+from turnwise.rollout.environment import Environment
+from turnwise.rollout.group import Group, check_failures
+from turnwise.rollout.problems import Problem, ProblemStream
+from turnwise.rollout.reward_model import start_reward_models
+from turnwise.rollout.runner import Runner
 
 __all__ = [
     "AgentLoop",
     "Environment",
     "Group",
     "Problem",
+    "ProblemStream",
     "RolloutContext",
     "Runner",
     "check_failures",
     "load_eval_rows",
     "load_rows",
+    "start_reward_models",
 ]

@@ -1,19 +1,24 @@
 """What an agent loop is, and what it works with: one coroutine that makes one trajectory."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from turnwise.config import RolloutConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
-from turnwise.rollout.environment import Environment, Row
+from turnwise.rollout.environment import Environment
+from turnwise.rollout.problems import Row
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.sessions import SessionStore
 from turnwise.serving.template import off_loop
 from turnwise.serving.tool_parser import ToolParser
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
+from turnwise.watchdog import waiting
 
 
 class SessionServer(Protocol):
@@ -49,6 +54,17 @@ class RolloutContext:
     """Where the run is deterministic: the seed that each turn's own is derived from."""
     fork_reason: str | None = None
     """Why the prompt made last does not continue the turn before it."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Where `timed` adds up; the runner gives all trajectories of a group one."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a `with` block under `phase`: generate, tools, reward ..."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
 
     async def first_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None
@@ -134,13 +150,14 @@ class RolloutContext:
                 "min_tokens": min(sampling.min_tokens, max_tokens),
             }
             sampling = sampling.model_copy(update=changes)
-        completion = await self.engine.generate(
-            prompt_token_ids,
-            sampling,
-            f"{self.request_id}-{turn}",
-            None if self.seed is None else stable_seed(self.seed, turn),
-            self.route,
-        )
+        with self.timed("generate"), waiting(f"turn {turn} of {self.request_id}", "answer"):
+            completion = await self.engine.generate(
+                prompt_token_ids,
+                sampling,
+                f"{self.request_id}-{turn}",
+                None if self.seed is None else stable_seed(self.seed, turn),
+                self.route,
+            )
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         self.trajectory.add_turn(

@@ -1,66 +1,46 @@
 """Runs groups: n coroutines for one problem, each a trajectory, none waiting for another.
 
 Every trajectory that is started comes out exactly once: in its group, or counted under the
-reason why not. Only what the user gave wrong (`InputError`) ends the run from here.
+reason why not, after `rollout.retries` more tries. Only what the user gave wrong (`InputError`)
+ends the run from here.
 """
 
 import asyncio
-import inspect
 import logging
-from collections import Counter
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator, Route
-from turnwise.errors import DeadlineError, EngineError, InputError, StepError, TrajectoryError
+from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext, SessionServer, stable_seed
 from turnwise.rollout.environment import (
     Environment,
     EnvironmentType,
-    Row,
     load_object,
     make_environment,
 )
+from turnwise.rollout.group import Group
 from turnwise.rollout.loops import load_loop
+from turnwise.rollout.problems import Problem
+from turnwise.rollout.rewards import Rewards
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.template import load_template
 from turnwise.serving.tool_parser import ToolParser
-from turnwise.tasks import run_in_thread, task_group
+from turnwise.tasks import task_group
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One row under a name that tells where it came from."""
-
-    id: str
-    row: Row
-
-
-@dataclass(slots=True)
-class Group:
-    """The trajectories of one problem that came through, and why others did not."""
-
-    problem_id: str
-    trajectories: list[Trajectory] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    dropped_tokens: Counter[str] = field(default_factory=Counter)
-    """What the dropped ones had sampled, by the same reasons."""
-    causes: dict[str, str] = field(default_factory=dict)
-    """For each reason in `dropped`, what the first such failure said."""
 
 
 class Runner:
     """Makes groups with one environment type and one agent loop.
 
     Raises:
-        InputError: when the environment or the loop cannot be loaded.
+        InputError: when the environment, the loop or a reward function cannot be loaded.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -69,6 +49,8 @@ class Runner:
         self._template = load_template(config, tokenizer)
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
+        self.rewards = Rewards(config.rollout.rewards)
+        """Its `models` are set by whoever starts them."""
         self.server: SessionServer | None = None
         """Where agents of their own are served; set by whoever runs one."""
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
@@ -81,30 +63,60 @@ class Runner:
     def check(self, problems: Sequence[Problem]) -> None:
         """Build every problem's prompt once, before anything is sampled.
 
+        Prompts that are longer than `data.max_prompt_tokens` pass: `fitting` leaves them out.
+
         Raises:
             InputError: naming the row whose fields, tools or prompt length do not fit.
         """
         for problem in problems:
-            environment = make_environment(self._environment, problem.row, problem.id)
-            tools = self._toolbox(environment).schemas
-            length = len(self._template.render(environment.problem, tools=tools))
-            if length >= self._config.model.max_length:
-                raise InputError(
-                    f"{problem.id}: its prompt of {length} tokens does not fit the context of "
-                    f"{self._config.model.max_length}; raise model.max_length or leave the row out"
-                )
+            self._fits(problem)
+
+    def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Check all problems; returns those whose prompt is within `data.max_prompt_tokens`.
+
+        It takes about as long as rendering every prompt: call it from a thread.
+
+        Raises:
+            InputError: as `check` does, and when no problem is left.
+        """
+        kept = [problem for problem in problems if self._fits(problem)]
+        if len(kept) < len(problems):
+            left_out = (
+                f"{len(problems) - len(kept)} of {len(problems)} rows have prompts of more than "
+                f"{self._config.data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
+            )
+            if not kept:
+                raise InputError(f"{left_out}, and none is left")
+            logger.warning("%s and are left out", left_out)
+        return kept
+
+    def _fits(self, problem: Problem) -> bool:
+        """Whether its prompt is within `data.max_prompt_tokens`."""
+        environment = make_environment(self._environment, problem.row, problem.id)
+        tools = self._toolbox(environment).schemas
+        length = len(self._template.render(environment.problem, tools=tools))
+        limit, room = self._config.data.max_prompt_tokens, self._config.model.max_length
+        if limit is not None and length > limit:
+            return False
+        if length >= room:
+            raise InputError(
+                f"{problem.id}: its prompt of {length} tokens does not fit the context of {room}; "
+                "raise model.max_length, or leave such rows out with data.max_prompt_tokens"
+            )
+        return True
 
     async def run_group(
         self, engine: Generator, problem: Problem, sampling: SamplingConfig, tag: str
     ) -> Group:
         """Run `sampling.n` trajectories; `tag` makes request names and seeds unique."""
-        group = Group(problem.id)
+        group, started = Group(problem.id), time.perf_counter()
         async with task_group() as tasks:
             running = [
                 tasks.create_task(self._run_one(engine, problem, index, sampling, tag, group))
                 for index in range(sampling.n)
             ]
         group.trajectories = [t for task in running if (t := task.result()) is not None]
+        group.elapsed = time.perf_counter() - started
         return group
 
     async def _run_one(
@@ -116,27 +128,46 @@ class Runner:
         tag: str,
         group: Group,
     ) -> Trajectory | None:
-        name = f"{tag}-{problem.id}-{index}"
-        trajectory = Trajectory(problem.id, index)
+        name, tries = f"{tag}-{problem.id}-{index}", 1 + self._config.rollout.retries
         async with self._slots:
-            try:
-                async with asyncio.timeout(self._config.rollout.trajectory_timeout):
-                    await self._attempt(engine, problem, trajectory, sampling, name)
+            for number in range(1, tries + 1):
+                trajectory = Trajectory(problem.id, index)
+                own = name if number == 1 else f"{name}.{number}"
+                failure = await self._try(engine, problem, trajectory, sampling, own, group)
+                if failure is None:
                     return trajectory
-            except TrajectoryError as error:
-                reason, message = error.reason, str(error)
-            except DeadlineError as error:
-                reason, message = "engine_timeout", str(error)
-            except EngineError as error:
-                reason, message = "engine_error", str(error)
-            except TimeoutError:
-                seconds = self._config.rollout.trajectory_timeout
-                reason, message = "trajectory_timeout", f"not done after {seconds:g} s"
-        logger.info("dropped %s (%s): %s", name, reason, message)
-        group.dropped[reason] += 1
-        group.dropped_tokens[reason] += trajectory.sampled_tokens
-        group.causes.setdefault(reason, message)
+                reason, message = failure
+                outcome = group.dropped if number == tries else group.retried
+                outcome[reason] += 1
+                group.dropped_tokens[reason] += trajectory.sampled_tokens
+                group.causes.setdefault(reason, message)
         return None
+
+    async def _try(
+        self,
+        engine: Generator,
+        problem: Problem,
+        trajectory: Trajectory,
+        sampling: SamplingConfig,
+        name: str,
+        group: Group,
+    ) -> tuple[str, str] | None:
+        """Fill the trajectory; where that fails, returns the reason and what was said."""
+        seconds = self._config.rollout.trajectory_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self._attempt(engine, problem, trajectory, sampling, name, group)
+                return None
+        except TrajectoryError as error:
+            failure = error.reason, str(error)
+        except DeadlineError as error:
+            failure = "engine_timeout", str(error)
+        except EngineError as error:
+            failure = "engine_error", str(error)
+        except TimeoutError:
+            failure = "trajectory_timeout", f"not done after {seconds:g} s"
+        logger.info("%s failed (%s): %s", name, *failure)
+        return failure
 
     async def _attempt(
         self,
@@ -145,6 +176,7 @@ class Runner:
         trajectory: Trajectory,
         sampling: SamplingConfig,
         name: str,
+        group: Group,
     ) -> None:
         with _counted_as("environment_error"):
             environment = make_environment(self._environment, problem.row, problem.id)
@@ -162,17 +194,12 @@ class Runner:
             server=self.server,
             route=Route(session=name, group=name.rpartition("-")[0]),
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
+            seconds=group.seconds,
         )
         with _counted_as("loop_error"):
             await self._loop.run(environment, context)
-        if trajectory.reward is not None:
-            return  # the agent has told
-        with _counted_as("reward_error"):
-            if inspect.iscoroutinefunction(environment.reward):
-                reward = await environment.reward(trajectory)
-            else:
-                reward = await run_in_thread(lambda: environment.reward(trajectory))
-            trajectory.reward = float(reward)
+        with context.timed("reward"):
+            await self.rewards.judge(environment, trajectory, problem.row)
 
     def _toolbox(self, environment: Environment) -> Toolbox:
         rollout = self._config.rollout
@@ -181,27 +208,12 @@ class Runner:
         )
 
 
-def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:
-    """Count the dropped trajectories by reason.
-
-    Raises:
-        StepError: when more than the allowed fraction were dropped.
-    """
-    dropped = sum((group.dropped for group in groups), Counter[str]())
-    total = dropped.total() + sum(len(group.trajectories) for group in groups)
-    if dropped.total() > max_failed_fraction * total:
-        causes = {reason: text for group in groups for reason, text in group.causes.items()}
-        reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
-        raise StepError(f"{what}: {dropped.total()} of {total} trajectories failed ({reasons})")
-    return dropped
-
-
 @contextmanager
 def _counted_as(reason: str) -> Iterator[None]:
     """Give what a plug-in raises a reason; what already has one passes through."""
     try:
         yield
-    except (InputError, TrajectoryError, DeadlineError, EngineError, TimeoutError):
+    except (InputError, TrajectoryError, DeadlineError, EngineError):
         raise
     except Exception as error:
         logger.debug("%s", reason, exc_info=True)

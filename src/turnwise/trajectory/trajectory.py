@@ -100,6 +100,8 @@ class Trajectory:
     status: Status = "running"
     events: Counter[str] = field(default_factory=Counter)
     """How often what happened: tool_call, tool_unknown, tool_error, tool_timeout ..."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What each part of the reward gave, before its weight."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """The path of the last turn; kept because the next turn nearly always continues it."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment, load_object
+from turnwise.watchdog import waiting
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _SAID = 500
@@ -38,10 +39,11 @@ class HttpAgentLoop:
         session.trajectory = context.trajectory
         base_url = server.session_url(name)
         try:
-            if _FUNCTION.fullmatch(agent):
-                await load_object(agent, "rollout.agent")(base_url, context.row)
-            else:
-                await _run_command(agent, base_url, context.row)
+            with context.timed("agent"), waiting(name, "agent"):
+                if _FUNCTION.fullmatch(agent):
+                    await load_object(agent, "rollout.agent")(base_url, context.row)
+                else:
+                    await _run_command(agent, base_url, context.row)
         finally:
             server.sessions.close(name)
         session.finish()

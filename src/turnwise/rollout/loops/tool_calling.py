@@ -8,6 +8,7 @@ from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
 from turnwise.serving.tool_parser import ParsedText, ToolCall
 from turnwise.trajectory import Message
+from turnwise.watchdog import waiting
 
 MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"
 
@@ -43,8 +44,9 @@ async def answer_calls(parsed: ParsedText, context: RolloutContext, turn: int) -
     if parsed.malformed:
         context.count("tool_malformed")
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": MALFORMED}]
-    async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
+    with context.timed("tools"):
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
     return [
         {"role": "tool", "tool_call_id": _call_id(turn, index), **call.result()}
         for index, call in enumerate(calls)
@@ -57,7 +59,8 @@ def _call_id(turn: int, index: int) -> str:
 
 
 async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
-    result = await context.toolbox.call(call.name, call.arguments)
+    with waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"):
+        result = await context.toolbox.call(call.name, call.arguments)
     context.count("tool_call")
     if result.outcome != "ok":
         context.count(f"tool_{result.outcome}")

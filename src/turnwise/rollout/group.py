@@ -1,0 +1,44 @@
+"""A group: what became of the trajectories of one problem."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from turnwise.errors import StepError
+from turnwise.trajectory import Trajectory
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one problem that came through, and why others did not."""
+
+    problem_id: str
+    trajectories: list[Trajectory] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Those whose last try failed, by its reason."""
+    retried: Counter[str] = field(default_factory=Counter)
+    """Tries that failed and were followed by another, by reason."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """What all tries that failed had sampled, by the same reasons."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """For each reason in `dropped` or `retried`, what the first such failure said."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """What its trajectories waited for, summed over them: generate, tools, reward; agent for
+    agents of their own."""
+    elapsed: float = 0.0
+    """Seconds from its start to its end, the wait for a free slot included."""
+
+
+def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:
+    """Count the dropped trajectories by reason.
+
+    Raises:
+        StepError: when more than the allowed fraction were dropped.
+    """
+    dropped = sum((group.dropped for group in groups), Counter[str]())
+    total = dropped.total() + sum(len(group.trajectories) for group in groups)
+    if dropped.total() > max_failed_fraction * total:
+        causes = {reason: text for group in groups for reason, text in group.causes.items()}
+        reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
+        raise StepError(f"{what}: {dropped.total()} of {total} trajectories failed ({reasons})")
+    return dropped

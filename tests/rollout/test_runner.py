@@ -1,0 +1,214 @@
+"""The runner on a simulated engine: tries, their tokens and seconds, and prompts that are left out.
+
+The engine's tokens mean nothing; what the tests look at does not depend on them.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.protocol import Completion
+from turnwise.engine.simulated import SimulatedEngine
+from turnwise.errors import EngineError, InputError, StepError
+from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.trajectory import Trajectory
+from turnwise.watchdog import Watchdog
+
+HERE = "tests.rollout.test_runner"
+
+
+class Desk:
+    """The first `fails` rewards of a row fail."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = [{"role": "user", "content": row["question"]}]
+        self.tools: list[Callable[..., Any]] = []
+        self.row = row
+
+    def reward(self, trajectory: Trajectory) -> float:
+        number = next(self.row["tries"])
+        if number <= self.row.get("fails", 0):
+            raise ValueError(f"failure {number}")
+        time.sleep(self.row.get("takes", 0.0))
+        return 1.0
+
+
+class Listening(SimulatedEngine):
+    """Remembers what it was asked for; its first requests may be refused."""
+
+    def __init__(self, refuses: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.asked: list[tuple[str, int | None, str, str]] = []
+        self.refuses = refuses
+
+    async def generate(self, *call: Any) -> Completion:
+        _, _, request_id, seed, route = call
+        self.asked.append((request_id, seed, route.session, route.group))
+        if len(self.asked) <= self.refuses:
+            raise EngineError("out of order")
+        return await super().generate(*call)
+
+
+@pytest.fixture
+def run(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., Any]:
+    async def run(
+        row: dict[str, Any],
+        n: int = 4,
+        engine: SimulatedEngine | None = None,
+        deterministic: bool = False,
+        **rollout: Any,
+    ) -> Group:
+        config = make_config(
+            environment=f"{HERE}:Desk",
+            rollout={"loop": "single_turn", **rollout},
+            deterministic=deterministic,
+        )
+        engine = engine or SimulatedEngine(vocab_size=len(tokenizer))
+        problem = Problem("rows:1", {"question": "Go.", "tries": itertools.count(1), **row})
+        sampling = SamplingConfig(n=n, max_tokens=8)
+        return await Runner(config, tokenizer).run_group(engine, problem, sampling, "step1.0")
+
+    return run
+
+
+async def test_a_failed_try_is_made_good_by_another(run: Callable[..., Any]) -> None:
+    group = await run({"fails": 5}, retries=2, concurrency=1)
+    assert [t.sample_index for t in group.trajectories] == [1, 2, 3]
+    assert all(t.reward == 1.0 and len(t.turns) == 1 for t in group.trajectories)
+    assert group.retried == {"reward_error": 4}
+    assert group.dropped == {"reward_error": 1}
+    assert "failure 1" in group.causes["reward_error"]
+
+
+async def test_a_complete_group_counts_what_its_failed_tries_sampled(
+    run: Callable[..., Any], tokenizer: Any
+) -> None:
+    engine = Listening(vocab_size=len(tokenizer), mean_tokens=10**9)
+    group = await run({"fails": 3}, engine=engine, retries=3, concurrency=1)
+    assert len(group.trajectories) == 4
+    assert group.dropped == {}
+    assert group.retried == {"reward_error": 3}
+    assert group.dropped_tokens == {"reward_error": 3 * 8}
+    assert sum(t.sampled_tokens for t in group.trajectories) == 4 * 8
+    assert check_failures([group], 0.01, "rollouts") == {}
+
+
+async def test_without_retries_a_failure_is_final(run: Callable[..., Any]) -> None:
+    group = await run({"fails": 99})
+    assert (group.retried, group.dropped) == ({}, {"reward_error": 4})
+    with pytest.raises(StepError, match="4 of 4 trajectories failed"):
+        check_failures([group], 0.5, "rollouts")
+
+
+async def test_each_try_has_a_name_and_a_seed_of_its_own_within_the_group(
+    run: Callable[..., Any], tokenizer: Any
+) -> None:
+    engine = Listening(refuses=3, vocab_size=len(tokenizer))
+    group = await run({}, n=2, engine=engine, retries=3, deterministic=True)
+    assert group.retried == {"engine_error": 3}
+    requests, seeds, sessions, groups = zip(*engine.asked, strict=True)
+    assert len(set(requests)) == len(set(seeds)) == len(set(sessions)) == 5
+    assert set(groups) == {"step1.0-rows:1"}
+    first = sorted(sessions)[0]
+    assert first == "step1.0-rows:1-0"
+
+
+async def test_a_try_that_hangs_has_its_own_deadline(run: Callable[..., Any]) -> None:
+    group = await run({"takes": 60.0}, n=1, retries=1, trajectory_timeout=0.2)
+    assert (group.retried, group.dropped) == ({"trajectory_timeout": 1}, {"trajectory_timeout": 1})
+    assert 0.4 <= group.elapsed < 30
+
+
+async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
+    engine.slowdown = 5
+    group = await run({"takes": 0.2}, n=3, engine=engine)
+    assert set(group.seconds) == {"generate", "reward"}
+    assert group.seconds["reward"] >= 3 * 0.2
+    assert group.seconds["generate"] >= 3 * 8 * 4e-3 * 5 * 0.9
+    assert group.elapsed < sum(group.seconds.values()), "they ran side by side"
+
+
+async def test_a_watchdog_hears_who_a_trajectory_waits_for(
+    run: Callable[..., Any], tokenizer: Any
+) -> None:
+    told: list[str] = []
+    async with Watchdog(0.2, told.append):
+        await run({"takes": 0.6}, n=2)
+        engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
+        engine.slowdown = 20
+        await run({}, n=3, engine=engine)
+    for heard in (
+        "2 rewards (environment of rows:1 for ",
+        "3 answers (turn 0 of step1.0-rows:1-0 ",
+    ):
+        assert any(f"waiting for: {heard}" in line for line in told), told
+
+
+async def test_tools_that_run_together_count_once(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    from turnwise.rollout.agent_loop import RolloutContext
+    from turnwise.rollout.loops.tool_calling import answer_calls
+    from turnwise.rollout.tools import Toolbox
+    from turnwise.serving.tool_parser import ParsedText, ToolCall
+
+    async def nap() -> str:
+        """Sleep a little."""
+        await asyncio.sleep(1.0)
+        return "awake"
+
+    config = make_config()
+    runner = Runner(config, tokenizer)
+    context = RolloutContext(
+        trajectory=Trajectory("rows:1"),
+        engine=SimulatedEngine(),
+        template=runner._template,
+        tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
+        toolbox=Toolbox([nap], timeout=5, max_chars=99),
+        rollout=config.rollout,
+        sampling=config.sampling,
+        max_length=512,
+        request_id="r",
+        row={},
+    )
+    parsed = ParsedText("", [ToolCall("nap", "{}")] * 3, malformed=False)
+    messages = await answer_calls(parsed, context, 0)
+    assert [message["content"] for message in messages] == ["awake"] * 3
+    assert 1.0 <= context.seconds["tools"] < 3.0
+
+
+def rows(*words: int) -> list[Problem]:
+    return [
+        Problem(f"rows.jsonl:{number}", {"question": "1 " * count})
+        for number, count in enumerate(words, start=1)
+    ]
+
+
+def test_rows_with_long_prompts_are_left_out_and_counted(
+    make_config: Callable[..., Config], tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = make_config().data.model_dump() | {"max_prompt_tokens": 100}
+    runner = Runner(make_config(environment=f"{HERE}:Desk", data=data), tokenizer)
+    problems = rows(5, 300, 10, 2000)
+    with caplog.at_level(logging.WARNING):
+        assert runner.fitting(problems) == [problems[0], problems[2]]
+    assert "2 of 4 rows have prompts of more than 100 tokens" in caplog.text
+    runner.check(problems)
+    with pytest.raises(InputError, match=r"2 of 2 rows .* \(data\.max_prompt_tokens\), and none"):
+        runner.fitting(rows(300, 400))
+
+
+def test_without_a_limit_a_prompt_that_does_not_fit_is_an_error(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    runner = Runner(make_config(environment=f"{HERE}:Desk"), tokenizer)
+    assert runner.fitting(rows(5, 10)) == rows(5, 10)
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: its prompt of \d+ tokens does not fit"):
+        runner.fitting(rows(5, 2000))
