@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.config import Config
-from turnwise.errors import DeadlineError, ExactnessError
+from turnwise.errors import ExactnessError
 from turnwise.machinery import Evaluation, Machinery, Progress, evaluate, mean
 from turnwise.rollout import Group, Problem, check_failures
 from turnwise.run_folder import RunFolder
@@ -24,6 +24,7 @@ from turnwise.tasks import task_group
 from turnwise.training import Sample, group_advantages
 from turnwise.trajectory import Branch, ExactnessReport, audit
 from turnwise.weights.canary import check_canary
+from turnwise.weights.delivery import Delivery
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
@@ -61,6 +62,9 @@ class TrainingLoop:
         self._config = config
         self._machinery = machinery
         self._policy = machinery.policy
+        self._delivery = Delivery(
+            machinery.policy, config.weights.update_timeout, config.engine.start_timeout
+        )
         self._problems = _endless(problems, config.seed)
         self._heldout = heldout
         self._folder = folder
@@ -195,19 +199,12 @@ class TrainingLoop:
         self._progress.phase("update weights")
         weights, started = self._config.weights, time.perf_counter()
         tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
-        try:
-            async with asyncio.timeout(weights.update_timeout):
-                manifest, prompt, expected = await self._policy.publish()
-                version = manifest["version"]
-                canaries = await self._machinery.manager.update_weights(
-                    manifest,
-                    lambda engine: check_canary(engine, prompt, expected, tolerance, version),
-                )
-        except TimeoutError:
-            raise DeadlineError(
-                f"the workers did not take up weight version {self._policy.version} within "
-                f"{weights.update_timeout:g} s"
-            ) from None
+        version = (await self._delivery.publish())["version"]
+        prompt, expected = await self._policy.canary()
+        canaries = await self._machinery.manager.update_weights(
+            self._delivery,
+            lambda engine: check_canary(engine, prompt, expected, tolerance, version),
+        )
         seconds = time.perf_counter() - started
         return {
             "weight_version": version,

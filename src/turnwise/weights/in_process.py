@@ -12,6 +12,7 @@ import torch
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.manifest import Manifest, TensorEntry
 
+
 @dataclass(frozen=True, slots=True)
 class _Published:
     version: int

@@ -8,7 +8,6 @@ on its own). So no rank ever holds more than one whole tensor and the transport'
 
 import os
 import socket
-from abc import ABC
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -33,8 +32,12 @@ from turnwise.weights.stream import (
 
 TRANSPORTS = ("shm", "ipc", "collective", "disk", "in_process")
 
+_ANSWER_SHARE = 0.5
+"""Of the time for an update: what a worker has for each of its answers, so that the others can
+still be served when it gives none."""
 
-class Outlet(ABC):
+
+class Outlet:
     """What a rank does for an update; made by `make_outlet`.
 
     Args:
@@ -86,7 +89,7 @@ class Outlet(ABC):
 
         Raises:
             InputError: when the group cannot be made.
-            DeadlineError: when a worker has not joined within `timeout` seconds.
+            DeadlineError: when a worker has not joined within half of `timeout` seconds.
         """
 
     def state_dict_info(self) -> StateDictInfo:
@@ -186,7 +189,7 @@ class _Ipc(Outlet):
                 address=private_address() if self._alone else "",
                 buffer_bytes=buffer_bytes,
                 device=device,
-                timeout=timeout,
+                timeout=timeout * _ANSWER_SHARE,
             )
 
     def _where(self) -> str:
@@ -194,20 +197,11 @@ class _Ipc(Outlet):
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str]) -> None:
         here = list(devices).count(self._device)
-        if self._sender is None:
-            here = 0
-        elif self._alone and here < len(devices):
-            with taken_whole(tensors):
-                elsewhere = next(device for device in devices if device != self._device)
-                raise WeightUpdateError(
-                    f"weights.transport: ipc reaches workers on {self._device} alone, and one is "
-                    f"on {elsewhere}; use collective or disk"
-                )
         if self._sender is not None and here:
             self._sender.send(version, tensors, here)
-        else:
-            with taken_whole(tensors):
-                pass
+            return
+        with taken_whole(tensors):
+            pass
 
     def close(self) -> None:
         if self._sender is not None:
@@ -246,7 +240,7 @@ class _Collective(Outlet):
             world_size=1 + engine_workers,
             buffer_bytes=self._buffer_bytes,
             device=self._device,
-            timeout=timeout or self._timeout,
+            timeout=(timeout or self._timeout) * _ANSWER_SHARE,
         )
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str]) -> None:
@@ -284,7 +278,7 @@ def make_outlet(
         device: Where this rank's tensors are, a CPU if None.
         folder: disk: where versions are written.
         buffer_bytes: ipc, collective: bound of each of two buffers.
-        timeout: Seconds that an engine has for each of its answers.
+        timeout: Seconds for an update to land.
 
     Raises:
         InputError: when this machine cannot do the transport.

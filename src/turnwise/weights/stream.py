@@ -192,15 +192,21 @@ def pack(chunk: Chunk, buffer: torch.Tensor, source: Iterator[tuple[str, torch.T
         WeightUpdateError: when they are not those of the chunk.
     """
     for entry in chunk:
-        name, tensor = next(source, ("nothing", None))
-        if tensor is None or name != entry.name:
-            raise WeightUpdateError(
-                f"the model's tensors changed: {name} came where {entry.name} was due"
-            )
-        if tuple(tensor.shape) != entry.shape:
-            raise WeightUpdateError(f"the shape of {entry.name} changed")
-        entry.in_bytes(buffer).copy_(tensor.detach())
+        tensor = check_next(entry, source)
+        entry.in_bytes(buffer).copy_(tensor)
         del tensor  # before the next one is gathered
+
+
+def check_next(entry: TensorEntry, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The next tensor of a source; raises `WeightUpdateError` when it is not the entry's."""
+    name, tensor = next(source, ("nothing", None))
+    if tensor is None or name != entry.name:
+        raise WeightUpdateError(
+            f"the model's tensors changed: {name} came where {entry.name} was due"
+        )
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightUpdateError(f"the shape of {entry.name} changed")
+    return tensor.detach()
 
 
 def check_exhausted(source: Iterator[tuple[str, torch.Tensor]]) -> None:
