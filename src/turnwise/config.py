@@ -342,9 +342,9 @@ class CorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[
-        Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")
-    ] = Grpo()
+    advantage: Annotated[Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")] = (
+        Grpo()
+    )
     """What a trajectory's reward says of its tokens: grpo, dr_grpo, rloo, reinforce_pp, gae."""
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
     """The loss: ppo_clip, gspo, cispo, dpo."""

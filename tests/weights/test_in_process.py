@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.in_process import IN_PROCESS, InProcessSender, published, refusal
+from turnwise.weights.in_process import InProcessSender, published, refusal
 from turnwise.weights.manifest import Manifest
 
 
@@ -27,7 +27,7 @@ def test_what_is_published_is_the_trainers_memory_itself(
 ) -> None:
     manifest = sender.write(3, model.named_parameters())
     assert Manifest.from_dict(manifest.to_dict()) == manifest
-    assert (manifest.version, manifest.path, manifest.nbytes) == (3, IN_PROCESS, 4 * (6 + 2))
+    assert (manifest.version, manifest.transport, manifest.nbytes) == (3, "in_process", 4 * (6 + 2))
     assert [(t.name, t.dtype, t.shape) for t in manifest.tensors] == [
         ("weight", "float32", (2, 3)),
         ("bias", "float32", (2,)),

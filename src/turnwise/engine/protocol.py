@@ -4,7 +4,7 @@ Text, messages and tools do not exist here. Every call has a deadline; a call th
 raises `DeadlineError` with the engine's name, and a dead engine raises `EngineError`.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -121,6 +121,9 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
     """One inference engine."""
 
+    name: str
+    """What errors call it."""
+
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what was sampled, as `abort`."""
         ...
@@ -139,14 +142,58 @@ class Engine(Generator, Protocol):
         """Take it again: all, or a part (weights, kv_cache)."""
         ...
 
-    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
-        """Load the weights that the manifest names.
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        """Say which tensors every update must bring: shape and torch's type name, by name."""
+        ...
 
-        Requests in flight are finished first (`drain`), ended with what they have, as `abort`
-        (`abort`), or frozen meanwhile and continued under the new weights (`keep`).
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        """Join the trainer's process group with `train_world_size + rank_prefix` and the ranks
+        after it, one a worker; nothing is computed until all ranks are there.
 
         Raises:
-            WeightUpdateError: with the old weights in place when the manifest does not fit.
+            DeadlineError: when one is not within `timeout` (`engine.request_timeout`) seconds.
+            InputError: when the group cannot be made.
+        """
+        ...
+
+    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+        """Whether an update could be loaded; touches no weight.
+
+        Returns:
+            Where each of the engine's workers computes: the GPU's UUID, or the host of CPUs.
+
+        Raises:
+            WeightUpdateError: when it could not, and why.
+        """
+        ...
+
+    async def update_weights(
+        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
+        """Load the weights that the manifest names, by its transport.
+
+        Requests in flight are finished first (`drain`), ended with what they have, as `abort`
+        (`abort`), or frozen meanwhile and continued under the new weights (`keep`). What is sent
+        (`ipc`, `collective`) is waited for while requests go on.
+
+        Returns:
+            The version that is served now: the manifest's, or the one that was sent.
+
+        Raises:
+            WeightUpdateError: with the old weights in place when the update does not fit; paused,
+                until an update succeeds, when loading fails.
+            DeadlineError: likewise, when it is not done within `timeout`
+                (`engine.request_timeout`) seconds.
         """
         ...
 

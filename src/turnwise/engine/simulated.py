@@ -9,7 +9,7 @@ same seed goes on as it would have, and a test can tell every lost or repeated t
 import asyncio
 import selectors
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -267,11 +267,34 @@ class SimulatedEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.resume()
 
-    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        pass
+
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        pass
+
+    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+        await self.check_health()
+        return ["simulated"]
+
+    async def update_weights(
+        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
         await self.pause("wait" if in_flight == "drain" else in_flight)
         self.version = manifest["version"]
         self._cache.clear()
         await self.resume()
+        return self.version
 
     async def reset_prefix_cache(self) -> None:
         self._cache.clear()

@@ -41,6 +41,7 @@ _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 _PAUSE: dict[InFlight, PauseMode] = {"drain": "wait", "abort": "abort", "keep": "keep"}
+_STREAMED = ("ipc", "collective")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """The workers' own waits end first: they know which of the trainer's messages did not come."""
@@ -220,20 +221,28 @@ class VllmEngine:
             return str(self._vllm.current_platform.get_device_uuid(0))
         return f"{socket.gethostname()}-{os.getpid()}"
 
-    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
-        async with self._deadline(f"weight update {manifest['version']}", self._timeout):
-            refusals = await self._llm.collective_rpc("check_manifest", args=(manifest,))
-            if refusal := next(filter(None, refusals), None):
-                raise WeightUpdateError(f"{self.name} refused a weight update: {refusal}")
-            async with self._swapping(manifest["version"], in_flight):
+    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+        async with self._deadline(f"checking weight update {manifest['version']}", self._timeout):
+            return [reply["device"] for reply in await self._ask("check_update", manifest)]
+
+    async def update_weights(
+        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
+        seconds, version = timeout or self._timeout, int(manifest["version"])
+        if manifest["transport"] in _STREAMED:
+            address = manifest["path"]
+            return await self._update_from(manifest["transport"], address, seconds, in_flight)
+        async with self._deadline(f"weight update {version}", seconds):
+            await self._ask("check_update", manifest)
+            async with self._swapping(version, in_flight):
                 await self._llm.update_weights(
                     self._vllm.WeightTransferUpdateRequest(update_info={"manifest": manifest})
                 )
+        return version
 
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
     ) -> None:
-        """Say which tensors every update must bring: shape and torch's type name, by name."""
         async with self._deadline("preparing for weight updates", self._timeout):
             await self._ask("expect_tensors", dict(state_dict_info))
 
@@ -246,13 +255,6 @@ class VllmEngine:
         train_world_size: int,
         timeout: float | None = None,
     ) -> None:
-        """Join the trainer's process group with `train_world_size + rank_prefix` and the ranks
-        after it, one a worker; nothing is computed until all ranks are there.
-
-        Raises:
-            DeadlineError: when one is not within `timeout` (`engine.request_timeout`) seconds.
-            InputError: when the group cannot be made.
-        """
         seconds = timeout or self._timeout
         async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
             await self._ask(
@@ -262,26 +264,20 @@ class VllmEngine:
     async def update_weights_via_ipc_zmq(
         self, address: str = "", timeout: float | None = None, in_flight: InFlight = "keep"
     ) -> None:
-        """Load what an `IpcSender` at `address` sends; by default at that of the device.
-
-        Raises:
-            WeightUpdateError: with the old weights in place when the header does not fit;
-                paused, until an update succeeds, when loading fails.
-            DeadlineError: likewise, when the trainer is not done within `timeout`
-                (`engine.request_timeout`) seconds.
-        """
+        """Load what an `IpcSender` at `address` sends, by default at that of the device; raises
+        as `update_weights` does."""
         await self._update_from("ipc", address, timeout or self._timeout, in_flight)
 
     async def update_weights_from_collective(
         self, timeout: float | None = None, in_flight: InFlight = "keep"
     ) -> None:
-        """Load what the trainer broadcasts; raises as `update_weights_via_ipc_zmq` does."""
+        """Load what the trainer broadcasts; raises as `update_weights` does."""
         await self._update_from("collective", "", timeout or self._timeout, in_flight)
 
     async def _update_from(
         self, transport: str, address: str, seconds: float, in_flight: InFlight
-    ) -> None:
-        """Requests go on until the trainer's first chunk is here."""
+    ) -> int:
+        """Requests go on until the trainer's first chunk is here; returns its version."""
         async with self._deadline(f"an update by {transport}", seconds + _GRACE_SECONDS):
             try:
                 await self._ask("open_stream", transport, address, seconds)
@@ -290,9 +286,11 @@ class VllmEngine:
                 versions = {offer["version"] for offer in offers}
                 if len(versions) > 1:
                     raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
-                async with self._swapping(versions.pop(), in_flight):
+                version = int(versions.pop())
+                async with self._swapping(version, in_flight):
                     await self._ask("load_stream")
                 await self._ask("end_stream", "")
+                return version
             except BaseException as error:
                 with suppress(Exception):  # the error that brought us here is the one to tell
                     async with asyncio.timeout(_GRACE_SECONDS):

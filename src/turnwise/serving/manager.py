@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError, WeightUpdateError
 from turnwise.serving.scheduler import Scheduler
 from turnwise.tasks import task_group
+from turnwise.weights.delivery import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ _SETTLED_CHECKS = 10
 class ManagedEngine(Engine, Protocol):
     """An engine whose process can be ended."""
 
-    name: str
-
     def fail(self, why: str) -> None:
         """End every request with `EngineError`."""
         ...
@@ -38,6 +37,7 @@ class ManagedEngine(Engine, Protocol):
 
 
 Verify = Callable[[Engine], Awaitable[Any]]
+"""Asks an engine whether it has the weights that it was given, and raises if not."""
 
 
 @dataclass(slots=True)
@@ -103,10 +103,15 @@ class AsyncLLMServerManager:
         self._serving = serving
         self._weights = weights
         self._slots = [_Slot(f"worker-{index}") for index in range(serving.workers)]
-        self._manifest: dict[str, Any] | None = None
+        self._source: WeightSource | None = None
         self._verify: Verify | None = None
+        self._version: int | None = None
+        """Of the last update, which `_verify` is about."""
         self._asleep = False
         self._control = asyncio.Lock()
+        self._occupied = False
+        """Updates, sleep and wake have deadlines of their own, and an engine answers nobody
+        meanwhile."""
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -136,8 +141,12 @@ class AsyncLLMServerManager:
         engine = await self._start(slot.name)
         try:
             async with self._control:
-                if self._manifest is not None:
-                    await self._bring_up_to_date(engine)
+                if self._source is not None:
+                    version = await self._source.catch_up(engine, self._weights.in_flight)
+                    # A trainer that had to send anew may be ahead: the next update, which is
+                    # near then, verifies this engine with all others.
+                    if self._verify is not None and version == self._version:
+                        await self._verify(engine)
                 if self._asleep:
                     await engine.sleep()
                 slot.engine = engine
@@ -147,46 +156,66 @@ class AsyncLLMServerManager:
             engine.kill()
             raise
 
-    async def update_weights(
-        self, manifest: dict[str, Any], verify: Verify | None = None
-    ) -> list[Any]:
-        """Bring every worker to the manifest's weights; a restarted one gets them before it serves.
+    async def update_weights(self, source: WeightSource, verify: Verify | None = None) -> list[Any]:
+        """Bring every worker to the weights that the source offers; all of them move, or none.
 
-        Args:
-            verify: Asks an engine whether it has them, and raises if not.
+        First all are asked whether the update fits. A worker that dies or fails after that is
+        replaced, and like one that is down already gets the weights before it serves.
 
         Returns:
             What `verify` returned for each worker that is up.
 
         Raises:
-            WeightUpdateError: when a worker refuses it, or does not stand the verification.
+            WeightUpdateError: when a worker refuses the update, and all go on with the weights
+                that they have; or when one does not stand the verification.
+            TurnwiseError: when no worker took it up.
         """
         async with self._control:
-            self._manifest, self._verify = manifest, verify
-            results = await asyncio.gather(
-                *(self._update(slot) for slot in self._slots), return_exceptions=True
-            )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if result is not None]
+            with self._occupying():
+                engines = self.engines
+                errors = await source.check(engines)
+                for error in errors:
+                    if isinstance(error, WeightUpdateError):
+                        raise error
+                engines = self._without_failed(engines, errors)
+                self._source, self._verify = source, verify
+                outcomes = await source.deliver(engines, self._weights.in_flight)
+                self._version = max((o for o in outcomes if isinstance(o, int)), default=None)
+                engines = self._without_failed(engines, outcomes)
+                if verify is None:
+                    return []
+                results = await asyncio.gather(*map(verify, engines), return_exceptions=True)
+                for result in results:
+                    if isinstance(result, WeightUpdateError):
+                        raise result
+                self._without_failed(engines, results)
+        return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _update(self, slot: _Slot) -> Any:
-        engine = slot.engine
-        if engine is None:
-            return None  # it gets them when it is back
+    def _without_failed(
+        self, engines: list[ManagedEngine], outcomes: Sequence[Any]
+    ) -> list[ManagedEngine]:
+        """The engines whose outcome is no error; the others are lost, unless all failed to load
+        what may be mended by the next update."""
+        failed = {id(e): o for e, o in zip(engines, outcomes, strict=True) if _is_error(o)}
+        all_failed = len(failed) == len(engines)
+        for slot in self._slots:
+            if (error := failed.get(id(slot.engine))) is None:
+                continue
+            if not isinstance(error, TurnwiseError):
+                raise error
+            if not (all_failed and isinstance(error, WeightUpdateError)):
+                self._lose(slot, f"in a weight update: {error}", slot.engine)
+        if failed and all_failed:
+            raise next(iter(failed.values()))
+        return [engine for engine in engines if id(engine) not in failed]
+
+    @contextmanager
+    def _occupying(self) -> Iterator[None]:
+        self._occupied = True
         try:
-            return await self._bring_up_to_date(engine)
-        except WeightUpdateError:
-            raise
-        except TurnwiseError as error:
-            self._lose(slot, f"in a weight update: {error}", engine)
-            return None
-
-    async def _bring_up_to_date(self, engine: ManagedEngine) -> Any:
-        assert self._manifest is not None
-        await engine.update_weights(self._manifest, self._weights.in_flight)
-        return await self._verify(engine) if self._verify is not None else None
+            yield
+        finally:
+            self._occupied = False
 
     async def sleep(self) -> None:
         """Give every worker's memory back; turns under way go on from their tokens afterwards."""
@@ -206,8 +235,9 @@ class AsyncLLMServerManager:
                 self._lose(slot, f"in {method}: {error}", engine)
 
         async with self._control:
-            self._asleep = asleep
-            await asyncio.gather(*(one(slot) for slot in self._slots))
+            with self._occupying():
+                self._asleep = asleep
+                await asyncio.gather(*(one(slot) for slot in self._slots))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["AsyncLLMServerManager"]:
@@ -232,9 +262,7 @@ class AsyncLLMServerManager:
     async def _watch(self, slot: _Slot) -> None:
         while True:
             await asyncio.sleep(self._serving.health_every)
-            # Updates, sleep and wake have deadlines of their own, and an engine answers nobody
-            # meanwhile.
-            if slot.engine is not None and not self._control.locked():
+            if slot.engine is not None and not self._occupied:
                 await self._check(slot)
 
     def _on_failure(self, name: str, why: str) -> None:
@@ -251,7 +279,7 @@ class AsyncLLMServerManager:
         try:
             await self._ask(engine)
         except TimeoutError:
-            if self._control.locked():
+            if self._occupied:
                 return
             seconds = self._serving.health_timeout
             self._lose(slot, f"no answer to health checks in {seconds:g} s", engine)
@@ -305,3 +333,7 @@ class AsyncLLMServerManager:
         logger.error("%s failed (%s) and is given up: %s", slot.name, why, last or "no restarts")
         if len(self.given_up) == len(self._slots):
             self.scheduler.close(f"{slot.name} failed: {why}")
+
+
+def _is_error(outcome: Any) -> bool:
+    return isinstance(outcome, BaseException)

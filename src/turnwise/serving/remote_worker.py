@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -50,7 +50,7 @@ class RemoteWorker:
         """Of the worker's own OpenAI server, where it has one."""
         self.actor = actor
         """Held here, so that Ray keeps the actor."""
-        self._timeout = config.engine.request_timeout + _GRACE_SECONDS
+        self._timeout = config.engine.request_timeout
         self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._outbox: list[Submission] = []
         self._cancelled: list[str] = []
@@ -134,11 +134,12 @@ class RemoteWorker:
         try:
             while not ended:
                 try:
-                    async with asyncio.timeout(self._timeout):
+                    async with asyncio.timeout(self._timeout + _GRACE_SECONDS):
                         event = await inbox.get()
                 except TimeoutError:
                     raise DeadlineError(
-                        f"{self.name} gave nothing for request {request_id} in {self._timeout:g} s"
+                        f"{self.name} gave nothing for request {request_id} in "
+                        f"{self._timeout + _GRACE_SECONDS:g} s"
                     ) from None
                 if isinstance(event, Exception):
                     ended = True
@@ -207,8 +208,32 @@ class RemoteWorker:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._call("wake_up", tags)
 
-    async def update_weights(self, manifest: dict[str, Any], in_flight: InFlight = "keep") -> None:
-        await self._call("update_weights", manifest, in_flight)
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        await self._call("prepare_refit_info", state_dict_info)
+
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        arguments = (rank_prefix, ip, port, world_size, train_world_size, timeout)
+        await self._call("init_collective", *arguments, seconds=timeout)
+
+    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+        devices: list[str] = await self._call("check_update", manifest)
+        return devices
+
+    async def update_weights(
+        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
+        arguments = (manifest, in_flight, timeout)
+        return int(await self._call("update_weights", *arguments, seconds=timeout))
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
@@ -235,8 +260,10 @@ class RemoteWorker:
         """End the actor and, with it, its engine."""
         ray.kill(self.actor)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        return await self._wait(self.actor.call.remote(method, *args), method, self._timeout)
+    async def _call(self, method: str, *args: Any, seconds: float | None = None) -> Any:
+        """Call a method of the engine, whose own deadline, `seconds`, comes first."""
+        seconds = (seconds or self._timeout) + _GRACE_SECONDS
+        return await self._wait(self.actor.call.remote(method, *args), method, seconds)
 
     async def _wait(self, reply: Awaitable[Any], what: str, seconds: float) -> Any:
         return await reply_of(reply, self.name, what, seconds, EngineError)

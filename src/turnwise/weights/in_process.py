@@ -12,9 +12,6 @@ import torch
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.manifest import Manifest, TensorEntry
 
-IN_PROCESS = "in-process"
-"""The path of a manifest whose tensors lie in the process that reads it."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Published:
@@ -40,7 +37,7 @@ class InProcessSender:
             TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0, t.nbytes)
             for name, t in named.items()
         )
-        return Manifest(version, IN_PROCESS, sum(t.nbytes for t in named.values()), entries)
+        return Manifest(version, "in_process", "", sum(t.nbytes for t in named.values()), entries)
 
     def close(self) -> None:
         global _published

@@ -1,9 +1,9 @@
 """The `ipc` transport: trainer and engine share a host, and on GPUs the device.
 
-The trainer packs tensors into two buffers in turn and sends over ZMQ where they lie; the engine
-answers once it has used a buffer, and only then is that buffer written again. On a CPU a buffer
-is nameless shared memory, on a GPU it is memory that the engine opens by its CUDA IPC handle;
-the protocol is the same. The GPU's half, `_CudaBuffer`, was never run.
+The trainer packs tensors into two buffers in turn and sends over ZMQ where they lie; each engine
+worker answers once it has used a buffer, and when all have, that buffer is written again. A
+worker that fails is left out, and the others go on. On a CPU a buffer is nameless shared memory,
+on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol is the same.
 
     engine                      trainer
     hello                  ->
@@ -16,21 +16,21 @@ the protocol is the same. The GPU's half, `_CudaBuffer`, was never run.
 """
 
 import errno
+import itertools
 import json
 import math
-import mmap
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import zmq
 
-from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.weights.shm import open_nameless
+from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError
+from turnwise.weights.ipc_buffer import Buffer, CpuBuffer, CudaBuffer
 from turnwise.weights.stream import (
     BUFFER_BYTES,
     WAIT_SECONDS,
@@ -45,20 +45,10 @@ from turnwise.weights.stream import (
 )
 
 _FOLDER = f"/tmp/turnwise-{os.getuid()}"
+_addresses = itertools.count()
 _LINGER_MS = 1000
 _PING_SECONDS = 1.0
 """How soon a trainer learns that its engine died."""
-_CUDA_HANDLE = (
-    "device",
-    "handle",
-    "nbytes",
-    "offset",
-    "counter_handle",
-    "counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-"""The fields of torch's handle of CUDA memory, in their order."""
 
 
 def device_address(device: torch.device, rank: int = 0) -> str:
@@ -67,18 +57,37 @@ def device_address(device: torch.device, rank: int = 0) -> str:
     Raises:
         InputError: when the folder for sockets belongs to another user.
     """
+    return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
+
+
+def private_address() -> str:
+    """An address that no other trainer of this user binds; raises as `device_address` does."""
+    return _address(f"trainer-{os.getpid()}-{next(_addresses)}")
+
+
+def device_name(device: torch.device) -> str:
+    """What has to be the same at both ends: the GPU, by its UUID, or the host of CPUs."""
     if device.type == "cuda":
-        name = str(torch.cuda.get_device_properties(device).uuid)
-    else:
-        name = f"{device.type}-{rank}"
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return socket.gethostname()
+
+
+def _address(name: str) -> str:
     os.makedirs(_FOLDER, mode=0o700, exist_ok=True)
     if os.stat(_FOLDER).st_uid != os.getuid():
         raise InputError(f"{_FOLDER} belongs to another user; give the transport an address")
     return f"ipc://{_FOLDER}/{name}"
 
 
+def refusal(address: str) -> str:
+    """Why no trainer can be there, or "" when one can."""
+    if address.startswith("ipc://") and not os.path.exists(address.removeprefix("ipc://")):
+        return f"no trainer is at {address}: trainer and engine must share a host, or a GPU"
+    return ""
+
+
 class IpcSender(Sender):
-    """The trainer's side; serves one engine worker at a time, the one that asked first.
+    """The trainer's side; serves those engine workers that asked first.
 
     Args:
         tensors: What every update will bring.
@@ -107,18 +116,30 @@ class IpcSender(Sender):
         self.address = address or device_address(device)
         self._timeout = timeout
         self._socket = _bind(self.address)
-        make = _CudaBuffer if device.type == "cuda" else _CpuBuffer
+        make = CudaBuffer if device.type == "cuda" else CpuBuffer
         self._callers: deque[bytes] = deque()
-        self._buffers: list[_Buffer] = []
+        self._due = 1
+        self._peers: set[bytes] = set()
+        """Workers that are being served, and have not failed."""
+        self._failures: list[TurnwiseError] = []
+        self._buffers: list[Buffer] = []
         try:
             self._buffers += [make(self._buffer_bytes, device) for _ in range(2)]
         except BaseException:
             self.close()
             raise
 
+    def send(self, version: int, tensors: NamedTensors, workers: int = 1) -> None:
+        """Bring the tensors to so many workers at once; otherwise as any sender does.
+
+        When a worker fails the others are served all the same, and then its error is raised.
+        """
+        self._due = workers
+        super().send(version, tensors)
+
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]]) -> None:
         header = Header(version, self._chunks)
-        peer = self._greet(header)
+        self._greet(header)
         awaited = f"accept version {version}"
         try:
             handles: list[dict[str, Any]] = []
@@ -126,53 +147,89 @@ class IpcSender(Sender):
                 buffer = self._buffers[index % 2]  # its last use was acknowledged a round ago
                 pack(chunk, buffer.bytes, source)
                 buffer.settle()
-                self._await(peer, awaited)
+                self._await(awaited)
                 if index < 2:
                     handles.append(buffer.handle())
-                self._tell(peer, {"chunk": index, "handle": handles[index % 2]})
+                self._tell({"chunk": index, "handle": handles[index % 2]})
                 awaited = f"use chunk {index + 1} of {len(header.chunks)} of version {version}"
             check_exhausted(source)
-            self._await(peer, awaited)
+            self._await(awaited)
         except BaseException as error:
-            self._post(peer, {"abort": str(error) or type(error).__name__})
+            for peer in self._peers:
+                self._post(peer, {"abort": _words(error)})
             raise
-        self._tell(peer, {"complete": version})
-        self._await(peer, f"load version {version}")
+        self._tell({"complete": version})
+        self._await(f"load version {version}")
+        if self._failures:
+            raise self._failures[0]
 
-    def _greet(self, header: Header) -> bytes:
-        """Send the header to the first engine that is there; returns its ZMQ identity."""
+    def _greet(self, header: Header) -> None:
+        """Send the header to the first workers that are there, as many as are due."""
         deadline = time.monotonic() + self._timeout
-        while True:
-            if not self._callers:
-                self._receive(b"", deadline, f"ask for version {header.version}")
-            elif self._post(peer := self._callers.popleft(), {"header": header.to_dict()}):
-                return peer
+        self._peers, self._failures = set(), []
+        while len(self._peers) < self._due:
+            if self._callers:
+                peer = self._callers.popleft()
+                if self._post(peer, {"header": header.to_dict()}):
+                    self._peers.add(peer)
+            elif self._readable(deadline):
+                self._receive()
+            elif time.monotonic() > deadline:
+                self._failures.append(self._late(f"ask for version {header.version}"))
+                break
+        self._check_anyone()
 
-    def _await(self, peer: bytes, what: str) -> None:
+    def _await(self, what: str) -> None:
+        """Wait until every worker has answered; one that does not is left out."""
         deadline = time.monotonic() + self._timeout
-        while not (message := self._receive(peer, deadline, what)):
-            pass
-        if message["error"]:
-            raise WeightUpdateError(f"the engine at {self.address} refused: {message['error']}")
+        waiting = set(self._peers)
+        while waiting := waiting & self._peers:
+            if self._readable(deadline):
+                peer, message = self._receive()
+                if peer in waiting and message["error"]:
+                    why = f"the engine at {self.address} refused: {message['error']}"
+                    self._drop(peer, WeightUpdateError(why))
+                waiting.discard(peer)
+            elif time.monotonic() > deadline:
+                for peer in waiting:
+                    self._drop(peer, self._late(what))
+            else:
+                self._tell({"ping": what})
+        self._check_anyone()
 
-    def _receive(self, peer: bytes, deadline: float, what: str) -> dict[str, Any]:
-        """The peer's next message, or an empty one when another engine called."""
-        while not self._socket.poll(_milliseconds(min(_PING_SECONDS, deadline - time.monotonic()))):
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the engine at {self.address} did not {what} within {self._timeout:g} s"
-                )
-            if peer:
-                self._tell(peer, {"ping": what})
-        sender, body = self._socket.recv_multipart()
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in list(self._peers):
+            if not self._post(peer, message):
+                why = f"the engine at {self.address} left in the middle of an update"
+                self._drop(peer, WeightUpdateError(why))
+        self._check_anyone()
+
+    def _late(self, what: str) -> DeadlineError:
+        return DeadlineError(
+            f"the engine at {self.address} did not {what} within {self._timeout:g} s"
+        )
+
+    def _drop(self, peer: bytes, error: TurnwiseError) -> None:
+        self._peers.discard(peer)
+        self._post(peer, {"abort": str(error)})
+        self._failures.append(error)
+
+    def _check_anyone(self) -> None:
+        if not self._peers:
+            raise self._failures[0]
+
+    def _readable(self, deadline: float) -> bool:
+        """Wait for a message, but only until the next ping is due."""
+        wait = min(_PING_SECONDS, deadline - time.monotonic())
+        return bool(self._socket.poll(_milliseconds(wait)))
+
+    def _receive(self) -> tuple[bytes, dict[str, Any]]:
+        """The next message, and whose it is."""
+        peer, body = self._socket.recv_multipart()
         message: dict[str, Any] = json.loads(body)
         if "hello" in message:
-            self._callers.append(sender)
-        return message if sender == peer else {}
-
-    def _tell(self, peer: bytes, message: dict[str, Any]) -> None:
-        if not self._post(peer, message):
-            raise WeightUpdateError(f"the engine at {self.address} left in the middle of an update")
+            self._callers.append(peer)
+        return peer, message
 
     def _post(self, peer: bytes, message: dict[str, Any]) -> bool:
         """Whether the peer is still there to be told."""
@@ -278,79 +335,9 @@ class IpcReceiver(Receiver):
             )
         key = json.dumps(message["handle"])
         if key not in self._opened:
-            kind = _CudaBuffer if self._device.type == "cuda" else _CpuBuffer
+            kind = CudaBuffer if self._device.type == "cuda" else CpuBuffer
             self._opened[key] = kind.open(message["handle"], self._device)
         return self._opened[key]
-
-
-class _Buffer(Protocol):
-    bytes: torch.Tensor
-
-    def handle(self) -> dict[str, Any]:
-        """What another process opens it by, for one update."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until what was written is there."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _CpuBuffer:
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._file = open_nameless(nbytes)
-        self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
-
-    def handle(self) -> dict[str, Any]:
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    @staticmethod
-    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
-        try:
-            file = os.open(handle["path"], os.O_RDWR)
-        except OSError as error:
-            raise WeightUpdateError(
-                f"the trainer's buffer cannot be opened ({error.strerror}); "
-                "trainer and engine must share a host"
-            ) from error
-        try:
-            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-        finally:
-            os.close(file)
-
-
-class _CudaBuffer:
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def handle(self) -> dict[str, Any]:
-        fields = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        return {
-            name: value.hex() if isinstance(value, bytes) else value
-            for name, value in zip(_CUDA_HANDLE, fields, strict=True)
-        }
-
-    def settle(self) -> None:
-        torch.cuda.current_stream(self.bytes.device).synchronize()
-
-    def close(self) -> None:
-        pass
-
-    @staticmethod
-    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
-        fields = [
-            bytes.fromhex(value) if isinstance(value, str) else value
-            for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
-        ]
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _bind(address: str) -> "zmq.Socket[bytes]":
@@ -364,6 +351,10 @@ def _bind(address: str) -> "zmq.Socket[bytes]":
         router.close()
         raise InputError(f"{address} cannot be bound: {error}") from error
     return router
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _milliseconds(seconds: float) -> int:

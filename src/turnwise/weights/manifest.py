@@ -1,4 +1,7 @@
-"""What one weight update carries: names, types, shapes and places of its tensors, and a version."""
+"""What one weight update carries: names, types, shapes and places of its tensors, and a version.
+
+Engines are given it as a plain dictionary, and choose by its `transport` how they load it.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,7 +14,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor's place in the buffer: `nbytes` from byte `offset`."""
+    """One tensor's place in its buffer or file: `nbytes` from byte `offset`."""
 
     name: str
     dtype: str
@@ -39,10 +42,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One update under `version`: where its bytes lie, and what they mean."""
+    """One update under `version`: where its bytes lie, or come from, and what they mean."""
 
     version: int
+    transport: str
     path: str
+    """shm: the buffer. disk: the folder of the version. ipc: the trainer's address, "" where it
+    is that of the device."""
     nbytes: int
     tensors: tuple[TensorEntry, ...]
 
@@ -52,11 +58,11 @@ class Manifest:
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Manifest":
         tensors = tuple(map(TensorEntry.from_dict, tree["tensors"]))
-        return cls(tree["version"], tree["path"], tree["nbytes"], tensors)
+        return cls(tree["version"], tree["transport"], tree["path"], tree["nbytes"], tensors)
 
 
 def lay_out(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, alignment: int = _ALIGNMENT
 ) -> tuple[tuple[TensorEntry, ...], int]:
     """Entries for named tensors one after the other, aligned, and the bytes that they take."""
     entries, offset = [], 0
@@ -64,5 +70,5 @@ def lay_out(
         nbytes = tensor.numel() * dtype.itemsize
         kind = str(dtype).removeprefix("torch.")
         entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-nbytes // alignment) * alignment
     return tuple(entries), offset

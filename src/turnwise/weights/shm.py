@@ -9,12 +9,12 @@ once they are open: engines reach them through this process's descriptors, and n
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
 
 import torch
 
-from turnwise.errors import InputError, WeightUpdateError
+from turnwise.errors import InputError
 from turnwise.weights.manifest import Manifest, lay_out
+from turnwise.weights.stream import NamedTensors, check_exhausted, pack, taken_whole
 
 SHARED_MEMORY = "/dev/shm"
 _MIB = 2**20
@@ -29,34 +29,31 @@ class ShmSender:
 
     def __init__(
         self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: NamedTensors,
         dtype: torch.dtype = torch.float32,
         directory: str = SHARED_MEMORY,
     ) -> None:
         self._entries, self._nbytes = lay_out(tensors, dtype)
         self._files = [open_nameless(self._nbytes, directory) for _ in range(2)]
-        self._buffers = [mmap.mmap(file, self._nbytes) for file in self._files]
+        self._buffers = [
+            torch.frombuffer(mmap.mmap(file, self._nbytes), dtype=torch.uint8)
+            for file in self._files
+        ]
         self._writes = 0
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Copy the tensors into the buffer that no engine reads, and describe it.
+    def write(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Copy the tensors, one at a time, into the buffer that no engine reads; describe it.
 
         Raises:
-            WeightUpdateError: when names or shapes are not those of the constructor.
+            WeightUpdateError: when names, order or shapes are not those of the constructor.
         """
         index = self._writes % 2
         self._writes += 1
-        named = dict(tensors)
-        if named.keys() != {entry.name for entry in self._entries}:
-            changed = sorted(named.keys() ^ {entry.name for entry in self._entries})
-            raise WeightUpdateError(f"the model's tensors changed: {', '.join(changed[:3])}")
-        for entry in self._entries:
-            tensor = named[entry.name].detach()
-            if tuple(tensor.shape) != entry.shape:
-                raise WeightUpdateError(f"the shape of {entry.name} changed")
-            entry.view(self._buffers[index]).copy_(tensor)
+        with taken_whole(tensors) as source:
+            pack(self._entries, self._buffers[index], source)
+            check_exhausted(source)
         path = f"/proc/{os.getpid()}/fd/{self._files[index]}"
-        return Manifest(version, path, self._nbytes, self._entries)
+        return Manifest(version, "shm", path, self._nbytes, self._entries)
 
     def close(self) -> None:
         for file in self._files:
@@ -70,7 +67,10 @@ def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:
     Raises:
         InputError: when the directory cannot hold two of them.
     """
-    free = os.statvfs(directory)
+    try:
+        free = os.statvfs(directory)
+    except OSError as error:
+        raise InputError(f"this machine has no shared memory at {directory}: {error}") from error
     available = free.f_bavail * free.f_frsize
     message = (
         f"{directory} has {available / _MIB:.0f} MiB free, and two weight buffers of "

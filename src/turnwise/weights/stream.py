@@ -1,13 +1,15 @@
-"""What the `ipc` and `collective` transports share: chunks of bounded size, and their checks.
+"""What transports share: tensors taken one at a time, chunks of bounded size, and their checks.
 
-A trainer sends a header that names every tensor, then the tensors in chunks that pass through
-two buffers in turn, so that neither side needs memory for a second model. The engine compares
-the header with what it expects before it touches a weight.
+Over `ipc` and `collective` a trainer sends a header that names every tensor, then the tensors in
+chunks that pass through two buffers in turn, so that neither side needs memory for a second
+model. The engine compares the header with what it expects before it touches a weight.
 """
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -47,11 +49,13 @@ class Header:
         return cls(tree["version"], tuple(chunks))
 
 
-def plan_chunks(tensors: NamedTensors, dtype: torch.dtype, buffer_bytes: int) -> tuple[Chunk, ...]:
+def plan_chunks(
+    tensors: NamedTensors, dtype: torch.dtype, buffer_bytes: int, **layout: int
+) -> tuple[Chunk, ...]:
     """The tensors in their order, in chunks of `buffer_bytes` at most; a larger one is alone."""
     chunks: list[list[TensorEntry]] = []
     start = 0
-    for entry in lay_out(tensors, dtype)[0]:
+    for entry in lay_out(tensors, dtype, **layout)[0]:
         if not chunks or entry.offset + entry.nbytes - start > buffer_bytes:
             chunks.append([])
             start = entry.offset
@@ -108,12 +112,8 @@ class Sender(ABC):
             WeightUpdateError: when the engine refused or failed, or the tensors changed.
             DeadlineError: when the engine did not answer in time.
         """
-        source = iter(tensors)
-        try:
+        with taken_whole(tensors) as source:
             self._send(version, source)
-        finally:
-            for _ in source:  # other ranks may gather these tensors together with this one
-                pass
 
     @abstractmethod
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]]) -> None: ...
@@ -174,6 +174,17 @@ class Receiver(ABC):
         """Tell the trainer how the update ended here."""
 
 
+@contextmanager
+def taken_whole(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Take named tensors to their end, whatever happens: other ranks gather each one together
+    with this one, and would wait for it."""
+    source = iter(tensors)
+    try:
+        yield source
+    finally:
+        deque(source, maxlen=0)
+
+
 def pack(chunk: Chunk, buffer: torch.Tensor, source: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Copy the next tensors of a source into a buffer of bytes.
 
@@ -181,14 +192,21 @@ def pack(chunk: Chunk, buffer: torch.Tensor, source: Iterator[tuple[str, torch.T
         WeightUpdateError: when they are not those of the chunk.
     """
     for entry in chunk:
-        name, tensor = next(source, ("nothing", None))
-        if tensor is None or name != entry.name:
-            raise WeightUpdateError(
-                f"the model's tensors changed: {name} came where {entry.name} was due"
-            )
-        if tuple(tensor.shape) != entry.shape:
-            raise WeightUpdateError(f"the shape of {entry.name} changed")
-        entry.in_bytes(buffer).copy_(tensor.detach())
+        tensor = check_next(entry, source)
+        entry.in_bytes(buffer).copy_(tensor)
+        del tensor  # before the next one is gathered
+
+
+def check_next(entry: TensorEntry, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The next tensor of a source; raises `WeightUpdateError` when it is not the entry's."""
+    name, tensor = next(source, ("nothing", None))
+    if tensor is None or name != entry.name:
+        raise WeightUpdateError(
+            f"the model's tensors changed: {name} came where {entry.name} was due"
+        )
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightUpdateError(f"the shape of {entry.name} changed")
+    return tensor.detach()
 
 
 def check_exhausted(source: Iterator[tuple[str, torch.Tensor]]) -> None:

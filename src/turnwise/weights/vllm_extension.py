@@ -16,9 +16,9 @@ import torch
 
 from turnwise.engine import vllm_names as vllm
 from turnwise.errors import TurnwiseError, WeightUpdateError
-from turnwise.weights import BACKEND, in_process
+from turnwise.weights import BACKEND, disk, in_process, ipc
 from turnwise.weights.collective import CollectiveReceiver, Group
-from turnwise.weights.ipc import IpcReceiver, device_address
+from turnwise.weights.ipc import IpcReceiver, device_address, device_name
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.stream import Receiver, StateDictInfo, misfit
 
@@ -31,7 +31,7 @@ class InitInfo(vllm.WeightTransferInitInfo):  # type: ignore[misc]
 @dataclass
 class UpdateInfo(vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
     manifest: dict[str, Any] | None = None
-    """Of a whole update in shared memory; None loads the stream that is open."""
+    """Of what lies ready; None loads the stream that is open."""
 
 
 class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
@@ -56,12 +56,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.manifest is not None:
-            manifest = Manifest.from_dict(update_info.manifest)
-            if manifest.path == in_process.IN_PROCESS:
-                self.model.load_weights(iter(in_process.published(manifest.version).items()))
-                return
-            buffer = _map(manifest)
-            self.model.load_weights((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+            self.model.load_weights(_published(Manifest.from_dict(update_info.manifest)))
             return
         assert self.stream is not None
         for tensors in self.stream.chunks():
@@ -131,30 +126,24 @@ class WorkerExtension:
             name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()
         }
 
-    def check_manifest(self, tree: dict[str, Any]) -> str:
-        """Why an update cannot be read, or "" when it can; touches no weight."""
+    @_replying
+    def check_update(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Refuse an update that cannot be loaded; tells the worker's `device`."""
         self._weight_update_active = False  # vLLM leaves it set when an update is cut short
         manifest = Manifest.from_dict(tree)
         expected = self.weight_transfer_engine.expected
-        if refusal := misfit(manifest.version, manifest.tensors, expected):
-            return refusal
-        for entry in manifest.tensors:
-            if entry.offset + entry.nbytes > manifest.nbytes:
-                return f"{entry.name} lies beyond the buffer of version {manifest.version}"
-        if manifest.path == in_process.IN_PROCESS:
-            return in_process.refusal(manifest.version)
-        try:
-            size = os.stat(manifest.path).st_size
-        except OSError as error:
-            return (
-                f"the buffer of version {manifest.version} cannot be opened ({error.strerror}); "
-                "trainer and engine must share a host"
-            )
-        if size < manifest.nbytes:
-            return (
-                f"the buffer of version {manifest.version} is {size} bytes, not {manifest.nbytes}"
-            )
-        return ""
+        why = misfit(manifest.version, manifest.tensors, expected)
+        if not why and manifest.transport == "shm":
+            why = _buffer_refusal(manifest)
+        elif not why and manifest.transport == "disk":
+            why = disk.refusal(manifest)
+        elif not why and manifest.transport == "in_process":
+            why = in_process.refusal(manifest.version)
+        elif not why and manifest.transport == "ipc":
+            why = ipc.refusal(manifest.path or device_address(self.device, self.rank))
+        if why:
+            raise WeightUpdateError(f"refused a weight update: {why}")
+        return {"device": device_name(self.device)}
 
     @_replying
     def join_collective(
@@ -204,6 +193,29 @@ class WorkerExtension:
     def end_stream(self, error: str) -> None:
         """Tell the trainer how its update ended."""
         self.weight_transfer_engine.end_stream(error)
+
+
+def _published(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version that lies ready."""
+    if manifest.transport == "in_process":
+        return iter(in_process.published(manifest.version).items())
+    if manifest.transport == "disk":
+        return disk.load(manifest)
+    buffer = _map(manifest)
+    return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+
+
+def _buffer_refusal(manifest: Manifest) -> str:
+    """Why a buffer in shared memory cannot be read, or "" when it can."""
+    what = f"the buffer of version {manifest.version}"
+    for entry in manifest.tensors:
+        if entry.offset + entry.nbytes > manifest.nbytes:
+            return f"{entry.name} lies beyond {what}"
+    try:
+        size = os.stat(manifest.path).st_size
+    except OSError as error:
+        return f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
+    return f"{what} is {size} bytes, not {manifest.nbytes}" if size < manifest.nbytes else ""
 
 
 def _map(manifest: Manifest) -> mmap.mmap:

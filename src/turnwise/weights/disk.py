@@ -1,0 +1,166 @@
+"""The `disk` transport: safetensors files in a folder that trainer and engines see.
+
+A version is a folder of shards of bounded size, in the model's order. It is written under a
+temporary name and then renamed, so what stands there is whole; the last two versions are kept.
+Engines read one tensor at a time. Cheaper transports exist for every layout; this one asks for
+nothing but a common file system.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.stream import (
+    Chunk,
+    NamedTensors,
+    check_exhausted,
+    check_next,
+    chunk_bytes,
+    plan_chunks,
+    taken_whole,
+)
+
+SHARD_BYTES = 512 * 2**20
+"""Bound of a file, unless a tensor is larger."""
+_KEPT = 2
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What safetensors calls torch's types."""
+
+
+class DiskSender:
+    """Writes named tensors, in the engines' `dtype`, as versions in a folder.
+
+    Raises:
+        InputError: when the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        tensors: NamedTensors,
+        dtype: torch.dtype,
+        folder: str | os.PathLike[str],
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        if not os.fspath(folder):
+            raise InputError("weights.transport: disk needs weights.folder")
+        self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
+        self._folder = Path(folder).absolute()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.glob("version-*.tmp"):
+                shutil.rmtree(left)
+            probe = self._folder / f"version-{os.getpid()}.tmp"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
+
+    def write(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Write a version, one tensor at a time, and describe it.
+
+        Raises:
+            WeightUpdateError: when the disk is full or fails, or names, order or shapes are not
+                those of the constructor; the versions before it stay.
+        """
+        final = self._folder / f"version-{version}"
+        temporary = final.with_name(f"{final.name}.tmp")
+        with taken_whole(tensors) as source:
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                for number, shard in enumerate(self._shards, start=1):
+                    _write(temporary / f"shard-{number:05}.safetensors", shard, source)
+                check_exhausted(source)
+                if final.exists():  # of a run before this one
+                    shutil.rmtree(final)
+                temporary.rename(final)
+            except BaseException as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                if not isinstance(error, OSError):
+                    raise
+                raise WeightUpdateError(
+                    f"version {version} cannot be written to {self._folder}: {error.strerror}"
+                ) from error
+        self._remove_old(final)
+        entries = tuple(entry for shard in self._shards for entry in shard)
+        return Manifest(version, "disk", str(final), sum(map(chunk_bytes, self._shards)), entries)
+
+    def _remove_old(self, newest: Path) -> None:
+        versions = [path for path in self._folder.glob("version-*") if path.suffix != ".tmp"]
+        versions.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns))
+        for path in versions[:-_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """The last versions stay for engines that come later."""
+
+
+def _write(path: Path, shard: Chunk, source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """A safetensors file: the length of its header, the header, the tensors' bytes."""
+    header = {
+        entry.name: {
+            "dtype": _TYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
+        }
+        for entry in shard
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        _put(file.fileno(), struct.pack("<Q", len(text)) + text)
+        for entry in shard:
+            tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
+            _put(file.fileno(), tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            del tensor  # before the next one is gathered
+
+
+def _put(file: int, data: object) -> None:
+    rest = memoryview(data)  # type: ignore[arg-type]
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def refusal(manifest: Manifest) -> str:
+    """Why the files of a version cannot be loaded, or "" when they are all there and whole."""
+    wanted = {entry.name: entry for entry in manifest.tensors}
+    where = f"{manifest.path} of version {manifest.version}"
+    if not (shards := _shards(manifest)):
+        return f"{where} cannot be read here: trainer and engine must see the same folder"
+    for path in shards:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    entry, found = wanted.pop(name, None), file.get_slice(name)
+                    if entry is None:
+                        return f"{name} was not expected in {where}"
+                    if tuple(found.get_shape()) != entry.shape:
+                        return f"{name} is {tuple(found.get_shape())} in {where}"
+                    if found.get_dtype() != _TYPES[entry.dtype]:
+                        return f"{name} is {found.get_dtype()} in {where}"
+        except (OSError, SafetensorError) as error:
+            return f"{path.name} in {where} is not whole: {error}"
+    return f"{next(iter(wanted))} is missing from {where}" if wanted else ""
+
+
+def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version, one at a time, in the trainer's order."""
+    for path in _shards(manifest):
+        with safe_open(path, "pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
+
+
+def _shards(manifest: Manifest) -> list[Path]:
+    with suppress(OSError):
+        return sorted(Path(manifest.path).glob("shard-*.safetensors"))
+    return []

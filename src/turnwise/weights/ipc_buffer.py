@@ -1,0 +1,95 @@
+"""Memory that another process of this host opens by a handle: shared memory, or a GPU's.
+
+The GPU's half, `CudaBuffer`, was never run.
+"""
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import torch
+
+from turnwise.errors import WeightUpdateError
+from turnwise.weights.shm import open_nameless
+
+_CUDA_HANDLE = (
+    "device",
+    "handle",
+    "nbytes",
+    "offset",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""The fields of torch's handle of CUDA memory, in their order."""
+
+
+class Buffer(Protocol):
+    bytes: torch.Tensor
+
+    def handle(self) -> dict[str, Any]:
+        """What another process opens it by, for one update."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was written is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CpuBuffer:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._file = open_nameless(nbytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
+
+    def handle(self) -> dict[str, Any]:
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    @staticmethod
+    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+        try:
+            file = os.open(handle["path"], os.O_RDWR)
+        except OSError as error:
+            raise WeightUpdateError(
+                f"the trainer's buffer cannot be opened ({error.strerror}); "
+                "trainer and engine must share a host"
+            ) from error
+        try:
+            return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+class CudaBuffer:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def handle(self) -> dict[str, Any]:
+        fields = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        return {
+            name: value.hex() if isinstance(value, bytes) else value
+            for name, value in zip(_CUDA_HANDLE, fields, strict=True)
+        }
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.bytes.device).synchronize()
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+        fields = [
+            bytes.fromhex(value) if isinstance(value, str) else value
+            for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
+        ]
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
