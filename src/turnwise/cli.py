@@ -133,17 +133,19 @@ async def _resume(run: Path, changes: Sequence[str]) -> None:
     from turnwise.run_folder import find_resume
 
     resume = await run_in_thread(lambda: find_resume(run))
-    config = load_config(run / "config.yaml", changes)
-    if Path(config.output_dir, config.name).resolve() != run.resolve():
-        config = config.model_copy(
-            update={"output_dir": str(run.resolve().parent), "name": run.resolve().name}
-        )
+    config = _config_of(run, changes)
     if resume.step >= config.training.steps:
         raise InputError(
             f"{resume.checkpoint} is step {resume.step} of {config.training.steps}: the run is "
             "complete; training.steps=N goes on to step N"
         )
     await _train(config, resume)
+
+
+def _config_of(run: Path, changes: Sequence[str]) -> Config:
+    """The configuration of a run, with changes, wherever its folder stands now."""
+    home = {"output_dir": str(run.resolve().parent), "name": run.resolve().name}
+    return load_config(run / "config.yaml", changes).model_copy(update=home)
 
 
 async def _train(config: Config, resume: "Resume | None" = None) -> None:
@@ -153,6 +155,7 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
 
     problems, heldout = await run_in_thread(lambda: load_problems(config))
     console = Console()
+    run = Path(config.output_dir, config.name)
     for attempt in itertools.count():
         folder = RunFolder(config, resume)
         with Display(config.name, config.training.steps, console) as display:
@@ -167,7 +170,7 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
                 if attempt >= config.training.restarts:
                     raise
                 try:
-                    resume = await run_in_thread(lambda: find_resume(folder.path))
+                    resume = await run_in_thread(lambda: find_resume(run))
                 except InputError as nothing:
                     raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
@@ -211,7 +214,7 @@ async def _evaluate(config: Config) -> None:
     path = Path(config.output_dir) / config.name / "eval.jsonl"
     write_jsonl(path, evaluation.trajectories)
     console.print(
-        f"accuracy {evaluation.accuracy:.4f}  reward {evaluation.reward_mean:.4f}  "
+        f"accuracy {evaluation.accuracy:.4f}  reward {evaluation.summary['reward_mean']:.4f}  "
         f"trajectories {len(evaluation.trajectories)}  dropped {dict(evaluation.dropped)}  "
         f"{evaluation.tokens_per_s:,.0f} tok/s\n{path}",
         highlight=False,

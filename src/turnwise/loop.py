@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config import Config
-from turnwise.errors import DeadlineError, ExactnessError
+from turnwise.errors import ExactnessError
 from turnwise.machinery import Evaluation, Machinery, Progress, evaluate, mean
-from turnwise.rollout import Group, Problem, check_failures
-from turnwise.rollout.problems import ProblemStream
-from turnwise.rollout.producer import Batch, GroupProducer
+from turnwise.rollout import (
+    Batch,
+    Group,
+    GroupProducer,
+    Problem,
+    ProblemStream,
+    check_failures,
+)
 from turnwise.run_folder import Resume, RunFolder
 from turnwise.tasks import task_group
 from turnwise.training.algorithms import has_signal
@@ -66,21 +71,19 @@ class TrainingLoop:
         self._config = config
         self._machinery = machinery
         self._policy = machinery.policy
-        self._heldout = heldout
+        self._heldout = machinery.fitting(heldout)
         self._folder = folder
         self._progress = progress
         self._resume = resume
         self._producer = GroupProducer(
             config,
             self._group,
-            ProblemStream(problems, config.seed),
+            ProblemStream(machinery.fitting(problems), config.seed),
             has_signal,
             progress.advance,
         )
         weights = config.weights
-        self._delivery = Delivery(
-            self._policy, weights.update_timeout, config.engine.start_timeout
-        )
+        self._delivery = Delivery(self._policy, weights.update_timeout, config.engine.start_timeout)
         self.exactness = ExactnessReport()
         """Of all that was trained so far."""
         self._clock = _Clock()
@@ -122,7 +125,7 @@ class TrainingLoop:
             metrics |= await self._update_weights()
             evaluation = await self._evaluate(step)
             metrics["accuracy_heldout"] = evaluation.accuracy if evaluation else None
-            metrics |= evaluation.details if evaluation else {}
+            metrics["heldout"] = evaluation.summary if evaluation else {}
             await self._write_trajectories(step, batch, evaluation)
             now = time.perf_counter()
             metrics["step_seconds"], previous = now - previous, now
@@ -151,9 +154,9 @@ class TrainingLoop:
         await self._report(
             {
                 "step": 0,
-                "reward_mean": evaluation.reward_mean,
+                "reward_mean": evaluation.summary["reward_mean"],
                 "accuracy_heldout": evaluation.accuracy,
-                **evaluation.details,
+                "heldout": evaluation.summary,
                 "rollout_tokens_per_s": evaluation.tokens_per_s,
                 "train_tokens_per_s": 0.0,
                 "logprob_diff_mean": update["canary_diff_mean"],
@@ -245,21 +248,13 @@ class TrainingLoop:
         self._progress.phase("update weights")
         weights, started = self._config.weights, time.perf_counter()
         tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
-        try:
-            async with asyncio.timeout(weights.update_timeout):
-                with waiting("the engines to take up new weights"):
-                    manifest = await self._delivery.publish()
-                    version = manifest["version"]
-                    prompt, expected = self._policy.canary
-                    canaries = await self._machinery.manager.update_weights(
-                        self._delivery,
-                        lambda engine: check_canary(engine, prompt, expected, tolerance, version),
-                    )
-        except TimeoutError:
-            raise DeadlineError(
-                f"the workers did not take up weight version {self._policy.version} within "
-                f"{weights.update_timeout:g} s"
-            ) from None
+        with waiting("the engines to take up new weights"):
+            version = (await self._delivery.publish())["version"]
+            prompt, expected = self._policy.canary
+            canaries = await self._machinery.manager.update_weights(
+                self._delivery,
+                lambda engine: check_canary(engine, prompt, expected, tolerance, version),
+            )
         self._clock.spend("weights", started)
         return {
             "weight_version": version,

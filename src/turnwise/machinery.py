@@ -26,7 +26,9 @@ from turnwise.rollout import (
     check_failures,
     load_eval_rows,
     load_rows,
+    start_reward_models,
 )
+from turnwise.rollout.evaluation import summarize
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.tasks import run_in_thread, task_group
@@ -64,6 +66,12 @@ class Machinery:
     manager: AsyncLLMServerManager
     runner: Runner
     policy: RemotePolicy | None
+    left_out: frozenset[str] = frozenset()
+    """Problems whose prompt is too long (data.max_prompt_tokens)."""
+
+    def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems that are not left out."""
+        return [problem for problem in problems if problem.id not in self.left_out]
 
     @property
     def generator(self) -> Generator:
@@ -102,9 +110,7 @@ async def open_machinery(
             manager = make_manager(config, share)
         async with task_group() as starting:
             starting.create_task(manager.start())
-            rewards = starting.create_task(
-                start_reward_models(config.rollout.rewards, num_gpus=0.0)
-            )
+            rewards = starting.create_task(start_reward_models(config))
             if folder is not None and policy is None:
                 own = starting.create_task(RemotePolicy.start(config, folder, num_gpus=share))
             await asyncio.shield(prepared)
@@ -114,7 +120,7 @@ async def open_machinery(
         if config.rollout.loop == "agent":
             server = await _start_server(config, manager)
             runner.server = server
-        yield Machinery(manager, runner, policy)
+        yield Machinery(manager, runner, policy, prepared.result())
     finally:
         prepared.cancel()
         await asyncio.wait([ray_started])
@@ -199,10 +205,11 @@ def _load_tokenizer(config: Config) -> Any:
         ) from error
 
 
-def _prepare(runner: Runner, problems: Sequence[Problem]) -> None:
-    """What takes seconds: every row's prompt, and vLLM's parsers."""
-    runner.check(problems)
+def _prepare(runner: Runner, problems: Sequence[Problem]) -> frozenset[str]:
+    """What takes seconds: every row's prompt, and vLLM's parsers; returns who is left out."""
+    fitting = {problem.id for problem in runner.fitting(problems)}
     _ = runner.tool_parser
+    return frozenset(problem.id for problem in problems) - fitting
 
 
 @dataclass(slots=True)
@@ -212,16 +219,13 @@ class Evaluation:
     trajectories: list[Trajectory]
     dropped: Counter[str]
     seconds: float
+    summary: dict[str, float]
+    """As `rollout.evaluation.summarize` has it."""
 
     @property
     def accuracy(self) -> float:
         """The share of trajectories with reward 1 or more; dropped ones count as wrong."""
-        right = sum((t.reward or 0.0) >= 1.0 for t in self.trajectories)
-        return right / (len(self.trajectories) + self.dropped.total())
-
-    @property
-    def reward_mean(self) -> float:
-        return mean([t.reward or 0.0 for t in self.trajectories])
+        return self.summary["accuracy"]
 
     @property
     def tokens_per_s(self) -> float:
@@ -242,7 +246,7 @@ async def run_groups(
         progress.advance()
         return group
 
-    return await asyncio.gather(*(one(problem) for problem in problems))
+    return await asyncio.gather(*map(one, machinery.fitting(problems)))
 
 
 async def evaluate(
@@ -257,12 +261,15 @@ async def evaluate(
     Raises:
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
+    problems = machinery.fitting(problems)
     progress.phase("evaluate", len(problems))
     started = time.perf_counter()
     groups = await run_groups(machinery, problems, config.eval.sampling, tag, progress)
     seconds = time.perf_counter() - started
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
-    return Evaluation([t for g in groups for t in g.trajectories], dropped, seconds)
+    trajectories = [t for group in groups for t in group.trajectories]
+    summary = summarize(groups, config.eval.sampling.n)
+    return Evaluation(trajectories, dropped, seconds, summary)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -5,13 +5,16 @@ from turnwise.rollout.data import load_eval_rows, load_rows
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
+from turnwise.rollout.producer import Batch, GroupProducer
 from turnwise.rollout.reward_model import start_reward_models
 from turnwise.rollout.runner import Runner
 
 __all__ = [
     "AgentLoop",
+    "Batch",
     "Environment",
     "Group",
+    "GroupProducer",
     "Problem",
     "ProblemStream",
     "RolloutContext",

@@ -2,7 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from turnwise.errors import StepError
 from turnwise.trajectory import Trajectory
@@ -27,6 +28,24 @@ class Group:
     agents of their own."""
     elapsed: float = 0.0
     """Seconds from its start to its end, the wait for a free slot included."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        tree = {item.name: getattr(self, item.name) for item in fields(self)}
+        return tree | {
+            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
+            "seconds": dict(self.seconds),
+        }
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> "Group":
+        """What `to_dict` made."""
+        group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
+        group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
+        for name in ("dropped", "retried", "dropped_tokens"):
+            setattr(group, name, Counter(tree[name]))
+        group.seconds.update(tree["seconds"])
+        return group
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:

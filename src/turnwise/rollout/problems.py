@@ -41,6 +41,11 @@ class ProblemStream:
         self._epoch = self._position = 0
         self._order = self._shuffled(0)
 
+    @property
+    def by_id(self) -> dict[str, Problem]:
+        """All problems by their names."""
+        return {problem.id: problem for problem in self._problems}
+
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems, across as many epochs as that takes."""
         taken: list[Problem] = []

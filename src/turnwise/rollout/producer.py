@@ -20,8 +20,8 @@ from typing import Any
 
 from turnwise.config import Config
 from turnwise.errors import InputError, StepError
+from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
-from turnwise.rollout.runner import Group, check_failures
 from turnwise.tasks import task_group
 
 _MAX_ROUNDS = 10

@@ -20,9 +20,7 @@ class WorkerStarter:
         hosts: Handles of `WorkerHost`s, by name: worker N computes in the Nth of them.
     """
 
-    def __init__(
-        self, config: Config, gpus: float, hosts: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: Config, gpus: float, hosts: Mapping[str, Any] | None = None) -> None:
         self._config = config
         self._gpus = 0 if hosts else gpus
         self._hosts = hosts

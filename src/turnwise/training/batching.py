@@ -7,6 +7,7 @@ changes no result.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ class MicroBatch:
         bounds = torch.searchsorted(
             self.sequence_N, torch.arange(self.sequences + 1, device=self.sequence_N.device)
         ).tolist()
-        return (slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a)
+        return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
 
 def make_micro_batch(samples: Sequence[Sample], packed: bool, device: torch.device) -> MicroBatch:

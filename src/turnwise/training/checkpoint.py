@@ -18,27 +18,21 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.config import Config
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.training.learner import Learner
 
 _FILES = "files.json"
-
-
-class Learner(Protocol):
-    """A module with its optimizer and schedule."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: Any
 
 
 def temporary(folder: Path) -> Path:
@@ -113,7 +107,7 @@ def save_state(
     state = folder / "state"
     with told_when_full(state):
         with _alone():
-            dcp.save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
+            save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
         schedules = {name: learner.schedule.state_dict() for name, learner in learners.items()}
         torch.save({**extra, "schedules": schedules}, state / f"rank-{rank}.pt")
 
@@ -128,7 +122,7 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
     try:
         states = _states(learners)
         with _alone():
-            dcp.load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
+            load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
         for name, learner in learners.items():
             set_state_dict(
                 learner.module,
@@ -140,7 +134,7 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
         extra: dict[str, Any] = torch.load(own if own.exists() else state / "rank-0.pt")
         for name, learner in learners.items():
             learner.schedule.load_state_dict(extra["schedules"][name])
-    except (OSError, RuntimeError, KeyError, ValueError, dcp.CheckpointException) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
@@ -176,9 +170,9 @@ def export(
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
         empty.save_pretrained(folder, state_dict=whole)
-        AutoTokenizer.from_pretrained(
-            config.model.path, trust_remote_code=trust
-        ).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=trust).save_pretrained(
+            folder
+        )
 
 
 @contextmanager

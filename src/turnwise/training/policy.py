@@ -8,7 +8,7 @@ computes alone is a sum, and whoever holds the ranks adds them up.
 import os
 import resource
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
@@ -36,6 +35,7 @@ from turnwise.training.algorithms import (
     value_loss,
 )
 from turnwise.training.batching import MicroBatch, Share, make_micro_batch
+from turnwise.training.learner import Learner
 from turnwise.training.model import (
     Critic,
     Scorer,
@@ -50,7 +50,6 @@ from turnwise.weights.canary import canary_prompt
 from turnwise.weights.outlet import make_outlet
 
 _PLAIN = SamplingConfig()
-_ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class UpdateReport:
     """What one rank saw of one optimizer step: sums over its trained tokens, unless told."""
 
     tokens: int = 0
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     logprob_diff_max: float = 0.0
     loss: float = 0.0
     """This rank's part of the batch's loss: the parts of all ranks add up to it."""
@@ -129,7 +128,7 @@ class Policy:
         self._shape = model.config
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._scorer = self._placed(Scorer(model, config.sampling))
-        self._learner = _Learner(
+        self._learner = Learner(
             self._scorer,
             self._training,
             self._training.learning_rate,
@@ -140,12 +139,10 @@ class Policy:
             frozen = Scorer(load_model(config), config.sampling).requires_grad_(False)
             self._reference = self._placed(frozen, trained=False)
         self._critic: nn.Module | None = None
-        self._critic_learner: _Learner | None = None
+        self._critic_learner: Learner | None = None
         if isinstance(value, Gae):
             self._critic = self._placed(Critic(load_model(config)))
-            self._critic_learner = _Learner(
-                self._critic, self._training, value.learning_rate, None
-            )
+            self._critic_learner = Learner(self._critic, self._training, value.learning_rate, None)
         self._canary = canary_prompt(self._shape.vocab_size)
         whole_in_process = config.training.colocated and place.ranks == 1
         self._outlet = make_outlet(
@@ -263,7 +260,7 @@ class Policy:
                 values_N = self._forward(self._critic, batch)
                 loss_N = value_loss(values_N, batch.values_N, batch.returns_N, gae_config.clip)
                 total = loss_N.sum() / share.total_tokens
-                (total * self._place.ranks).backward()
+                (total * self._place.ranks).backward()  # type: ignore[no-untyped-call]
                 report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.advantages_N)
         if not warming:
@@ -396,7 +393,7 @@ class Policy:
         torch.set_rng_state(extra["rng"])
         return self.version
 
-    def _learners(self) -> dict[str, "_Learner"]:
+    def _learners(self) -> dict[str, "Learner"]:
         learners = {"policy": self._learner}
         if self._critic_learner is not None:
             learners["critic"] = self._critic_learner
@@ -409,46 +406,6 @@ class Policy:
             "skipped_in_row": self._skipped_in_row,
             "rng": torch.get_rng_state(),
         }
-
-
-class _Learner:
-    """A module with its optimizer and schedule."""
-
-    def __init__(
-        self, module: nn.Module, training: TrainingConfig, rate: float, total_steps: int | None
-    ) -> None:
-        self.module = module
-        self._max_norm = training.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=rate, weight_decay=training.weight_decay, betas=_ADAM_BETAS
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: _rate(step, training, total_steps)
-        )
-
-    @property
-    def rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def step(self) -> tuple[float, bool]:
-        """Returns the gradient's norm, and whether it was finite: if not, nothing moves."""
-        norm: Any = nn.utils.clip_grad_norm_(self.module.parameters(), self._max_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self.optimizer.step()
-            self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm), finite
-
-
-def _rate(step: int, training: TrainingConfig, total: int | None) -> float:
-    """The share of the learning rate that optimizer step `step` (from 0) takes."""
-    rising = (step + 1) / (training.warmup_steps + 1)
-    if training.lr_schedule == "constant" or total is None:
-        return min(1.0, rising)
-    return max(0.0, min(1.0, rising, (total - step) / max(1, total - training.warmup_steps)))
 
 
 def packs(training: TrainingConfig, device: torch.device) -> bool:

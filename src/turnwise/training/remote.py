@@ -75,9 +75,7 @@ class RemotePolicy:
         self._timeout = config.training.step_timeout
 
     @classmethod
-    async def start(
-        cls, config: Config, folder: Path, *, num_gpus: float = 0
-    ) -> "RemotePolicy":
+    async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "RemotePolicy":
         """Start all ranks, each on `num_gpus` of a GPU and with `training.resources`.
 
         Raises:
@@ -88,7 +86,11 @@ class RemotePolicy:
 
         training = config.training
         group = await reserve(
-            training.ranks, num_gpus, training.resources, "ranks of the trainer", "training",
+            training.ranks,
+            num_gpus,
+            training.resources,
+            "ranks of the trainer",
+            "training",
             config.engine.start_timeout,
         )
         environment = {

@@ -60,9 +60,7 @@ def make_samples(groups: Sequence[Group], config: Config, version: int) -> Made:
     return made
 
 
-def _sides(
-    config: Config, rewards: Sequence[Sequence[float]]
-) -> list[dict[int, float] | None]:
+def _sides(config: Config, rewards: Sequence[Sequence[float]]) -> list[dict[int, float] | None]:
     """For each group, the advantage of each trajectory that is trained; None trains none."""
     if isinstance(config.algorithm.loss, Dpo):
         pairs = map(choose_pairs, rewards)
@@ -76,9 +74,7 @@ def _add(
 ) -> None:
     branches = trajectory.samples()
     masked = [_without_stale(branch, oldest) for branch in branches]
-    stale = sum(sum(b.response_mask) for b in branches) - sum(
-        sum(b.response_mask) for b in masked
-    )
+    stale = sum(sum(b.response_mask) for b in branches) - sum(sum(b.response_mask) for b in masked)
     made.stale_tokens += stale
     made.report += audit(trajectory, masked, masked="stale" if stale else None)
     first = len(made.samples)
