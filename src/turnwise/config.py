@@ -8,7 +8,8 @@ imports no torch, vLLM or Ray.
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -235,24 +236,28 @@ class Grpo(Section):
     """(r - mean) / std within the group."""
 
     name: Literal["grpo"] = "grpo"
+    """Which of them this is."""
 
 
 class DrGrpo(Section):
     """r - mean within the group."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
+    """Which of them this is."""
 
 
 class Rloo(Section):
     """r - the mean of the group's others."""
 
     name: Literal["rloo"] = "rloo"
+    """Which of them this is."""
 
 
 class ReinforcePP(Section):
     """r, less its group's mean if `baseline` is group, normalised over the batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
+    """Which of them this is."""
     baseline: Literal["none", "group"] = "group"
     """What is taken off a reward first."""
 
@@ -261,6 +266,7 @@ class Gae(Section):
     """PPO's: generalised advantage estimation with a value model, normalised over the batch."""
 
     name: Literal["gae"] = "gae"
+    """Which of them this is."""
     gamma: Fraction = 1.0
     """Discount of a token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -277,6 +283,7 @@ class PpoClip(Section):
     """Clipped ratio per token."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
+    """Which of them this is."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
@@ -289,6 +296,7 @@ class Gspo(Section):
     """Clipped ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
+    """Which of them this is."""
     clip_low: PositiveFloat = 3e-4
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
@@ -299,6 +307,7 @@ class Cispo(Section):
     """Clipped importance weights; every token keeps its gradient."""
 
     name: Literal["cispo"] = "cispo"
+    """Which of them this is."""
     clip_low: PositiveFloat = 1.0
     """The weight is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
@@ -309,6 +318,7 @@ class Dpo(Section):
     """Online DPO: each group's best and worst trajectory are a pair; advantages are not used."""
 
     name: Literal["dpo"] = "dpo"
+    """Which of them this is."""
     beta: PositiveFloat = 0.1
     """How strongly the policy is held to the reference model."""
 
@@ -468,6 +478,10 @@ class Config(Section):
         return self
 
 
+_CHOICES = ("algorithm.advantage", "algorithm.loss")
+"""Keys whose value is one of several kinds."""
+
+
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None
 ) -> Config:
@@ -520,10 +534,19 @@ def explain_config(config: Config) -> str:
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-        else:
+        parts = _sections(field.annotation)
+        for part in parts:
+            yield from _keys(part, f"{prefix}{name}.")
+        if not parts:
             yield prefix + name, " ".join((field.description or "").split())
+
+
+def _sections(kind: Any) -> list[type[Section]]:
+    """The section that a key is, or those that it may be."""
+    members = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    if all(isinstance(member, type) and issubclass(member, Section) for member in members):
+        return list(members)
+    return []
 
 
 def _describe(section: Section, depth: int, lines: list[str]) -> None:
@@ -556,7 +579,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    # A part of one of several kinds is followed by its name.
+    loc = [str(part) for part in error["loc"]]
+    key = ".".join(p for i, p in enumerate(loc) if ".".join(loc[:i]) not in _CHOICES)
+    if error["type"] == "union_tag_invalid":
+        known = error["ctx"]["expected_tags"].replace("'", "")
+        return f"{key}.name is one of {known}, not {error['ctx']['tag']!r}"
     if error["type"] == "extra_forbidden":
         leaf = str(error["loc"][-1])
         if leaf in REPLACED_KEYS:

@@ -120,8 +120,8 @@ class Policy:
         if place.ranks > 1:
             _join(place, self.device, config.training.step_timeout)
         needs_reference = bool(config.algorithm.kl.coef) or isinstance(config.algorithm.loss, Dpo)
-        value = config.algorithm.advantage
-        trained = 1 + isinstance(value, Gae)
+        advantage = config.algorithm.advantage
+        trained = 1 + isinstance(advantage, Gae)
         copies = needs_reference + 4 * (trained - 1)
         check_room(config, self.device, place.ranks, copies)
         model = load_model(config)
@@ -140,9 +140,11 @@ class Policy:
             self._reference = self._placed(frozen, trained=False)
         self._critic: nn.Module | None = None
         self._critic_learner: Learner | None = None
-        if isinstance(value, Gae):
+        if isinstance(advantage, Gae):
             self._critic = self._placed(Critic(load_model(config)))
-            self._critic_learner = Learner(self._critic, self._training, value.learning_rate, None)
+            self._critic_learner = Learner(
+                self._critic, self._training, advantage.learning_rate, None
+            )
         self._canary = canary_prompt(self._shape.vocab_size)
         whole_in_process = config.training.colocated and place.ranks == 1
         self._outlet = make_outlet(
@@ -248,17 +250,17 @@ class Policy:
     ) -> UpdateReport:
         """One optimizer step; the loss is the sum over all trained tokens of all ranks."""
         report = UpdateReport()
-        gae_config = self._algorithm.advantage
-        warming = isinstance(gae_config, Gae) and self._steps <= gae_config.warmup_steps
+        advantage = self._algorithm.advantage
+        warming = isinstance(advantage, Gae) and self._steps <= advantage.warmup_steps
         for batch in batches:
             if not warming:
                 self._backward(batch, share, report, ratios)
             if self._critic is not None:
-                assert isinstance(gae_config, Gae)
+                assert isinstance(advantage, Gae)
                 assert batch.values_N is not None
                 assert batch.returns_N is not None
                 values_N = self._forward(self._critic, batch)
-                loss_N = value_loss(values_N, batch.values_N, batch.returns_N, gae_config.clip)
+                loss_N = value_loss(values_N, batch.values_N, batch.returns_N, advantage.clip)
                 total = loss_N.sum() / share.total_tokens
                 (total * self._place.ranks).backward()  # type: ignore[no-untyped-call]
                 report.sums["value_loss"] += float(loss_N.detach().sum())
