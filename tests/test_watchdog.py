@@ -39,6 +39,16 @@ async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again() -> Non
     assert all("nobody is known to be waited for" in line for line in told)
 
 
+async def test_a_wait_that_begins_after_a_stall_was_told_is_told_too() -> None:
+    told: list[str] = []
+    async with Watchdog(0.2, told.append):
+        await asyncio.sleep(0.5)
+        with waiting("somebody who never comes"):
+            await asyncio.sleep(0.6)
+    assert len(told) == 2
+    assert "waiting for: somebody who never comes" in told[1]
+
+
 async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
     told: list[str] = []
     async with Watchdog(0.2, told.append):

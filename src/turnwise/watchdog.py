@@ -24,7 +24,7 @@ _waits: "dict[waiting, None]" = {}
 
 
 class waiting:
-    """Registers a wait for the length of a `with` block; its end counts as progress.
+    """Registers a wait for the length of a `with` block; its beginning and end are progress.
 
     Args:
         who: For whom, and for what: "the trainer to train".
@@ -38,7 +38,8 @@ class waiting:
         self.kind = kind
 
     def __enter__(self) -> None:
-        self.since = time.monotonic()
+        made_progress()
+        self.since = _Progress.moved
         _waits[self] = None
 
     def __exit__(
