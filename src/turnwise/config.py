@@ -57,7 +57,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """Training rows: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    """Training rows: a .jsonl or .parquet file, a folder that `save_to_disk` wrote, or the name of a
+    Hugging Face dataset."""
     eval_path: str | None = None
     """Held-out rows for evaluation; without it `turnwise eval` takes data.path."""
     subset: str | None = None
@@ -325,7 +326,7 @@ class Dpo(Section):
 
 class KlConfig(Section):
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it."""
+    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it, but for dpo."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators of the KL divergence."""
     where: Literal["loss", "reward"] = "loss"
@@ -350,6 +351,12 @@ class CorrectionConfig(Section):
     stale_only: bool = False
     """Correct tokens of older weight versions alone."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "CorrectionConfig":
+        if not self.low <= 1 <= self.high:
+            raise ValueError(f"1 must lie between low {self.low:g} and high {self.high:g}")
+        return self
+
 
 class AlgorithmConfig(Section):
     advantage: Annotated[Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")] = (
@@ -359,8 +366,8 @@ class AlgorithmConfig(Section):
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
     """The loss: ppo_clip, gspo, cispo, dpo."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """The batch's loss: the mean over tokens (DAPO), over sequences of each one's mean (GRPO), or
-    the sum over sequences * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    """The batch's loss: the mean over tokens (DAPO), over sequences of each one's mean (GRPO; dpo
+    always), or the sum over sequences * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: bool = False
@@ -370,6 +377,15 @@ class AlgorithmConfig(Section):
     (DAPO); 0 is none."""
     overlong_penalty: PositiveFloat = 1.0
     """What a trajectory that fills the context loses."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AlgorithmConfig":
+        if isinstance(self.loss, Dpo):
+            if isinstance(self.advantage, Gae):
+                raise ValueError("loss dpo compares trajectories and has no use for advantage gae")
+            if self.correction.name != "none":
+                raise ValueError("loss dpo has no importance ratio for a correction to mend")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -27,6 +27,7 @@ from turnwise.engine.protocol import (
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.ray_calls import reply_of
 from turnwise.serving.worker import Submission, VllmAsyncGenerationWorker
+from turnwise.watchdog import made_progress
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +184,7 @@ class RemoteWorker:
                 logger.debug("%s", error)
                 self.fail(f"the process of {self.name} died")
                 return
+            made_progress()
             for request_id, event in events:
                 if (inbox := self._inboxes.get(request_id)) is not None:
                     inbox.put_nowait(event)

@@ -44,13 +44,19 @@ def make_samples(groups: Sequence[Group], config: Config, version: int) -> Made:
             fresh.append(group)
     rewards = [[_reward(t, config, made) for t in group.trajectories] for group in fresh]
     for group, sides in zip(fresh, _sides(config, rewards), strict=True):
+        pairs = isinstance(config.algorithm.loss, Dpo)
+        if pairs and sides and not all(_fresh(group.trajectories[p], oldest) for p in sides):
+            made.stale_groups += 1  # half a pair says nothing
+            for trajectory in group.trajectories:
+                made.report += audit(trajectory, [], masked="stale_group")
+            continue
         if sides is None:
             alone = len(group.trajectories) < 2
             made.groups_without_signal += not alone
             for trajectory in group.trajectories:
                 made.report += audit(trajectory, [], masked="alone" if alone else "no_signal")
             continue
-        unit = len(made.samples) if isinstance(config.algorithm.loss, Dpo) else None
+        unit = len(made.samples) if pairs else None
         trained = sorted(sides, key=lambda place: -sides[place]) if unit is not None else sides
         for place, trajectory in enumerate(group.trajectories):
             if place not in sides:
@@ -102,6 +108,11 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
         for trained, version in zip(branch.response_mask, branch.weight_versions, strict=True)
     ]
     return replace(branch, response_mask=mask)
+
+
+def _fresh(trajectory: Trajectory, oldest: int) -> bool:
+    """Whether a token of it is young enough to train."""
+    return any(v >= oldest for turn in trajectory.turns for v in turn.weight_versions)
 
 
 def _oldest(group: Group) -> int:

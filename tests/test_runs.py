@@ -1,0 +1,244 @@
+"""Whole training runs that are killed, resumed, spread out or squeezed together."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, command_environment
+from tests.test_cli import COMMAND, Lottery, file, metrics_of, turnwise
+from turnwise.trajectory import read_jsonl
+
+__all__ = ["Lottery", "file"]
+
+SHORT = ("eval.every=0", "sampling.n=4")
+TIMED = ("seconds", "per_s", "memory_gib")
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.endswith(TIMED)}
+        for row in metrics_of(run)
+    ]
+
+
+class Running:
+    """`turnwise train` in a process of its own, watched line by line."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.before = {process.pid for process in psutil.process_iter()}
+        self.process = subprocess.Popen(
+            [*COMMAND, "train", *map(str, arguments)],
+            cwd=ROOT,
+            env=command_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until(self, text: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"it ended before it said {text!r}: {self.process.stderr.read()}")
+
+    @property
+    def ours(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The trainer's processes, in the order in which they began."""
+        found = [p for p in self.ours if "PolicyActor" in " ".join(p.cmdline())]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def kill(self) -> None:
+        """As a machine that loses power, as far as a test can."""
+        for process in [*self.ours, psutil.Process(self.process.pid)]:
+            if process.is_running():
+                process.kill()
+        self.process.communicate(timeout=30)
+
+    def left(self) -> list[psutil.Process]:
+        """What still runs of all that was started since."""
+        words = ("ray", "VLLM", "turnwise")
+        found = psutil.process_iter(["cmdline"])
+        return [
+            p
+            for p in found
+            if p.pid not in self.before and any(word in str(p.info) for word in words)
+        ]
+
+
+def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(file: Path, tmp_path: Path) -> None:
+    options = ("deterministic=true", "training.steps=4", "training.checkpoint_every=1", *SHORT)
+    done = turnwise("train", file, *options, "name=whole")
+    assert done.returncode == 0, done.stderr
+    whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
+
+    running = Running(file, *options, "name=killed")
+    running.until("step    2/4")
+    time.sleep(0.7)
+    running.kill()
+    rows = metrics_of(killed)
+    assert len(rows) < 4
+    # A crash while it saves leaves less than a checkpoint; the one before is taken, and it says so.
+    newest = max((killed / "checkpoints").glob("step-*[0-9]"))
+    assert newest.name == "step-0002"
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    resumed = turnwise("train", "--resume", killed)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "a newer checkpoint is cut short" in resumed.stdout
+    assert "going on from" in resumed.stdout
+    assert "step-0001" in resumed.stdout
+
+    assert timeless(killed) == timeless(whole)
+    for kind in ("trajectories/step-0004.jsonl", "checkpoints/step-0004/model.safetensors"):
+        assert (killed / kind).read_bytes() == (whole / kind).read_bytes()
+    first, second = (json.loads((r / "exactness.json").read_text()) for r in (whole, killed))
+    assert first == second
+    kept = sorted(folder.name for folder in (killed / "checkpoints").iterdir())
+    assert kept == ["step-0003", "step-0004"]
+
+    again = turnwise("train", "--resume", killed)
+    assert again.returncode == 2
+    assert "the run is complete; training.steps=N goes on to step N" in again.stderr
+
+
+def test_the_synchronous_run_is_the_plain_loop(file: Path, tmp_path: Path) -> None:
+    options = ("deterministic=true", "training.steps=2", *SHORT)
+    done = turnwise("train", file, *options, "name=looped")
+    assert done.returncode == 0, done.stderr
+    looped, plain = tmp_path / "runs" / "looped", tmp_path / "plain"
+    plain.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "tests.plain_loop", str(file), str(plain), *options],
+        cwd=ROOT,
+        env=command_environment(),
+        timeout=240,
+        check=True,
+    )
+    for step in (1, 2):
+        ours = (looped / "trajectories" / f"step-000{step}.jsonl").read_text()
+        assert ours == (plain / f"step-{step}.jsonl").read_text()
+    rows = json.loads((plain / "metrics.json").read_text())
+    for ours, theirs in zip(metrics_of(looped), rows, strict=True):
+        compared = [key for key in theirs if not key.endswith(TIMED)]
+        assert compared
+        assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
+    file: Path, tmp_path: Path, restarts: int
+) -> None:
+    name = f"restarts{restarts}"
+    running = Running(
+        file,
+        *SHORT,
+        "training.ranks=2",
+        "training.threads=1",
+        "training.steps=6",
+        "training.checkpoint_every=1",
+        f"training.restarts={restarts}",
+        f"name={name}",
+    )
+    running.until("step    2/6")
+    ranks = running.ranks()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    killed = time.monotonic()
+    stdout, stderr = running.process.communicate(timeout=240)
+    if restarts:
+        assert running.process.returncode == 0, stderr
+        assert "died; restart 1 of 1" in stdout
+        rows = metrics_of(tmp_path / "runs" / name)
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    else:
+        assert time.monotonic() - killed < 30
+        assert running.process.returncode == 2
+        assert "the process of policy rank " in stderr
+        assert "died" in stderr
+    assert running.left() == []
+
+
+def test_trainer_and_engine_take_turns_in_the_same_process(file: Path, tmp_path: Path) -> None:
+    done = turnwise("train", file, "training.colocated=true", "name=together", *SHORT)
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(tmp_path / "runs" / "together")
+    assert [row["weight_version"] for row in rows] == [1, 2]
+    assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
+    assert all(row["canary_diff_max"] < 1e-4 for row in rows)
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """A Ray cluster of two nodes, one with `engines` and one with `trainers`; its address."""
+    script = (
+        "import sys; from ray.cluster_utils import Cluster\n"
+        "cluster = Cluster(initialize_head=True, head_node_args="
+        "{'num_cpus': 2, 'resources': {'engines': 2}})\n"
+        "cluster.add_node(num_cpus=2, resources={'trainers': 2})\n"
+        "cluster.wait_for_nodes()\n"
+        "print(cluster.address, flush=True); sys.stdin.read(); cluster.shutdown()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**command_environment(), "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.communicate("")
+
+
+def test_engines_and_trainer_on_two_nodes_by_collective(
+    two_nodes: str, file: Path, tmp_path: Path
+) -> None:
+    done = turnwise(
+        "train",
+        file,
+        f"ray_address={two_nodes}",
+        "weights.transport=collective",
+        "serving.resources={engines: 1}",
+        "serving.workers=2",
+        "training.resources={trainers: 1}",
+        "training.ranks=2",
+        "training.threads=1",
+        "name=apart",
+        *SHORT,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(tmp_path / "runs" / "apart")
+    assert [row["weight_version"] for row in rows] == [1, 2]
+    assert all(row["canary_diff_max"] < 1e-4 for row in rows)
+
+
+def test_rollouts_that_run_ahead_outlive_a_crash(file: Path, tmp_path: Path) -> None:
+    options = ("training.max_staleness=2", "training.checkpoint_every=1", *SHORT)
+    running = Running(file, *options, "training.steps=500", "name=ahead")
+    running.until("step    3/500")
+    running.kill()
+    run = tmp_path / "runs" / "ahead"
+    resumed = turnwise("train", "--resume", run, "training.steps=8")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["staleness_max"] for row in rows) <= 2
+    seen = [
+        (t.problem_id, t.sample_index)
+        for step in range(1, 9)
+        for t in read_jsonl(run / "trajectories" / f"step-{step:04d}.jsonl")
+    ]
+    assert len(seen) == len(set(seen)) == 8 * 4 * 4  # every problem of the epoch once
