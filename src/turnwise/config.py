@@ -57,8 +57,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """Training rows: a .jsonl or .parquet file, a folder that `save_to_disk` wrote, or the name of a
-    Hugging Face dataset."""
+    """Training rows: a .jsonl or .parquet file, a folder that `save_to_disk` wrote, or the name of
+    a Hugging Face dataset."""
     eval_path: str | None = None
     """Held-out rows for evaluation; without it `turnwise eval` takes data.path."""
     subset: str | None = None
