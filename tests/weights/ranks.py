@@ -1,7 +1,6 @@
 """A trainer of several ranks, each a Ray actor with its shards of a model."""
 
 import asyncio
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +21,7 @@ from turnwise.weights.outlet import make_outlet
 class Rank:
     """One rank; it holds whole tensors only while they travel."""
 
-    def __init__(
-        self, model: Any, rank: int, world: int, meeting: str, transport: str, folder: str
-    ) -> None:
+    def __init__(self, model: Any, rank: int, world: int, meeting: str) -> None:
         torch.set_num_threads(1)
         store = dist.FileStore(meeting, world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -40,13 +37,16 @@ class Rank:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.version = 0
+        self.rank = rank
+        self.outlet: Any = None
+
+    def open(self, transport: str, folder: str) -> None:
+        """Begin to use a transport, instead of the one before."""
+        if self.outlet is not None:
+            self.outlet.close()
+        tensors = self.model.named_parameters()
         self.outlet = make_outlet(
-            transport,
-            self.model.named_parameters(),
-            rank=rank,
-            folder=folder,
-            buffer_bytes=2**20,
-            timeout=60,
+            transport, tensors, rank=self.rank, folder=folder, buffer_bytes=2**20, timeout=60
         )
 
     def tensors(self, fail_at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,16 +102,15 @@ class Ranks:
         model: A model's folder, or the number and the width of square matrices.
     """
 
-    def __init__(self, model: Any, transport: str, folder: Path, world: int = 2) -> None:
-        meeting = str(folder / f"meeting-{os.urandom(4).hex()}")
-        arguments = (world, meeting, transport, str(folder / "weights"))
-        self.actors = [Rank.remote(model, rank, *arguments) for rank in range(world)]
+    def __init__(self, model: Any, folder: Path, world: int = 2) -> None:
+        meeting = str(folder / "meeting")
+        self.actors = [Rank.remote(model, rank, world, meeting) for rank in range(world)]
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         replies = [getattr(actor, method).remote(*args) for actor in self.actors]
         return await asyncio.gather(
             *(
-                reply_of(reply, f"trainer rank {rank}", method, 60)
+                reply_of(reply, f"trainer rank {rank}", method, 200)
                 for rank, reply in enumerate(replies)
             )
         )
