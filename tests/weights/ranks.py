@@ -79,6 +79,7 @@ class Rank:
         ids_1T = torch.tensor([prompt])
         with torch.no_grad():
             logprobs_TV = self.model(ids_1T).logits[0, :-1].log_softmax(-1)
+        self.model.reshard()  # FSDP leaves the root's own parameters whole
         return prompt, logprobs_TV.gather(-1, ids_1T.T[1:]).squeeze(-1).tolist()
 
     def growth(self, method: str, *args: Any) -> float:
