@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,13 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig, WeightsConfig
+from turnwise.errors import WeightUpdateError
 from turnwise.machinery import load_training, make_manager
 from turnwise.rollout import Group, Runner
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.training.scoring import token_logprobs
 from turnwise.trajectory import audit
-from turnwise.weights.shm import ShmSender
+from turnwise.weights.canary import check_canary
+from turnwise.weights.delivery import Delivery
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -99,29 +103,15 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     assert completion.token_ids
 
 
-class Trainer:
-    """A model whose weights change, and the reference for each version."""
-
-    def __init__(self, path: str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.sender = ShmSender(self.model.named_parameters())
-        self.versions: dict[int, dict[str, torch.Tensor]] = {}
-
-    def publish(self, version: int) -> dict[str, Any]:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        self.versions[version] = {k: v.clone() for k, v in self.model.state_dict().items()}
-        return self.sender.write(version, self.model.named_parameters()).to_dict()
-
-
 @pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])
 async def test_every_token_carries_the_version_that_sampled_it(
     fleet: tuple[Config, AsyncLLMServerManager], model_path: str, in_flight: Any
 ) -> None:
     _, manager = fleet
     manager._weights = WeightsConfig(in_flight=in_flight)
-    trainer = Trainer(model_path)
+    trainer = OneRank(model_path)
+    delivery = Delivery(trainer, timeout=60, patience=60)
+    model, versions = trainer.model.model, dict[int, dict[str, torch.Tensor]]()
     first = 100 * ["drain", "abort", "keep"].index(in_flight) + 1
     sampling = SamplingConfig(max_tokens=96, ignore_eos=True)
     completions: list[tuple[list[int], Any]] = []
@@ -140,7 +130,10 @@ async def test_every_token_carries_the_version_that_sampled_it(
     tasks = [asyncio.create_task(load(index)) for index in range(16)]
     for version in range(first, first + 20):
         await asyncio.sleep(0.05)
-        await manager.update_weights(trainer.publish(version))
+        trainer.train(version)
+        versions[version] = {k: v.clone() for k, v in model.state_dict().items()}
+        await delivery.publish()
+        await manager.update_weights(delivery)
     done = True
     await asyncio.gather(*tasks)
     seen = {version for _, c in completions for version in c.weight_versions}
@@ -153,16 +146,81 @@ async def test_every_token_carries_the_version_that_sampled_it(
         *((p, c) for p, c in completions if c in mixed[:8]),
     ]:
         for span in completion.version_spans:
-            if span.version not in trainer.versions:
+            if span.version not in versions:
                 continue  # from before this test
-            trainer.model.load_state_dict(trainer.versions[span.version])
+            model.load_state_dict(versions[span.version])
             ids = [*prompt, *completion.token_ids]
             mask = [0] * len(prompt) + [1] * len(completion.token_ids)
-            expected = reference_logprobs(trainer.model, ids, mask)[span.start : span.end]
+            expected = reference_logprobs(model, ids, mask)[span.start : span.end]
             assert completion.logprobs[span.start : span.end] == pytest.approx(expected, abs=1e-4)
             checked += span.end - span.start
     assert checked > 500
-    trainer.sender.close()
+    trainer.outlet.close()
+
+
+async def serve(manager: AsyncLLMServerManager, trainer: OneRank, version: int) -> None:
+    """Check that all workers do, with the trainer's weights under this version."""
+    expected = trainer.model.logprobs(trainer.model.canary, 1)
+    for engine in manager.engines:
+        await check_canary(engine, trainer.model.canary, expected, 1e-4, version)
+        completion = await engine.generate([5, 6, 7], SAMPLING, f"{engine.name}-v{version}")
+        assert set(completion.weight_versions) == {version}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective", "disk"])
+async def test_all_workers_move_or_none_does(
+    fleet: tuple[Config, AsyncLLMServerManager], model_path: str, tmp_path: Path, transport: str
+) -> None:
+    _, manager = fleet
+    trainer = OneRank(model_path, transport, tmp_path)
+    delivery = Delivery(trainer, timeout=30, patience=60)
+    for version in (1001, 1002):
+        trainer.train(version)
+        await delivery.publish()
+        await manager.update_weights(delivery)
+        await serve(manager, trainer, version)
+    second = manager.engines[1]
+    await second.prepare_refit_info({"weight": ((2, 2), "float32")})
+    before = {k: v.clone() for k, v in trainer.model.model.state_dict().items()}
+    trainer.train(1003)
+    await delivery.publish()
+    with pytest.raises(WeightUpdateError, match=f"{second.name}: refused a weight update"):
+        await manager.update_weights(delivery)
+    trainer.model.model.load_state_dict(before)
+    await serve(manager, trainer, 1002)
+    await second.prepare_refit_info(trainer.outlet.state_dict_info())
+    trainer.outlet.close()
+
+
+async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
+    fleet: tuple[Config, AsyncLLMServerManager], model_path: str
+) -> None:
+    _, manager = fleet
+    trainer = OneRank(model_path, "collective")
+    delivery = Delivery(trainer, timeout=30, patience=60)
+    trainer.train(2001)
+    await delivery.publish()
+    await manager.update_weights(delivery)
+    known, victim = len(manager.losses), manager.engines[0]
+    send = trainer.send
+
+    async def die_and_send(devices: Any) -> None:
+        if psutil.pid_exists(victim.pid):  # type: ignore[attr-defined]
+            os.kill(engine_process(victim).pid, signal.SIGKILL)
+        await send(devices)
+
+    trainer.send = die_and_send  # type: ignore[method-assign]
+    trainer.train(2002)
+    await delivery.publish()
+    await manager.update_weights(delivery)
+    assert [engine.name for engine in manager.engines] == ["worker-1"]
+    await serve(manager, trainer, 2002)
+    async with asyncio.timeout(120):
+        while len(manager.losses) == known:
+            await asyncio.sleep(0.1)
+    assert len(manager.engines) == 2
+    await serve(manager, trainer, 2002)
+    trainer.outlet.close()
 
 
 async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(

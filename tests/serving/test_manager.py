@@ -11,6 +11,7 @@ from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine.simulated import SimulatedEngine, run_virtually
 from turnwise.errors import EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.delivery import Delivery
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -23,6 +24,35 @@ class Managed(SimulatedEngine):
 
     def kill(self) -> None:
         self.die()
+
+
+class Published:
+    """A trainer whose weights are a number."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def publish(self) -> dict[str, Any]:
+        return {"version": self.version, "transport": "shm", "path": "", "tensors": []}
+
+    async def send(self, devices: Any) -> None: ...
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return "", 0
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None: ...
+
+
+async def update(manager: AsyncLLMServerManager, version: int, verify: Any = None) -> list[Any]:
+    trainer = Published()
+    trainer.version = version
+    delivery = Delivery(trainer, timeout=120, patience=300)
+    await delivery.publish()
+    return await manager.update_weights(delivery, verify)
+
+
+async def version(engine: Any) -> int:
+    return int(engine.version)
 
 
 def simulated(
@@ -68,7 +98,7 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
 ) -> None:
     async def work() -> None:
         async with simulated().running() as manager:
-            await manager.update_weights({"version": 3})
+            await update(manager, 3)
             turns = [
                 asyncio.create_task(
                     manager.scheduler.generate(list(range(1, 90 + i)), SAMPLING, f"r{i}")
@@ -117,21 +147,17 @@ def test_a_worker_that_does_not_come_back_is_given_up_by_name() -> None:
 
 def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor() -> None:
     class Dying(Managed):
-        async def update_weights(self, manifest: dict[str, Any], in_flight: Any = "keep") -> None:
+        async def update_weights(self, manifest: dict[str, Any], *args: Any) -> int:
             if manifest["version"] == 1 and self.name == "worker-1" and not died:
                 died.append(self.name)
                 raise EngineError("worker-1 died during a weight update")
-            await super().update_weights(manifest, in_flight)
+            return await super().update_weights(manifest, *args)
 
     died: list[str] = []
 
     async def work() -> None:
         async with simulated(3, lambda name: Dying(name=name)).running() as manager:
-
-            async def version(engine: Any) -> int:
-                return int(engine.version)
-
-            assert await manager.update_weights({"version": 1}, version) == [1, 1]
+            assert await update(manager, 1, version) == [1, 1]
             while len(manager.engines) < 3:
                 await asyncio.sleep(1.0)
             assert [engine.version for engine in manager.engines] == [1, 1, 1]
@@ -140,7 +166,65 @@ def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor(
                 raise WeightUpdateError(f"{engine.name} has other weights")
 
             with pytest.raises(WeightUpdateError, match="worker-0 has other weights"):
-                await manager.update_weights({"version": 2}, refuse)
+                await update(manager, 2, refuse)
+
+    run_virtually(work())
+
+
+def test_an_update_that_one_worker_refuses_touches_none() -> None:
+    class Choosy(Managed):
+        async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+            if manifest["version"] == 2 and self.name == "worker-1":
+                raise WeightUpdateError("worker-1 refused a weight update: too heavy")
+            return await super().check_update(manifest)
+
+    async def work() -> None:
+        async with simulated(3, lambda name: Choosy(name=name)).running() as manager:
+            await update(manager, 1)
+            with pytest.raises(WeightUpdateError, match="too heavy"):
+                await update(manager, 2, version)
+            assert [engine.version for engine in manager.engines] == [1, 1, 1]
+            manager.engines[0].die()
+            await asyncio.sleep(30)
+            assert [engine.version for engine in manager.engines] == [1, 1, 1]
+            assert manager.losses
+
+    run_virtually(work())
+
+
+def test_an_update_that_no_worker_takes_up_is_told() -> None:
+    class Failing(Managed):
+        async def update_weights(self, manifest: dict[str, Any], *args: Any) -> int:
+            raise WeightUpdateError(f"{self.name}: a tensor cannot be loaded")
+
+    async def work() -> None:
+        async with simulated(2, lambda name: Failing(name=name)).running() as manager:
+            with pytest.raises(WeightUpdateError, match="worker-0: a tensor cannot be loaded"):
+                await update(manager, 1)
+            assert len(manager.engines) == 2  # the next update may mend them
+
+    run_virtually(work())
+
+
+def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None:
+    class Slow(Managed):
+        async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+            if self.name == "worker-1" and not late:
+                late.append(self)
+                await asyncio.sleep(1000)
+            return await super().check_update(manifest)
+
+    late: list[Slow] = []
+
+    async def work() -> None:
+        async with simulated(2, lambda name: Slow(name=name)).running() as manager:
+            assert await update(manager, 1, version) == [1]
+            while len(manager.engines) < 2:
+                await asyncio.sleep(1.0)
+            assert [engine.version for engine in manager.engines] == [1, 1]
+            assert (
+                "worker-1 did not say whether version 1 fits within 30 s" in manager.losses[0].why
+            )
 
     run_virtually(work())
 

@@ -1,8 +1,10 @@
 """What the tests of every transport share: a model in training, and trainers that die."""
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from turnwise.config import SamplingConfig
 from turnwise.training.scoring import token_logprobs
 from turnwise.weights.canary import canary_prompt
+from turnwise.weights.outlet import make_outlet
 from turnwise.weights.stream import Sender
 
 PROMPT = list(range(5, 45))
@@ -44,6 +47,31 @@ class Model:
                 self.model, ids_1T, mask_1T, SamplingConfig()
             ).tolist()
         return values
+
+
+class OneRank:
+    """A model and its outlet in this process, as `Delivery` sees a trainer."""
+
+    def __init__(self, path: str, transport: str = "shm", folder: Path | str = "") -> None:
+        self.model = Model(path)
+        self.version = 0
+        self.outlet = make_outlet(transport, self.model.tensors, folder=folder, timeout=30)
+
+    def train(self, version: int) -> None:
+        self.version = version
+        self.model.perturb(0.05)
+
+    async def publish(self) -> dict[str, Any]:
+        return self.outlet.publish(self.version, self.model.tensors)
+
+    async def send(self, devices: Sequence[str]) -> None:
+        await asyncio.to_thread(self.outlet.send, self.version, self.model.tensors, devices)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return self.outlet.rendezvous()
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
+        await asyncio.to_thread(self.outlet.join, ip, port, engine_workers, timeout)
 
 
 def send_and_die(kind: type[Sender], tensors: Named, after: int, options: dict[str, Any]) -> None:

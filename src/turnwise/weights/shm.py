@@ -1,4 +1,4 @@
-"""The `shm` transport's trainer side: two shared-memory buffers, written in turn.
+"""The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
 While an engine still reads one buffer the next version goes into the other, so a buffer is
 never rewritten under a reader as long as at most one update is under way. The files have no name
@@ -9,6 +9,7 @@ once they are open: engines reach them through this process's descriptors, and n
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 
 import torch
 
@@ -59,6 +60,30 @@ class ShmSender:
         for file in self._files:
             os.close(file)
         self._files, self._buffers = [], []
+
+
+def refusal(manifest: Manifest) -> str:
+    """Why the buffer of a version cannot be loaded here, or "" when it can."""
+    what = f"the buffer of version {manifest.version}"
+    for entry in manifest.tensors:
+        if entry.offset + entry.nbytes > manifest.nbytes:
+            return f"{entry.name} lies beyond {what}"
+    try:
+        size = os.stat(manifest.path).st_size
+    except OSError as error:
+        return f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
+    return f"{what} is {size} bytes, not {manifest.nbytes}" if size < manifest.nbytes else ""
+
+
+def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version where they lie, without a copy."""
+    file = os.open(manifest.path, os.O_RDWR)
+    try:
+        buffer = mmap.mmap(file, manifest.nbytes)
+    finally:
+        os.close(file)
+    for entry in manifest.tensors:
+        yield entry.name, entry.view(buffer)
 
 
 def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:

@@ -5,8 +5,6 @@ backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps
 until the layer is complete, so what lies in a buffer that is written again is copied first.
 """
 
-import mmap
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -16,7 +14,7 @@ import torch
 
 from turnwise.engine import vllm_names as vllm
 from turnwise.errors import TurnwiseError, WeightUpdateError
-from turnwise.weights import BACKEND, disk, in_process, ipc
+from turnwise.weights import BACKEND, disk, in_process, ipc, shm
 from turnwise.weights.collective import CollectiveReceiver, Group
 from turnwise.weights.ipc import IpcReceiver, device_address, device_name
 from turnwise.weights.manifest import Manifest
@@ -134,7 +132,7 @@ class WorkerExtension:
         expected = self.weight_transfer_engine.expected
         why = misfit(manifest.version, manifest.tensors, expected)
         if not why and manifest.transport == "shm":
-            why = _buffer_refusal(manifest)
+            why = shm.refusal(manifest)
         elif not why and manifest.transport == "disk":
             why = disk.refusal(manifest)
         elif not why and manifest.transport == "in_process":
@@ -201,29 +199,7 @@ def _published(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(in_process.published(manifest.version).items())
     if manifest.transport == "disk":
         return disk.load(manifest)
-    buffer = _map(manifest)
-    return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
-
-
-def _buffer_refusal(manifest: Manifest) -> str:
-    """Why a buffer in shared memory cannot be read, or "" when it can."""
-    what = f"the buffer of version {manifest.version}"
-    for entry in manifest.tensors:
-        if entry.offset + entry.nbytes > manifest.nbytes:
-            return f"{entry.name} lies beyond {what}"
-    try:
-        size = os.stat(manifest.path).st_size
-    except OSError as error:
-        return f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
-    return f"{what} is {size} bytes, not {manifest.nbytes}" if size < manifest.nbytes else ""
-
-
-def _map(manifest: Manifest) -> mmap.mmap:
-    file = os.open(manifest.path, os.O_RDWR)
-    try:
-        return mmap.mmap(file, manifest.nbytes)
-    finally:
-        os.close(file)
+    return shm.load(manifest)
 
 
 if BACKEND not in vllm.WeightTransferEngineFactory._registry:

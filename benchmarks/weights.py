@@ -1,0 +1,173 @@
+"""What a weight update costs by transport: `python -m benchmarks.weights [--quick]`.
+
+A trainer and a receiver in two processes of this machine. The receiver copies every tensor into
+memory of its own, as an engine does before it repacks; what vLLM adds to that is not measured.
+Each transport's time is also told as a multiple of a plain copy of the same bytes in the same run
+(torch's copy_, warm, in one process). Extra memory is how far a process's resident set rose above
+where it stood before the update; pages of shared memory count in both.
+"""
+
+import argparse
+import multiprocessing
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from turnwise.weights import disk, shm
+from turnwise.weights.collective import CollectiveReceiver, Group
+from turnwise.weights.ipc import IpcReceiver
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.outlet import Outlet, make_outlet
+from turnwise.weights.stream import Receiver
+
+TRANSPORTS = ("shm", "ipc", "collective", "disk")
+SIZES = {"3 M": 3_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
+WIDTH = 2048
+SECONDS = 600.0
+CPU = torch.device("cpu")
+Named = list[tuple[str, torch.Tensor]]
+
+
+def make_tensors(parameters: int, dtype: torch.dtype) -> Named:
+    """Matrices of a transformer's usual size, and one for the rest."""
+    block = min(WIDTH**2, parameters // 8)
+    count, rest = divmod(parameters, block)
+    sizes = [block] * count + ([rest] if rest else [])
+    return [(f"layer.{i}", torch.rand(size).to(dtype)) for i, size in enumerate(sizes)]
+
+
+def receive(told: Connection, shapes: list[tuple[str, int]], dtype: torch.dtype) -> None:
+    """The receiver's process: for each update that it is told of, the bytes of its peak."""
+    torch.set_num_threads(1)
+    weights = {name: torch.zeros(size, dtype=dtype) for name, size in shapes}
+    kind = str(dtype).removeprefix("torch.")
+    expected = {name: ((size,), kind) for name, size in shapes}
+    group: Group | None = None
+    while (task := told.recv()) is not None:
+        if isinstance(task, tuple):
+            group = Group(1, *task, 2, 1, CPU, SECONDS)
+            told.send("joined")
+            continue
+        manifest = Manifest.from_dict(task)
+        before = start_of_peak()
+        receiver: Receiver | None = None
+        if manifest.transport == "ipc":
+            receiver = IpcReceiver(manifest.path, expected, CPU, SECONDS)
+        elif group is not None and manifest.transport == "collective":
+            receiver = CollectiveReceiver(group, expected, CPU, SECONDS)
+        for name, tensor in arriving(manifest, receiver):
+            weights[name].copy_(tensor)
+            del tensor
+        if receiver is not None:
+            receiver.end()
+        told.send(peak() - before)
+
+
+def arriving(manifest: Manifest, receiver: Receiver | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an update, as an engine's worker sees them."""
+    if receiver is not None:
+        while receiver.poll() is None:
+            time.sleep(0.001)
+        for tensors in receiver.chunks():
+            yield from tensors
+    elif manifest.transport == "disk":
+        yield from disk.load(manifest)
+    else:
+        yield from shm.load(manifest)
+
+
+def start_of_peak() -> int:
+    """Forget this process's peak; returns the bytes that it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def update(outlet: Outlet, version: int, tensors: Named, child: Connection) -> tuple[float, ...]:
+    """Seconds of one update, and the bytes that it took in the trainer and in the receiver."""
+    before, started = start_of_peak(), time.perf_counter()
+    child.send(outlet.publish(version, iter(tensors)))
+    outlet.send(version, iter(tensors), [socket.gethostname()])
+    theirs = child.recv()
+    return time.perf_counter() - started, peak() - before, theirs
+
+
+def measure(transport: str, tensors: Named, child: Connection, repeats: int) -> tuple[float, ...]:
+    """Median seconds, and the largest memory of both sides; the first update is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        dtype = tensors[0][1].dtype
+        outlet = make_outlet(transport, tensors, dtype, folder=folder, timeout=SECONDS)
+        if transport == "collective":
+            ip, port = outlet.rendezvous()
+            child.send((ip, port))
+            outlet.join(ip, port, 1)
+            child.recv()
+        rounds = [update(outlet, i, tensors, child) for i in range(repeats + 1)][1:]
+        outlet.close()
+    seconds, ours, theirs = zip(*rounds, strict=True)
+    return statistics.median(seconds), max(ours), max(theirs)
+
+
+def plain_copy(tensors: Named, repeats: int) -> float:
+    """Median seconds of a copy into memory that is there."""
+    copies = [tensor.clone() for _, tensor in tensors]
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for copy, (_, tensor) in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_size(size: str, repeats: int, table: Table) -> None:
+    """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies."""
+    dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
+    tensors = make_tensors(SIZES[size], dtype)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    shapes = [(name, tensor.numel()) for name, tensor in tensors]
+    process: Any = context.Process(target=receive, args=(theirs, shapes, dtype), daemon=True)
+    process.start()
+    copied = plain_copy(tensors, repeats)
+    kind = str(dtype).removeprefix("torch.")
+    table.add_row(size, kind, "plain copy", f"{copied * 1e3:.1f}", "1.0", "", "")
+    for transport in TRANSPORTS:
+        seconds, trainer, receiver = measure(transport, tensors, ours, repeats)
+        megabytes = (f"{trainer / 2**20:.0f}", f"{receiver / 2**20:.0f}")
+        row = (f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *megabytes)
+        table.add_row("", "", transport, *row)
+    ours.send(None)
+    process.join()
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="benchmarks.weights", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the smallest size, few repeats")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("parameters", "type", "transport", "ms", "x copy", "MiB trainer", "MiB receiver")
+    for size in ["3 M"] if options.quick else SIZES:
+        measure_size(size, 2 if options.quick else options.repeats, table)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
