@@ -1,4 +1,5 @@
 # make demo   set up, then train a small model to use a tool, and show it
+# make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make test   set up, then lint, type-check and test
 # make lock   resolve requirements/cpu.in anew into requirements/cpu.txt
 
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test lint lock clean
+.PHONY: setup demo algorithms test lint lock clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,9 @@ $(STAMP): requirements/cpu.txt
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
+
+algorithms: setup
+	$(BIN)/python -m examples.calculator.algorithms
 
 lint: setup
 	$(BIN)/ruff check .

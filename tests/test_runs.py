@@ -1,5 +1,6 @@
 """Whole training runs that are killed, resumed, spread out or squeezed together."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -32,11 +34,12 @@ class Running:
     """`turnwise train` in a process of its own, watched line by line."""
 
     def __init__(self, *arguments: object) -> None:
-        self.before = {process.pid for process in psutil.process_iter()}
+        self.mark = f"TURNWISE_TEST={uuid4().hex}"
+        name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
             [*COMMAND, "train", *map(str, arguments)],
             cwd=ROOT,
-            env=command_environment(),
+            env={**command_environment(), name: value},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,14 +70,14 @@ class Running:
         self.process.communicate(timeout=30)
 
     def left(self) -> list[psutil.Process]:
-        """What still runs of all that was started since."""
-        words = ("ray", "VLLM", "turnwise")
-        found = psutil.process_iter(["cmdline"])
-        return [
-            p
-            for p in found
-            if p.pid not in self.before and any(word in str(p.info) for word in words)
-        ]
+        """What still runs of all that it started, which has its environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if self.mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    found.append(process)
+        _, alive = psutil.wait_procs(found, timeout=5)
+        return alive
 
 
 def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(file: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
@@ -338,7 +339,10 @@ class Policy:
         # Sharded modules compute in their dtype by themselves.
         lower = self._dtype != torch.float32 and self._place.ranks == 1
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=lower):
-            return module(*inputs)
+            result = module(*inputs)
+        if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+            module.reshard()  # what a backward pass would have done
+        return result
 
     def publish(self) -> tuple[dict[str, Any], list[int], list[float]]:
         """Make this version ready for engines.

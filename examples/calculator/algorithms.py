@@ -1,0 +1,85 @@
+"""Every algorithm on the demo's problems, one short run after another: does the reward rise?
+
+    python -m examples.calculator.algorithms [--steps N] [--only NAME ...]
+
+Builds the demo's model if it is not there, runs `turnwise train` for each, and prints the mean
+reward of the first and of the last steps. Ends with 1 if it did not rise somewhere.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .demo import CONFIG
+from .prepare import BUILD
+from .prepare import main as prepare
+
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "grpo": ("algorithm.reduction=sequence_mean",),
+    "dr_grpo": ("algorithm.advantage.name=dr_grpo", "algorithm.reduction=constant"),
+    "rloo": ("algorithm.advantage.name=rloo",),
+    "reinforce_pp": (
+        "algorithm.advantage={name: reinforce_pp, baseline: none}",
+        "algorithm.kl={coef: 0.001, estimator: k1, where: reward}",
+    ),
+    "ppo": (
+        "algorithm.advantage={name: gae, learning_rate: 0.001, warmup_steps: 2}",
+        "algorithm.loss.dual_clip=3",
+    ),
+    "gspo": ("algorithm.loss.name=gspo", "algorithm.reduction=sequence_mean"),
+    "cispo": ("algorithm.loss.name=cispo",),
+    "dapo": ("algorithm.dynamic_sampling=true", "algorithm.overlong_tokens=64"),
+    "kl_k2": ("algorithm.kl={coef: 0.001, estimator: k2}",),
+    "kl_k3": ("algorithm.kl={coef: 0.001, estimator: k3}",),
+    "dpo": ("algorithm.loss={name: dpo, beta: 0.1}",),
+    "token_tis": ("training.max_staleness=1", "algorithm.correction.name=token_tis"),
+    "sequence_tis": ("training.max_staleness=1", "algorithm.correction.name=sequence_tis"),
+    "mask": ("training.max_staleness=2", "algorithm.correction={name: mask, stale_only: true}"),
+}
+COMMON = ("eval.every=0", "rollout.prompts_per_step=16", "training.lr_schedule=constant")
+EDGE = 5
+"""Steps at a run's beginning and at its end whose mean reward is compared."""
+RUNS = Path("runs") / "algorithms"
+
+
+def main() -> int:
+    """Returns 0 if the reward rose in every run."""
+    parser = argparse.ArgumentParser(prog="examples.calculator.algorithms", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="*", choices=ALGORITHMS, default=[*ALGORITHMS])
+    options = parser.parse_args()
+    if not (BUILD / "model").exists():
+        prepare([])
+    fell = []
+    print(f"{'algorithm':14} {'reward before':>14} {'after':>7} {'rise':>7} {'seconds':>8}")
+    for name in options.only:
+        started = time.monotonic()
+        first, last = run(name, options.steps)
+        seconds = time.monotonic() - started
+        print(
+            f"{name:14} {first:14.3f} {last:7.3f} {last - first:+7.3f} {seconds:8.0f}", flush=True
+        )
+        if last <= first:
+            fell.append(name)
+    if fell:
+        print(f"the reward did not rise: {', '.join(fell)}")
+    return 1 if fell else 0
+
+
+def run(name: str, steps: int) -> tuple[float, float]:
+    """Train; returns the mean rewards of the first and of the last steps."""
+    shutil.rmtree(RUNS / name, ignore_errors=True)
+    command = [Path(sys.executable).with_name("turnwise"), "train", CONFIG, *ALGORITHMS[name]]
+    command += [*COMMON, f"training.steps={steps}", f"output_dir={RUNS}", f"name={name}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rows = map(json.loads, (RUNS / name / "metrics.jsonl").open())
+    rewards = [row["reward_mean"] for row in rows]
+    return sum(rewards[:EDGE]) / EDGE, sum(rewards[-EDGE:]) / EDGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
