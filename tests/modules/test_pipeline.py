@@ -38,27 +38,35 @@ def seen(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
     )
     (folder / "shared.yaml").write_text("sampling: {n: 2}\nscheduler: {max_num_seqs: 32}")
     (folder / "late.yaml").write_text("scheduler: {max_num_seqs: 64}")
-    before = {process.pid for process in psutil.process_iter()}
     done = subprocess.run(
         [sys.executable, "-m", "tests.modules.scenario"]
         + [str(folder / name) for name in ("config.yaml", "policy.yaml", "seen.json")],
         cwd=ROOT,
-        env=command_environment(),
+        env=marked(folder),
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
     seen: Seen = json.loads((folder / "seen.json").read_text())
-    return {**seen, "left": left_behind(before)}
+    return {**seen, "left": left_behind(folder)}
 
 
-def left_behind(before: set[int]) -> list[psutil.Process]:
-    """Processes of ours that are there now, were not before, and do not end by themselves."""
-    ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM"))]
-    alive: list[psutil.Process] = psutil.wait_procs(left, timeout=10)[1]
+def marked(folder: Path) -> dict[str, str]:
+    """An environment by which all that a command starts is known."""
+    return {**command_environment(), "TURNWISE_TEST": str(folder)}
+
+
+def left_behind(folder: Path) -> list[psutil.Process]:
+    """Processes with that environment that do not end by themselves."""
+    mark = str(folder)
+    ours = [p for p in psutil.process_iter(["environ"]) if _mark(p) == mark]
+    alive: list[psutil.Process] = psutil.wait_procs(ours, timeout=10)[1]
     return alive
+
+
+def _mark(process: psutil.Process) -> str | None:
+    return (process.info["environ"] or {}).get("TURNWISE_TEST")
 
 
 def versions(outputs: Seen) -> set[int]:
@@ -69,16 +77,16 @@ def test_the_outputs_tell_every_token_with_its_mask_logprob_and_version(seen: Se
     outputs = seen["first"]
     assert {len(values) for values in outputs.values()} == {GROUP * ITEMS}
     for index, token_ids in enumerate(outputs["all_tokens"]):
+        mask, logprobs = outputs["loss_mask"][index], outputs["logprobs"][index]
         prompt = outputs["prompt_token_length"][index]
         response = outputs["response_token_length"][index]
-        assert prompt + response == len(token_ids)
-        assert 0 < response <= 16
-        assert outputs["loss_mask"][index] == [0] * prompt + [1] * response
-        assert outputs["logprobs"][index][:prompt] == [0.0] * prompt
-        assert all(logprob < 0 for logprob in outputs["logprobs"][index][prompt:])
-        sampled = sum(token_ids[prompt:])
-        assert outputs["rewards"][index] == float(sampled % 2 == 0)
-        assert outputs["truncated"][index] == (response == 16)
+        assert prompt + response == len(token_ids) == len(mask) == len(logprobs)
+        assert mask[: prompt + 1] == [0] * prompt + [1]
+        assert all(
+            (p < 0) if sampled else p == 0 for sampled, p in zip(mask, logprobs, strict=True)
+        )
+        last_turn = token_ids[len(mask) - mask[::-1].index(0) :]
+        assert outputs["rewards"][index] == float(sum(last_turn) % 2 == 0)
     ids = outputs["problem_ids"]
     assert ids == [f"policy:{1 + index // GROUP}" for index in range(GROUP * ITEMS)]
 
@@ -129,6 +137,11 @@ def test_texts_and_messages_are_answered_without_an_environment(seen: Seen) -> N
         assert text in prompt
     assert talks["str_prompts"][0] == talks["str_prompts"][-1]
     assert set(talks["rewards"]) == {0.0}
+    for length, mask, truncated in zip(
+        talks["response_token_length"], talks["loss_mask"], talks["truncated"], strict=True
+    ):
+        assert 0 < length == sum(mask) <= 16
+        assert length == 16 or not truncated
 
 
 def test_rewards_of_ones_own_are_what_is_trained_on(seen: Seen) -> None:
@@ -149,7 +162,7 @@ def test_rewards_of_ones_own_are_what_is_trained_on(seen: Seen) -> None:
         ("row", "InputError: policy:1 has no field 'question'"),
         ("item", "which build_dataset did not make"),
         ("long", "does not fit the context of 512"),
-        ("late", "InputError: the model file of late contradicts"),
+        ("late", "InputError: the model file of late changes the configuration"),
         ("save", "exists and is no checkpoint to replace"),
     ],
 )
@@ -214,7 +227,6 @@ def test_nothing_is_left_after_the_block(seen: Seen) -> None:
 
 
 def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.process_iter()}
     running = subprocess.Popen(
         [
             *(sys.executable, "-m", "examples.calculator.pipeline", "--steps", "10000"),
@@ -223,7 +235,7 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
             *("rollout.prompts_per_step=2", "sampling.n=2", "sampling.max_tokens=8"),
         ],
         cwd=ROOT,
-        env=command_environment(),
+        env=marked(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -235,7 +247,7 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
         said.append(line)
         if line.startswith("step 2 "):
             break
-    assert said[0].startswith("accuracy before 0."), running.stderr.read() if not said else said
+    assert "".join(said).startswith("accuracy before 0.")
     pressed = time.monotonic()
     os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
     time.sleep(0.3)
@@ -244,4 +256,4 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
     assert time.monotonic() - pressed < 20
     assert running.returncode == 130, errors
     assert "Traceback" not in errors
-    assert left_behind(before) == []
+    assert left_behind(tmp_path) == []

@@ -101,13 +101,14 @@ class Pipeline:
         if any(module.name == other.name for other in self._modules):
             raise InputError(f"the pipeline has a module {module.name} already")
         modules = [*self._modules, module]
-        config = self._resolve(modules)
-        if self._running is not None and config != self.config:
+        if self._running is None:
+            self.config = self._resolve(modules)
+        elif _load(self._given, self._changes(modules)) != self.config:
             raise InputError(
                 f"the model file of {module.name} changes the configuration, and the pipeline "
                 "runs already: give the module to Pipeline(...)"
             )
-        self._modules, self.config = modules, config
+        self._modules = modules
         if self._running is not None:
             self._set_up(module)
 
@@ -251,16 +252,19 @@ class Pipeline:
 
     def _resolve(self, modules: Sequence[VLLMModule]) -> Config:
         """The configuration that all modules share."""
-        changes = [change for module in modules for change in as_overrides(module.settings)]
-        config = _load(self._given, [*changes, *self._overrides])
+        config = _load(self._given, self._changes(modules))
         for module in modules:
-            again = [*changes, *as_overrides(module.settings), *self._overrides]
-            if _load(self._given, again) != config:
+            if _load(self._given, self._changes([*modules, module])) != config:
                 raise InputError(
                     f"the model file of {module.name} contradicts that of a module after it; the "
                     "modules of a pipeline share one model and its engines"
                 )
         return config
+
+    def _changes(self, modules: Sequence[VLLMModule]) -> list[str]:
+        """What applies over the configuration that was given, the last word last."""
+        own = [change for module in modules for change in as_overrides(module.settings)]
+        return [*own, *self._overrides]
 
     def _set_up(self, module: VLLMModule) -> None:
         module.join(self)
