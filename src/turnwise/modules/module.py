@@ -228,8 +228,8 @@ class VLLMModule:
         """
         rollout = self.config.rollout
         trajectories = len(requests) * max(self.config.sampling.n, self.config.eval.sampling.n)
-        turns = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
-        seconds = turns * rollout.trajectory_timeout + self.config.engine.request_timeout
+        rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
+        seconds = rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
         return self.pipeline.wait(requests, seconds, f"{len(requests)} groups of {self.name}")
 
 
