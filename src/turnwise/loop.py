@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config import Config
-from turnwise.errors import ExactnessError
 from turnwise.machinery import Evaluation, Machinery, Progress, evaluate, mean
 from turnwise.rollout import (
     Batch,
@@ -27,12 +26,9 @@ from turnwise.run_folder import Resume, RunFolder
 from turnwise.tasks import task_group
 from turnwise.training.algorithms import has_signal
 from turnwise.training.samples import Made, make_samples
+from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
 from turnwise.trajectory import ExactnessReport, audit
 from turnwise.watchdog import Watchdog, waiting
-from turnwise.weights.canary import check_canary
-from turnwise.weights.delivery import Delivery
-
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 @dataclass(slots=True)
@@ -82,8 +78,7 @@ class TrainingLoop:
             has_signal,
             progress.advance,
         )
-        weights = config.weights
-        self._delivery = Delivery(self._policy, weights.update_timeout, config.engine.start_timeout)
+        self._step = TrainingStep(config, machinery)
         self.exactness = ExactnessReport()
         """Of all that was trained so far."""
         self._clock = _Clock()
@@ -203,34 +198,15 @@ class TrainingLoop:
         made = await asyncio.to_thread(self._make_samples, batch)
         self.exactness += made.report
         self._folder.write_exactness(self.exactness)
-        report = made.report
-        if report.first_violation is not None and self._config.exactness == "stop":
-            raise ExactnessError(
-                f"{report.violations} violations of exactness; the first: "
-                f"{report.first_violation}; exactness=warn trains all the same"
-            )
-        empty = {"logprob_diff_mean": None, "logprob_diff_max": None, "staleness_max": 0}
-        metrics: dict[str, Any] = {**empty, "train_tokens_per_s": 0.0, "trained_tokens": 0}
+        check_exactness(made.report, self._config)
+        metrics = dict(UNTRAINED)
         samples = [sample for sample in made.samples if sample.trained]
         if samples:
             self._progress.phase("train")
             started = time.perf_counter()
-            colocated = self._config.training.colocated
-            if colocated:  # one of the two may compute
-                await self._machinery.manager.sleep()
-            with waiting("the trainer to train"):
-                metrics |= await self._policy.train(samples)
-            if colocated:
-                await self._machinery.manager.wake_up()
+            metrics |= await self._step.train(samples)
             self._clock.spend("train", started)
-        return metrics | {
-            "groups_without_signal": made.groups_without_signal,
-            "stale_groups": made.stale_groups,
-            "stale_tokens": made.stale_tokens,
-            "overlong": made.overlong,
-            "exact_percent": report.percent,
-            "forked": dict(sorted(report.forked.items())),
-        }
+        return metrics | describe(made)
 
     def _make_samples(self, batch: Batch) -> Made:
         made = make_samples(batch.groups, self._config, self._policy.version)
@@ -246,22 +222,10 @@ class TrainingLoop:
             WeightUpdateError, DeadlineError: when they did not.
         """
         self._progress.phase("update weights")
-        weights, started = self._config.weights, time.perf_counter()
-        tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
-        with waiting("the engines to take up new weights"):
-            version = (await self._delivery.publish())["version"]
-            prompt, expected = self._policy.canary
-            canaries = await self._machinery.manager.update_weights(
-                self._delivery,
-                lambda engine: check_canary(engine, prompt, expected, tolerance, version),
-            )
+        started = time.perf_counter()
+        metrics = await self._step.update_weights()
         self._clock.spend("weights", started)
-        return {
-            "weight_version": version,
-            "weight_update_seconds": time.perf_counter() - started,
-            "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),
-            "canary_diff_max": max((largest for _, largest in canaries), default=0.0),
-        }
+        return metrics
 
     async def _evaluate(self, step: int) -> Evaluation | None:
         every, last = self._config.eval.every, self._config.training.steps

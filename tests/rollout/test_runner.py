@@ -169,7 +169,7 @@ async def test_tools_that_run_together_count_once(
     context = RolloutContext(
         trajectory=Trajectory("rows:1"),
         engine=SimulatedEngine(),
-        template=runner._template,
+        template=runner.template,
         tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
         toolbox=Toolbox([nap], timeout=5, max_chars=99),
         rollout=config.rollout,

@@ -46,7 +46,8 @@ class Runner:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config
         self._environment: EnvironmentType = load_object(config.environment, "environment")
-        self._template = load_template(config, tokenizer)
+        self.template = load_template(config, tokenizer)
+        """The model's chat template; its `tokenizer` is the model's."""
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
         self.rewards = Rewards(config.rollout.rewards)
@@ -94,7 +95,7 @@ class Runner:
         """Whether its prompt is within `data.max_prompt_tokens`."""
         environment = make_environment(self._environment, problem.row, problem.id)
         tools = self._toolbox(environment).schemas
-        length = len(self._template.render(environment.problem, tools=tools))
+        length = len(self.template.render(environment.problem, tools=tools))
         limit, room = self._config.data.max_prompt_tokens, self._config.model.max_length
         if limit is not None and length > limit:
             return False
@@ -183,7 +184,7 @@ class Runner:
         context = RolloutContext(
             trajectory=trajectory,
             engine=engine,
-            template=self._template,
+            template=self.template,
             tool_parser=self.tool_parser,
             toolbox=self._toolbox(environment),
             rollout=self._config.rollout,
