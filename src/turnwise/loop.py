@@ -191,7 +191,8 @@ class TrainingLoop:
             "turns_mean": mean([len(t.turns) for t in trajectories]),
             "sampled_tokens": sampled,
             "rollout_seconds": batch.seconds,
-            "rollout_tokens_per_s": sampled / batch.seconds,
+            # A resumed run may find all of them ready.
+            "rollout_tokens_per_s": sampled / batch.seconds if batch.seconds else 0.0,
         }
 
     async def _train_on(self, batch: Batch) -> dict[str, Any]:
