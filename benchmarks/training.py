@@ -31,9 +31,9 @@ from turnwise.training.policy import Policy
 CPU = torch.device("cpu")
 SHAPES = {
     "0.7 M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256},
-    "25 M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536},
+    "5 M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
 }
-SEQUENCES = {"0.7 M": 192, "25 M": 24}
+SEQUENCES = {"0.7 M": 192, "5 M": 48}
 VOCABULARY = 512
 PROMPT = 48
 
