@@ -213,6 +213,9 @@ async def _evaluate(config: Config) -> None:
             evaluation = await evaluate(machinery, problems, config, display)
     path = Path(config.output_dir) / config.name / "eval.jsonl"
     write_jsonl(path, evaluation.trajectories)
+    several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
+    if several:
+        console.print("  ".join(f"{k} {v:.4f}" for k, v in several.items()), highlight=False)
     console.print(
         f"accuracy {evaluation.accuracy:.4f}  reward {evaluation.summary['reward_mean']:.4f}  "
         f"trajectories {len(evaluation.trajectories)}  dropped {dict(evaluation.dropped)}  "

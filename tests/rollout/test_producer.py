@@ -95,6 +95,16 @@ async def test_no_more_groups_begin_than_could_still_be_trained(staleness: int) 
             await settled()
 
 
+async def test_nothing_begins_for_steps_after_the_last() -> None:
+    groups, settings = Groups(), config(3)
+    training = settings.training.model_copy(update={"steps": 2})
+    async with producing(settings.model_copy(update={"training": training}), groups) as producer:
+        assert len(groups.started) == 8
+        await producer.advance(1)
+        await settled()
+        assert len(groups.started) == 8
+
+
 async def test_a_step_takes_its_groups_in_the_order_in_which_they_began() -> None:
     groups = Groups()
     expected = [problem.id for problem in ProblemStream(PROBLEMS, 0).take(8)]

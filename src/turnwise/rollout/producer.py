@@ -2,7 +2,8 @@
 
 With k = max_staleness, a group that begins while the trainer has done t steps is meant for step
 t + 1 + k at the latest. So the groups that have begun, without those that were thrown away, are at
-most (t + 1 + k) * prompts_per_step, and a few spare ones where `rollout.oversample` asks for them.
+most (t + 1 + k) * prompts_per_step, and a few spare ones where `rollout.oversample` asks for them;
+none is begun for steps after the last.
 With k = 0 a step's groups begin when the step before is done: that is synchronous training.
 
 Every group that is begun comes out once: in a step's batch, or among its `discarded` with the
@@ -112,7 +113,8 @@ class GroupProducer:
 
     @property
     def _bound(self) -> int:
-        return (self._trained + 1 + self._ahead) * self._per_step + self._spare
+        steps = min(self._trained + 1 + self._ahead, self._config.training.steps)
+        return steps * self._per_step + self._spare
 
     def _begin(self, tasks: asyncio.TaskGroup) -> None:
         problem = self._again.pop(0) if self._again else self._stream.take(1)[0]

@@ -13,6 +13,7 @@ A checkpoint is written to `step-NNNN.tmp` and renamed.
 
 import errno
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,9 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training.learner import Learner
 
 _FILES = "files.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LITTLE = 2**20
+"""Free bytes below which a failed write is put down to the disk."""
 
 
 def temporary(folder: Path) -> Path:
@@ -185,18 +189,29 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def told_when_full(path: Path) -> Iterator[None]:
-    """Make an error of the disk one sentence."""
+    """Make a full disk one sentence, whatever it made others raise."""
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None or cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reasons = [
+            e.strerror for e in _causes(error) if isinstance(e, OSError) and e.errno in _FULL
+        ]
+        if not reasons and shutil.disk_usage(path.parent).free > _LITTLE:
             raise
+        why = reasons[0] if reasons else os.strerror(errno.ENOSPC)
         raise TurnwiseError(
-            f"{path} cannot be written: {cause.strerror}; what was saved before is untouched"
+            f"{path} cannot be written: {why}; what was saved before is untouched"
         ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that led to it; torch hides those of ranks in one of its own."""
+    while error is not None:
+        yield error
+        if isinstance(error, CheckpointException):
+            for failure, _ in error.failures.values():
+                yield from _causes(failure)
+        error = error.__cause__ or error.__context__
 
 
 def _files(folder: Path) -> Iterator[Path]:

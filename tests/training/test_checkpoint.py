@@ -1,0 +1,97 @@
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, command_environment
+from turnwise.config import Config, dump_config
+from turnwise.errors import InputError
+from turnwise.training import checkpoint
+
+
+def make(checkpoints: Path, step: int) -> Path:
+    folder = checkpoints / f"step-{step:04d}"
+    place = checkpoint.begin(folder)
+    (place / "state" / "loop.json").write_text(json.dumps({"step": step}))
+    (place / "model.safetensors").write_bytes(bytes(100))
+    checkpoint.commit(folder)
+    return folder
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_what_is_wrong_with_others_told(
+    tmp_path: Path,
+) -> None:
+    folders = [make(tmp_path, step) for step in range(1, 5)]
+    assert checkpoint.newest_whole(tmp_path) == (folders[3], [])
+    (folders[3] / "model.safetensors").write_bytes(bytes(99))
+    (folders[2] / "state" / "loop.json").unlink()
+    checkpoint.begin(tmp_path / "step-0005")  # a crash while it was written
+    found, flaws = checkpoint.newest_whole(tmp_path)
+    assert found == folders[1]
+    assert flaws == [
+        f"{folders[3]}/model.safetensors has 99 bytes, not 100",
+        f"{folders[2]}/state/loop.json is missing",
+    ]
+    for folder in folders[:2]:
+        (folder / "state" / "files.json").write_text("{")
+    with pytest.raises(InputError, match=r"no whole checkpoint to go on from: .* has 99 bytes"):
+        checkpoint.newest_whole(tmp_path)
+
+
+def test_a_checkpoint_written_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    make(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0001"]
+    assert checkpoint.flaw(folder) == ""
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        make(tmp_path, step)
+    checkpoint.prune(tmp_path, keep_last=2, best="step-0003")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-0003", "step-0005", "step-0006"]
+
+
+def save_with_little_room(config_file: str, folder: str) -> None:
+    """In a process of its own, whose files may not grow beyond a megabyte."""
+    from turnwise.config import load_config
+    from turnwise.errors import TurnwiseError
+    from turnwise.training.policy import Policy
+
+    policy = Policy(load_config(config_file))
+    policy.save(checkpoint.begin(Path(folder) / "step-0001"))
+    checkpoint.commit(Path(folder) / "step-0001")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    try:
+        policy.save(checkpoint.begin(Path(folder) / "step-0002"))
+    except TurnwiseError as error:
+        sys.stdout.write(str(error))
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make_config(training={"threads": 1}, engine={})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    call = "tests.training.test_checkpoint import save_with_little_room as save"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; from {call}; save(*sys.argv[1:])",
+            str(tmp_path / "config.yaml"),
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "cannot be written: File too large; what was saved before" in done.stdout, done.stderr
+    assert checkpoint.newest_whole(tmp_path) == (tmp_path / "step-0001", [])
