@@ -93,5 +93,5 @@ def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
         text=True,
         timeout=200,
     )
-    assert "cannot be written: File too large; what was saved before" in done.stdout, done.stderr
+    assert "state cannot be written: the disk did not take it all" in done.stdout, done.stderr
     assert checkpoint.newest_whole(tmp_path) == (tmp_path / "step-0001", [])

@@ -193,12 +193,10 @@ def told_when_full(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons = [
-            e.strerror for e in _causes(error) if isinstance(e, OSError) and e.errno in _FULL
-        ]
+        reasons = [why for cause in _causes(error) if (why := _fullness(cause))]
         if not reasons and shutil.disk_usage(path.parent).free > _LITTLE:
             raise
-        why = reasons[0] if reasons else os.strerror(errno.ENOSPC)
+        why = reasons[-1] if reasons else os.strerror(errno.ENOSPC)
         raise TurnwiseError(
             f"{path} cannot be written: {why}; what was saved before is untouched"
         ) from error
@@ -212,6 +210,15 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
             for failure, _ in error.failures.values():
                 yield from _causes(failure)
         error = error.__cause__ or error.__context__
+
+
+def _fullness(error: BaseException) -> str:
+    """What an error says of a disk that is full, or "" when it speaks of something else."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return str(error.strerror)
+    # torch's own words for a file that did not take all that was written.
+    torn = isinstance(error, RuntimeError) and "inline_container" in str(error)
+    return "the disk did not take it all" if torn else ""
 
 
 def _files(folder: Path) -> Iterator[Path]:
