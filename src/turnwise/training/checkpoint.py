@@ -192,13 +192,16 @@ def told_when_full(path: Path) -> Iterator[None]:
     """Make a full disk one sentence, whatever it made others raise."""
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         reasons = [why for cause in _causes(error) if (why := _fullness(cause))]
-        if not reasons and shutil.disk_usage(path.parent).free > _LITTLE:
+        if shutil.disk_usage(path.parent).free < _LITTLE:
+            reasons.append(os.strerror(errno.ENOSPC))
+        if isinstance(error, CheckpointException):  # no Exception: it would end the process
+            reasons.append(str([*_causes(error)][-1]))
+        if not reasons:
             raise
-        why = reasons[-1] if reasons else os.strerror(errno.ENOSPC)
         raise TurnwiseError(
-            f"{path} cannot be written: {why}; what was saved before is untouched"
+            f"{path} cannot be written: {reasons[0]}; what was saved before is untouched"
         ) from error
 
 
