@@ -41,14 +41,18 @@ TIMES = ("seconds", "per_s")
 @pytest.fixture
 def file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
     """A configuration whose model says nonsense and whose rewards depend on the words."""
+    return write_config(make_config, tmp_path)
+
+
+def write_config(make_config: Callable[..., Config], folder: Path) -> Path:
     config = make_config(
         environment="tests.test_cli:Lottery",
-        output_dir=str(tmp_path / "runs"),
+        output_dir=str(folder / "runs"),
         rollout={"prompts_per_step": 4},
         engine={},
         eval={"every": 2, "sampling": {"n": 1, "temperature": 0, "max_tokens": 16}},
     )
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(dump_config(config))
     return path
 
