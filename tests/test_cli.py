@@ -35,7 +35,7 @@ STEP_KEYS = {
     "weight_update_seconds",
     "step_seconds",
 }
-TIMES = ("seconds", "per_s")
+TIMES = ("seconds", "per_s", "memory_gib")
 
 
 @pytest.fixture

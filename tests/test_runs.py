@@ -14,19 +14,18 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, command_environment
-from tests.test_cli import COMMAND, Lottery, file, metrics_of, turnwise, write_config
+from tests.test_cli import COMMAND, TIMES, Lottery, file, metrics_of, turnwise, write_config
 from turnwise.config import Config
 from turnwise.trajectory import read_jsonl
 
 __all__ = ["Lottery", "file"]
 
 SHORT = ("eval.every=0", "sampling.n=4")
-TIMED = ("seconds", "per_s", "memory_gib")
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in row.items() if not key.endswith(TIMED)}
+        {key: value for key, value in row.items() if not key.endswith(TIMES)}
         for row in metrics_of(run)
     ]
 
@@ -146,7 +145,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         assert ours == (tmp_path / f"step-{step}.jsonl").read_text()
     rows = json.loads((tmp_path / "metrics.json").read_text())
     for ours, theirs in zip(metrics_of(whole)[:2], rows, strict=True):
-        compared = [key for key in theirs if not key.endswith(TIMED)]
+        compared = [key for key in theirs if not key.endswith(TIMES)]
         assert "loss" in compared
         assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
 

@@ -32,7 +32,7 @@ async def fleet(
 ) -> AsyncIterator[tuple[Config, AsyncLLMServerManager]]:
     """Two real workers."""
     config = make_config(
-        serving={"workers": 2, "health_every": 0.5, "health_timeout": 8.0},
+        serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
         sampling={"n": 8, "max_tokens": 160},
         data={"path": str(make_config().data.path), "limit": 8},
     )
@@ -55,7 +55,8 @@ def reference_logprobs(model: Any, token_ids: list[int], mask: list[int]) -> lis
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [(signal.SIGKILL, "died during request"), (signal.SIGSTOP, "no answer to health checks")],
+    # Whether a request or a health check finds a death first is chance.
+    [(signal.SIGKILL, ("died during request", "is dead")), (signal.SIGSTOP, ("no answer to",))],
     ids=["killed", "stopped"],
 )
 async def test_trajectories_outlive_an_engine_to_the_token(
@@ -64,7 +65,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     model_path: str,
     caplog: pytest.LogCaptureFixture,
     how: signal.Signals,
-    why: str,
+    why: tuple[str, ...],
 ) -> None:
     config, manager = fleet
     runner = Runner(config, tokenizer)
@@ -95,7 +96,8 @@ async def test_trajectories_outlive_an_engine_to_the_token(
         while len(manager.losses) == known:
             await asyncio.sleep(0.1)
     loss = manager.losses[-1]
-    assert (loss.worker, why in loss.why) == (victim.name, True), loss
+    assert loss.worker == victim.name, loss
+    assert any(words in loss.why for words in why), loss
     assert loss.turns["continued"] > 10, loss
     assert not psutil.pid_exists(victim.pid)
     assert len(manager.engines) == 2

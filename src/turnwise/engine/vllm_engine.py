@@ -42,6 +42,7 @@ _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 _PAUSE: dict[InFlight, PauseMode] = {"drain": "wait", "abort": "abort", "keep": "keep"}
 _STREAMED = ("ipc", "collective")
+_LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """The workers' own waits end first: they know which of the trainer's messages did not come."""
@@ -299,10 +300,18 @@ class VllmEngine:
 
     async def _ask(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call a method of all workers; raises the first error among their replies."""
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
         try:
-            replies: list[dict[str, Any]] = await self._llm.collective_rpc(method, args=args)
+            while not call.done():
+                await asyncio.wait([call], timeout=_LOOK_SECONDS)
+                # A call that was under way when the engine died is never answered.
+                if self._llm.errored and not call.done():
+                    raise EngineError(f"{self.name} died during a weight update")
+            replies: list[dict[str, Any]] = call.result()
         except self._vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during a weight update") from error
+        finally:
+            call.cancel()
         for reply in replies:
             if "error" in reply:
                 raise _ERRORS[reply["error"]](f"{self.name}: {reply['message']}")

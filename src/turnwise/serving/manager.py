@@ -307,6 +307,7 @@ class AsyncLLMServerManager:
     def _lose(self, slot: _Slot, why: str, engine: ManagedEngine | None = None) -> None:
         if slot.engine is None or (engine is not None and slot.engine is not engine):
             return  # somebody else has noticed
+        logger.info("%s is lost: %s", slot.name, why)
         dead, slot.engine = slot.engine, None
         lost = self.scheduler.remove(slot.name).lost
         dead.fail(f"{slot.name} failed: {why}")

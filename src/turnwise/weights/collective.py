@@ -45,6 +45,7 @@ from turnwise.weights.stream import (
 _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
 _LOOK_SECONDS = 0.25
+_ACCEPT_SHARE = 0.25
 _LINGER_SECONDS = 0.5
 """A broadcast that nobody waits for any more ends by itself, just after its deadline."""
 
@@ -271,7 +272,9 @@ class CollectiveSender(Sender):
         offer = json.dumps(Header(version, self._chunks).to_dict())
         try:
             group.put("offer", number, offer)
-            group.wait_engines("answer", number, f"accept version {version}", self._timeout)
+            # They have been asked before: who is late now is dead, and the others wait for it.
+            seconds = self._timeout * _ACCEPT_SHARE
+            group.wait_engines("answer", number, f"accept version {version}", seconds)
             group.put("go", number, "")
             self._broadcast(version, source)
             group.put("verdict", number, "")
