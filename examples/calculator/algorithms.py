@@ -49,7 +49,7 @@ RUNS = Path("runs") / "algorithms"
 def main() -> int:
     """Returns 0 if the reward rose in every run."""
     parser = argparse.ArgumentParser(prog="examples.calculator.algorithms", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--only", nargs="*", choices=ALGORITHMS, default=[*ALGORITHMS])
     options = parser.parse_args()
     if not (BUILD / "model").exists():
