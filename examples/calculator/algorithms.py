@@ -19,29 +19,37 @@ from .prepare import BUILD
 from .prepare import main as prepare
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "grpo": ("algorithm.reduction=sequence_mean",),
+    "grpo": ("algorithm.reduction=sequence_mean", "algorithm.kl={coef: 0.001, estimator: k3}"),
     "dr_grpo": ("algorithm.advantage.name=dr_grpo", "algorithm.reduction=constant"),
-    "rloo": ("algorithm.advantage.name=rloo",),
+    "rloo": (
+        "algorithm.advantage.name=rloo",
+        "algorithm.correction.name=token_tis",
+        "training.max_staleness=1",
+    ),
     "reinforce_pp": (
         "algorithm.advantage={name: reinforce_pp, baseline: none}",
         "algorithm.kl={coef: 0.001, estimator: k1, where: reward}",
     ),
     "ppo": (
-        "algorithm.advantage={name: gae, learning_rate: 0.001, warmup_steps: 2}",
+        "algorithm.advantage={name: gae, learning_rate: 0.001, warmup_steps: 1}",
         "algorithm.loss.dual_clip=3",
     ),
-    "gspo": ("algorithm.loss.name=gspo", "algorithm.reduction=sequence_mean"),
-    "cispo": ("algorithm.loss.name=cispo",),
+    "gspo": (
+        "algorithm.loss={name: gspo, clip_low: 0.02, clip_high: 0.03}",
+        "algorithm.reduction=sequence_mean",
+        "algorithm.correction.name=sequence_tis",
+    ),
+    "cispo": (
+        "algorithm.loss.name=cispo",
+        "algorithm.correction={name: mask, stale_only: true}",
+        "training.max_staleness=1",
+    ),
     "dapo": ("algorithm.dynamic_sampling=true", "algorithm.overlong_tokens=64"),
-    "kl_k2": ("algorithm.kl={coef: 0.001, estimator: k2}",),
-    "kl_k3": ("algorithm.kl={coef: 0.001, estimator: k3}",),
-    "dpo": ("algorithm.loss={name: dpo, beta: 0.1}",),
-    "token_tis": ("training.max_staleness=1", "algorithm.correction.name=token_tis"),
-    "sequence_tis": ("training.max_staleness=1", "algorithm.correction.name=sequence_tis"),
-    "mask": ("training.max_staleness=2", "algorithm.correction={name: mask, stale_only: true}"),
+    "dpo": ("algorithm.loss={name: dpo, beta: 0.1}", "algorithm.kl={coef: 0.001, estimator: k2}"),
 }
-COMMON = ("eval.every=0", "rollout.prompts_per_step=16", "training.lr_schedule=constant")
-EDGE = 5
+"""Every advantage, loss, reduction, KL estimator and correction is in one of them."""
+COMMON = ("eval.every=0", "training.updates_per_step=4", "training.lr_schedule=constant")
+EDGE = 4
 """Steps at a run's beginning and at its end whose mean reward is compared."""
 RUNS = Path("runs") / "algorithms"
 
@@ -49,7 +57,7 @@ RUNS = Path("runs") / "algorithms"
 def main() -> int:
     """Returns 0 if the reward rose in every run."""
     parser = argparse.ArgumentParser(prog="examples.calculator.algorithms", description=__doc__)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", choices=ALGORITHMS, default=[*ALGORITHMS])
     options = parser.parse_args()
     if not (BUILD / "model").exists():
