@@ -191,7 +191,7 @@ def test_waits_for_the_other_side_end_and_name_it(link: Link, pool: ThreadPoolEx
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} did not .* 0\.3 s"):
         receive(link.receiver(expected, 0.3))
-    with pytest.raises(DeadlineError, match=r"engine .* did not .* version 1 within 0\.4 s"):
+    with pytest.raises(DeadlineError, match=r"engine .* did not .* version 1 within 0\.[14] s"):
         sender.send(1, tensors)
     idle = link.receiver(expected, 10)
     sending = pool.submit(sender.send, 2, tensors)
