@@ -46,7 +46,12 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "training.learning_rate=0.00015",
     ),
     "dapo": ("algorithm.dynamic_sampling=true", "algorithm.overlong_tokens=64"),
-    "dpo": ("algorithm.loss={name: dpo, beta: 0.1}", "algorithm.kl={coef: 0.001, estimator: k2}"),
+    "dpo": (  # the same, of both sides of a pair
+        "algorithm.loss={name: dpo, beta: 0.3}",
+        "algorithm.kl={coef: 0.01, estimator: k2}",
+        "training.updates_per_step=2",
+        "training.learning_rate=0.00005",
+    ),
 }
 """Every advantage, loss, reduction, KL estimator and correction is in one of them."""
 COMMON = ("eval.every=0", "training.updates_per_step=4", "training.lr_schedule=constant")
