@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
@@ -426,13 +427,12 @@ def threads_of(training: TrainingConfig) -> int:
 
 def _join(place: Place, device: torch.device, seconds: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    host, _, port = place.address.rpartition(":")
+    limit = timedelta(seconds=seconds)
     try:
+        store = TCPStore(host, int(port), None, False, limit)
         dist.init_process_group(
-            backend,
-            init_method=f"tcp://{place.address}",
-            rank=place.rank,
-            world_size=place.ranks,
-            timeout=timedelta(seconds=seconds),
+            backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(

@@ -6,7 +6,6 @@ were computing together, so the error that is raised is that of the one that die
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,13 @@ class PolicyActor(WorkerHost):
     """Hosts one rank of the policy; on request an engine's worker too."""
 
     def address(self) -> str:
-        """A free address on this machine, for the ranks to meet at."""
+        """Open a place on this machine for the ranks to meet at; returns its host:port."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        # Open from here on: a port that is only looked up may be somebody else's a moment later.
+        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        return f"{host}:{self._store.port}"
 
     def start(self, config: Config, place: Any, folder: str) -> tuple[int, int, bool]:
         """Build the rank; returns its process's id, the parameters of the whole model, and
