@@ -48,10 +48,8 @@ class Batch:
 
 @dataclass(slots=True)
 class _Started:
-    number: int
     problem: Problem
     task: "asyncio.Task[None]"
-    began: float
 
 
 @dataclass(slots=True)
@@ -123,7 +121,7 @@ class GroupProducer:
         self._counted += 1
         began = time.perf_counter()
         task = tasks.create_task(self._one(number, problem, began))
-        self._started[number] = _Started(number, problem, task, began)
+        self._started[number] = _Started(problem, task)
 
     async def _one(self, number: int, problem: Problem, began: float) -> None:
         group = await self._run_group(problem, f"group{number}")
@@ -201,8 +199,7 @@ class GroupProducer:
         return {
             "stream": self._stream.state(),
             "number": self._number,
-            "under_way": [started.problem.id for started in self._started.values()]
-            + [problem.id for problem in self._again],
+            "under_way": [*self.waiting_for(), *(problem.id for problem in self._again)],
             "ready": [_to_dict(ready) for _, ready in sorted(self._ready.items())],
         }
 

@@ -6,7 +6,7 @@ changes no result.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -46,10 +46,9 @@ def plan(
         own = ordered[index::updates]  # from all over the batch
         tokens = sum(s.trained for unit in own for s in unit)
         sequences = len({s.sequence for unit in own for s in unit if s.trained})
-        buckets = _buckets(own, max_tokens, ranks, packed)
-        for rank in range(ranks):
-            mine = [bucket for bucket in _dealt(buckets, ranks)[rank]]
-            shares[rank].append(Share(mine, tokens, sequences))
+        dealt = _dealt(_buckets(own, max_tokens, ranks, packed), ranks)
+        for share, micro_batches in zip(shares, dealt, strict=True):
+            share.append(Share(micro_batches, tokens, sequences))
     return shares
 
 
@@ -114,10 +113,10 @@ class MicroBatch:
     sequences: int
     tokens: int
     """Tokens without padding."""
-    old_logprobs_N: torch.Tensor | None = field(default=None)
-    reference_logprobs_N: torch.Tensor | None = field(default=None)
-    values_N: torch.Tensor | None = field(default=None)
-    returns_N: torch.Tensor | None = field(default=None)
+    old_logprobs_N: torch.Tensor | None = None
+    reference_logprobs_N: torch.Tensor | None = None
+    values_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
 
     def spans(self) -> Iterable[slice]:
         """The trained tokens of each sequence."""

@@ -123,8 +123,7 @@ class Policy:
             _join(place, self.device, config.training.step_timeout)
         needs_reference = bool(config.algorithm.kl.coef) or isinstance(config.algorithm.loss, Dpo)
         advantage = config.algorithm.advantage
-        trained = 1 + isinstance(advantage, Gae)
-        copies = needs_reference + 4 * (trained - 1)
+        copies = needs_reference + 4 * isinstance(advantage, Gae)  # the latter learns too
         check_room(config, self.device, place.ranks, copies)
         model = load_model(config)
         self._shape = model.config
