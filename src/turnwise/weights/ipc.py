@@ -140,20 +140,20 @@ class IpcSender(Sender):
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]]) -> None:
         header = Header(version, self._chunks)
         self._greet(header)
-        awaited = f"accept version {version}"
+        use = f"use chunk {{}} of {len(header.chunks)} of version {version}"
         try:
             handles: list[dict[str, Any]] = []
             for index, chunk in enumerate(header.chunks):
                 buffer = self._buffers[index % 2]  # its last use was acknowledged a round ago
                 pack(chunk, buffer.bytes, source)
                 buffer.settle()
-                self._await(awaited)
+                if index:
+                    self._await(use.format(index))
                 if index < 2:
                     handles.append(buffer.handle())
                 self._tell({"chunk": index, "handle": handles[index % 2]})
-                awaited = f"use chunk {index + 1} of {len(header.chunks)} of version {version}"
             check_exhausted(source)
-            self._await(awaited)
+            self._await(use.format(len(header.chunks)))
         except BaseException as error:
             for peer in self._peers:
                 self._post(peer, {"abort": _words(error)})
@@ -164,32 +164,45 @@ class IpcSender(Sender):
             raise self._failures[0]
 
     def _greet(self, header: Header) -> None:
-        """Send the header to the first workers that are there, as many as are due."""
+        """Offer the header to those who asked first, until as many have accepted as are due.
+
+        One that leaves before it answers has given up, maybe just before this update began, and
+        the next one takes its place.
+        """
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
-        while len(self._peers) < self._due:
-            if self._callers:
+        offered: set[bytes] = set()
+        while (answers := len(self._peers) + len(self._failures)) < self._due:
+            if self._callers and len(offered) + answers < self._due:
                 peer = self._callers.popleft()
                 if self._post(peer, {"header": header.to_dict()}):
-                    self._peers.add(peer)
+                    offered.add(peer)
             elif self._readable(deadline):
-                self._receive()
+                peer, message = self._receive()
+                if peer in offered:
+                    offered.discard(peer)
+                    self._peers.add(peer)
+                    self._check_answer(peer, message)
             elif time.monotonic() > deadline:
-                self._failures.append(self._late(f"ask for version {header.version}"))
+                late = self._late(f"{'accept' if offered else 'ask for'} version {header.version}")
+                for peer in offered:
+                    self._drop(peer, late)
+                self._failures.append(late)
                 break
+            else:
+                offered = {peer for peer in offered if self._post(peer, {"ping": "a header"})}
         self._check_anyone()
 
     def _await(self, what: str) -> None:
         """Wait until every worker has answered; one that does not is left out."""
         deadline = time.monotonic() + self._timeout
-        waiting = set(self._peers)
-        while waiting := waiting & self._peers:
+        answered: set[bytes] = set()
+        while waiting := self._peers - answered:
             if self._readable(deadline):
                 peer, message = self._receive()
-                if peer in waiting and message["error"]:
-                    why = f"the engine at {self.address} refused: {message['error']}"
-                    self._drop(peer, WeightUpdateError(why))
-                waiting.discard(peer)
+                if peer in waiting:
+                    answered.add(peer)
+                    self._check_answer(peer, message)
             elif time.monotonic() > deadline:
                 for peer in waiting:
                     self._drop(peer, self._late(what))
@@ -203,6 +216,11 @@ class IpcSender(Sender):
                 why = f"the engine at {self.address} left in the middle of an update"
                 self._drop(peer, WeightUpdateError(why))
         self._check_anyone()
+
+    def _check_answer(self, peer: bytes, answer: dict[str, Any]) -> None:
+        if answer["error"]:
+            why = f"the engine at {self.address} refused: {answer['error']}"
+            self._drop(peer, WeightUpdateError(why))
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
