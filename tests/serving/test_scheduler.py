@@ -14,7 +14,8 @@ from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.scheduler import Scheduler, remaining
 
 SAMPLING = SamplingConfig(max_tokens=128)
-PROMPT = list(range(1, 200))
+PROMPT = list(range(1, 211))
+"""Answered at full length."""
 
 
 def fleet(
@@ -200,6 +201,7 @@ def test_what_an_update_aborts_is_continued_under_the_new_weights() -> None:
         await engines[0].update_weights({"version": 1}, "abort")
         completion = await turn
         assert completion.token_ids == engines[0].expected(PROMPT, SAMPLING.max_tokens)
+        assert len(completion.token_ids) == SAMPLING.max_tokens
         assert [span.version for span in completion.version_spans] == [0, 1]
         assert scheduler.events["aborted_by_update"] == 1
 

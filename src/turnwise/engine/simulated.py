@@ -13,6 +13,9 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import (
     STREAM_INTERVAL,
@@ -27,7 +30,8 @@ from turnwise.engine.protocol import (
 from turnwise.errors import EngineError
 
 _T = TypeVar("_T")
-_PRIME = (1 << 61) - 1
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0x5851F42D4C957F2D
 _BLOCK = 32
 _QUANTUM = 4
 
@@ -46,14 +50,15 @@ class Latency:
 @dataclass(slots=True, eq=False)
 class _Request:
     prompt: list[int]
-    max_tokens: int
-    state: int
+    token_ids: list[int]
+    """All that it will sample; it is known from the start, and told as time passes."""
+    logprobs: list[float]
     stream_interval: int
     sampled: int = 0
+    delivered: int = 0
     cached: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    """Of the tokens between `delivered` and `sampled`."""
     chunks: "asyncio.Queue[Chunk | EngineError]" = field(default_factory=asyncio.Queue)
 
 
@@ -93,39 +98,39 @@ class SimulatedEngine:
         self._latency = latency or Latency()
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._cache_blocks = cache_blocks
-        self._waiting: list[_Request] = []
-        self._running: list[_Request] = []
+        self._waiting: dict[_Request, None] = {}
+        self._running: dict[_Request, None] = {}
         self._by_id: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
         self._dead = False
         self._awake = asyncio.Event()
         self._awake.set()
 
-    def token(self, state: int) -> tuple[int, float]:
-        """The token after a context, and its log-prob."""
-        mixed = (state * 0x9E3779B97F4A7C15) & (2**64 - 1)
-        mixed ^= mixed >> 29
-        ends = mixed % self._mean_tokens == 0
-        token = 0 if ends else 1 + (mixed >> 8) % (self._vocab_size - 1)
-        return token, -1e-3 * (1 + (mixed >> 20) % 4000)
-
-    def state(self, token_ids: Sequence[int]) -> int:
-        """A number that stands for a context."""
-        state = self._seed + 1
-        for token in token_ids:
-            state = (state * 1_000_003 + token + 7) % _PRIME
-        return state
-
     def expected(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What a request samples, computed at once."""
-        state, sampled = self.state(prompt_token_ids), list[int]()
-        while len(sampled) < max_tokens:
-            token, _ = self.token(state)
-            sampled.append(token)
+        return self._sample(prompt_token_ids, max_tokens)[0]
+
+    def _sample(
+        self, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], list[float]]:
+        """A completion's tokens and their log-probs."""
+        state, token_ids, logprobs = self._state(prompt_token_ids), list[int](), list[float]()
+        mean_tokens, words = self._mean_tokens, self._vocab_size - 1
+        for _ in range(max_tokens):
+            mixed = (state * 0x9E3779B97F4A7C15) & _MASK
+            mixed ^= mixed >> 29
+            token = 1 + (mixed >> 8) % words if mixed % mean_tokens else 0
+            token_ids.append(token)
+            logprobs.append(-1e-3 * (1 + (mixed >> 20) % 4000))
             if token == 0:
                 break
-            state = (state * 1_000_003 + token + 7) % _PRIME
-        return sampled
+            state = (state * _MULTIPLIER + token + 7) & _MASK
+        return token_ids, logprobs
+
+    def _state(self, token_ids: Sequence[int]) -> int:
+        """A number that stands for a context: `state * _MULTIPLIER + token + 7`, token by token."""
+        ids = np.array([self._seed, *token_ids], dtype=np.uint64) + np.uint64(7)
+        return int(ids @ _powers(len(ids))) & _MASK
 
     async def generate(
         self,
@@ -149,10 +154,11 @@ class SimulatedEngine:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
         prompt = list(prompt_token_ids)
-        interval = getattr(sampling, "stream_interval", None) or STREAM_INTERVAL
-        request = _Request(prompt, sampling.max_tokens, self.state(prompt), interval)
+        ours = isinstance(sampling, SamplingConfig)
+        interval = STREAM_INTERVAL if ours else sampling.stream_interval or STREAM_INTERVAL
+        request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval)
         self._by_id[request_id] = request
-        self._waiting.append(request)
+        self._waiting[request] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
         try:
@@ -173,10 +179,11 @@ class SimulatedEngine:
             await self._awake.wait()
             prefilled = 0
             while self._waiting and len(self._running) < self._max_num_seqs:
-                request = self._waiting.pop(0)
+                request = next(iter(self._waiting))
+                del self._waiting[request]
                 request.cached = self._look_up(request)
                 prefilled += len(request.prompt) - request.cached
-                self._running.append(request)
+                self._running[request] = None
             step = latency.step + latency.step_request * len(self._running)
             await asyncio.sleep(
                 self.slowdown * (prefilled * latency.prefill_token + _QUANTUM * step)
@@ -186,29 +193,24 @@ class SimulatedEngine:
                 self._advance(request)
 
     def _advance(self, request: _Request) -> None:
-        finish: FinishReason | None = None
-        for _ in range(_QUANTUM):
-            token, logprob = self.token(request.state)
-            request.state = (request.state * 1_000_003 + token + 7) % _PRIME
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
-            request.sampled += 1
-            if token == 0 or request.sampled >= request.max_tokens:
-                finish = "stop" if token == 0 else "length"
-                break
-        if finish or len(request.token_ids) >= request.stream_interval:
-            self._deliver(request, finish)
+        before = request.sampled
+        request.sampled = min(before + _QUANTUM, len(request.token_ids))
+        request.versions += [self.version] * (request.sampled - before)
+        if request.sampled == len(request.token_ids):
+            self._deliver(request, "length" if request.token_ids[-1] else "stop")
+        elif request.sampled - request.delivered >= request.stream_interval:
+            self._deliver(request, None)
 
     def _deliver(self, request: _Request, finish: FinishReason | None) -> None:
+        new = slice(request.delivered, request.sampled)
         chunk = Chunk(
-            request.token_ids,
-            request.logprobs,
+            request.token_ids[new],
+            request.logprobs[new],
             request.versions,
             finish,
             cached_tokens=request.cached,
         )
-        request.token_ids, request.logprobs, request.versions = [], [], []
+        request.delivered, request.versions = request.sampled, []
         request.chunks.put_nowait(chunk)
         if finish is not None:
             self._forget(request)
@@ -230,9 +232,8 @@ class SimulatedEngine:
         return cached
 
     def _forget(self, request: _Request) -> None:
-        for requests in (self._running, self._waiting):
-            if request in requests:
-                requests.remove(request)
+        self._running.pop(request, None)
+        self._waiting.pop(request, None)
 
     def die(self) -> None:
         """Fail every request, now and later."""
@@ -309,6 +310,19 @@ class SimulatedEngine:
 
     async def shutdown(self) -> None:
         self.die()
+
+
+def _powers(count: int) -> npt.NDArray[np.uint64]:
+    """The multiplier's powers modulo 2 to the 64th, from the highest of so many down to 1."""
+    global _known_powers
+    if count > len(_known_powers):
+        factors = np.full(2 * count, _MULTIPLIER, dtype=np.uint64)
+        factors[-1] = 1
+        _known_powers = np.multiply.accumulate(factors[::-1])[::-1]
+    return _known_powers[-count:]
+
+
+_known_powers: npt.NDArray[np.uint64] = np.ones(1, dtype=np.uint64)
 
 
 def run_virtually(work: Coroutine[Any, Any, _T]) -> _T:

@@ -15,6 +15,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine.protocol import Chunk, Completion, Generator, Route, collect
 from turnwise.errors import DeadlineError, EngineError
@@ -33,6 +36,8 @@ _LASTING = 1.05
 """Of the mean average load: a session leaves a worker above it."""
 _AVERAGE_WEIGHT = 32
 """How much the average load counts beside the present one where a session finds its worker."""
+_TIE = 1e-9
+"""What a turn served counts for: it decides only between workers that are loaded alike."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +50,8 @@ class Worker:
     """False from its first failure until its manager has found it well."""
     load: float = 0.0
     """Requests in flight, weighted by their tokens."""
-    average: float = 0.0
-    """`load`, smoothed over turns."""
+    place: int = -1
+    """In the scheduler's arrays, while it is usable."""
     turns: int = 0
     """Served so far."""
     tokens: int = 0
@@ -87,23 +92,46 @@ class Scheduler:
         self._on_failure = on_failure
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._groups: OrderedDict[str, str] = OrderedDict()
+        self._usable: list[Worker] = []
+        # Of each usable worker: a choice among a thousand costs little more than among eight.
+        self._loads = self._averages = self._turns = _zeros(0)
         self._joined = asyncio.Event()
         self._closed = ""
 
     def add(self, name: str, engine: Generator) -> None:
         """Let a worker take turns; one of the same name is replaced."""
+        if name in self.workers:
+            self.remove(name)
         self.workers[name] = Worker(name, engine, _changed=asyncio.get_running_loop().time())
+        self._take_stock()
         self._joined.set()
 
     def restore(self, name: str) -> None:
         """Trust a worker again that had failed."""
-        if (worker := self.workers.get(name)) is not None:
+        if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
+            self._take_stock()
             self._joined.set()
 
     def remove(self, name: str) -> Worker:
         """Give a worker no more turns; those that it has go on until they fail."""
-        return self.workers.pop(name)
+        worker = self.workers.pop(name)
+        self._take_stock()
+        worker.place = -1
+        return worker
+
+    def _take_stock(self) -> None:
+        """The arrays anew, after a worker has come or gone."""
+        averages = {worker.name: self._averages[worker.place] for worker in self._usable}
+        self._usable = [worker for worker in self.workers.values() if worker.usable]
+        self._loads, self._averages, self._turns = (_zeros(len(self._usable)) for _ in range(3))
+        for worker in self.workers.values():
+            worker.place = -1
+        for place, worker in enumerate(self._usable):
+            worker.place = place
+            self._loads[place] = worker.load
+            self._averages[place] = averages.get(worker.name, worker.load)
+            self._turns[place] = worker.turns
 
     def close(self, why: str) -> None:
         """No worker will come back: fail the turns that wait for one."""
@@ -208,9 +236,21 @@ class Scheduler:
         Raises:
             DeadlineError: when none was usable in time.
         """
+        if not self._usable:
+            await self._wait_for_worker(request_id)
+        worker = self._choose(route)
+        worker.turns += 1
+        self._turns[worker.place] += 1
+        if route.session:
+            _remember(self._sessions, route.session, worker.name)
+        if route.group:
+            _remember(self._groups, route.group, worker.name)
+        return worker
+
+    async def _wait_for_worker(self, request_id: str) -> None:
         try:
             async with asyncio.timeout(self._turn_timeout):
-                while not (usable := [w for w in self.workers.values() if w.usable]):
+                while not self._usable:
                     if self._closed:
                         raise EngineError(f"{request_id} has no worker left: {self._closed}")
                     self._joined.clear()
@@ -219,35 +259,23 @@ class Scheduler:
             raise DeadlineError(
                 f"{request_id} found no worker alive within {self._turn_timeout:g} s"
             ) from None
-        worker = self._choose(route, usable)
-        worker.turns += 1
-        if route.session:
-            _remember(self._sessions, route.session, worker.name)
-        if route.group:
-            _remember(self._groups, route.group, worker.name)
-        return worker
 
-    def _choose(self, route: Route, usable: list[Worker]) -> Worker:
+    def _choose(self, route: Route) -> Worker:
         """The session's worker, the group's, or the least loaded.
 
         A session's worker is chosen by its average load above all, since it will have the
         session's later turns too; so a slow worker gets fewer sessions, not just fewer turns.
         """
-        loads = averages = 0.0
-        for worker in usable:
-            worker.average += (worker.load - worker.average) / (_SMOOTHING * len(usable))
-            loads += worker.load
-            averages += worker.average
-        mean, mean_average = loads / len(usable), averages / len(usable)
+        loads, averages, count = self._loads, self._averages, len(self._usable)
+        averages += (loads - averages) / (_SMOOTHING * count)
+        mean = float(np.add.reduce(loads)) / count
         bound = self._serving.overload * mean + _SLACK
         known = self._sessions.get(route.session)
         if known is not None:
             home = self.workers.get(known)
             if home is None or not home.usable:
                 self.events["moved_gone"] += 1
-            elif home.load > bound or (
-                home.average > _LASTING * mean_average and home.load > _LASTING * mean
-            ):
+            elif home.load > bound or self._is_lasting(home, mean):
                 self.events["moved_overload"] += 1
             else:
                 self.events["sticky"] += 1
@@ -256,22 +284,35 @@ class Scheduler:
             together = self.workers.get(self._groups.get(route.group, ""))
             if together is not None and together.usable and together.load <= bound:
                 return together
-        if not route.session:
-            return min(usable, key=lambda w: (w.load, w.turns))
-        return min(usable, key=lambda w: (w.load + _AVERAGE_WEIGHT * w.average, w.turns))
+        cost = loads + _TIE * self._turns
+        if route.session:
+            cost += _AVERAGE_WEIGHT * averages
+        return self._usable[int(cost.argmin())]
+
+    def _is_lasting(self, home: Worker, mean: float) -> bool:
+        """Whether a worker has long been more loaded than the others, and still is."""
+        if home.load <= _LASTING * mean:
+            return False
+        mean_average = float(np.add.reduce(self._averages)) / len(self._usable)
+        return bool(self._averages[home.place] > _LASTING * mean_average)
 
     @contextmanager
     def _in_flight(self, worker: Worker, weight: float) -> Iterator[None]:
-        clock = asyncio.get_running_loop().time
-        worker.add(weight, clock())
+        self._add(worker, weight)
         try:
             yield
         finally:
-            worker.add(-weight, clock())
+            self._add(worker, -weight)
+
+    def _add(self, worker: Worker, weight: float) -> None:
+        worker.add(weight, asyncio.get_running_loop().time())
+        if worker.place >= 0:
+            self._loads[worker.place] = worker.load
 
     def _failed(self, worker: Worker, why: str) -> None:
         if worker.usable and self.workers.get(worker.name) is worker:
             worker.usable = False
+            self._take_stock()
             logger.debug("%s: %s", worker.name, why)
             if self._on_failure is not None:
                 self._on_failure(worker.name, why)
@@ -305,6 +346,10 @@ def remaining(sampling: Any, sampled: int, seed: int | None = None) -> Any:
     for name, value in changes.items():
         setattr(rest, name, value)
     return rest
+
+
+def _zeros(count: int) -> npt.NDArray[np.float64]:
+    return np.zeros(count)
 
 
 def _unfinished(chunk: Chunk) -> Chunk:
