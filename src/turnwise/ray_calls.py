@@ -33,6 +33,8 @@ def start_ray(address: str | None) -> float:
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": paths}}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray starts its workers at niceness 15: whatever else runs here would starve the engines.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         if address is None:
             # "local": without it Ray would join a cluster that somebody left running here.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,11 +29,14 @@ def settle_heap() -> None:
     gc.freeze()
 
 
+_idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+
 async def run_in_thread(function: Callable[[], _T]) -> _T:
-    """Run a blocking function in a daemon thread of its own.
+    """Run a blocking function in a daemon thread that has nothing else to do.
 
     One that never returns holds up neither other calls (as a pool's worker would) nor the exit
-    of the program.
+    of the program. Threads are used again: starting one stops the event loop until it runs.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
@@ -53,5 +57,16 @@ async def run_in_thread(function: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, setter, value)
 
-    threading.Thread(target=work, daemon=True, name="turnwise-call").start()
+    try:
+        inbox = _idle_threads.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=[inbox], daemon=True, name="turnwise-call").start()
+    inbox.put(work)
     return await future
+
+
+def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        inbox.get()()
+        _idle_threads.append(inbox)

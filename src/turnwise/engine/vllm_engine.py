@@ -202,7 +202,7 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         async with self._deadline("pausing", self._timeout):
-            await self._llm.pause_generation(mode=mode, clear_cache=True)
+            await self._vllm.pause(self._llm, mode)
 
     async def resume(self) -> None:
         async with self._deadline("resuming", self._timeout):
@@ -323,7 +323,7 @@ class VllmEngine:
 
         A failure leaves the engine paused: it must not serve half an update.
         """
-        await self._llm.pause_generation(mode=_PAUSE[in_flight], clear_cache=True)
+        await self._vllm.pause(self._llm, _PAUSE[in_flight])
         try:
             await self._llm.start_weight_update()
             yield

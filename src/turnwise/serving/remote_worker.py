@@ -31,6 +31,9 @@ from turnwise.watchdog import made_progress
 
 logger = logging.getLogger(__name__)
 
+_BATCH = 4
+"""Requests that one call submits, at most: where many trajectories go on at once, the engine works
+on the first of them while the last are still in the making."""
 _GRACE_SECONDS = 10.0
 _MAX_CALLS = 4096
 
@@ -156,6 +159,8 @@ class RemoteWorker:
         if not self._outbox and not self._cancelled:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(submission)
+        if len(self._outbox) >= _BATCH:
+            self._flush()
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
 

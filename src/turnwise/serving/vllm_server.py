@@ -13,6 +13,7 @@ import contextvars
 import copy
 import itertools
 import json
+import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ async def build(
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    # A call that cannot be read goes to the client as text; vLLM would log a traceback of each.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     gate = _Gate(config, remember)
     try:
         front = FrontEnd(config, generator, gate, healthy)
