@@ -138,30 +138,6 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     assert "already holds a run" in again.stderr
 
 
-def test_a_deterministic_run_repeats_itself_bit_for_bit(file: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        done = turnwise("train", file, "deterministic=true", f"name={name}", "sampling.n=4")
-        assert done.returncode == 0, done.stderr
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    files = sorted(p.name for p in (one / "trajectories").iterdir())
-    assert len(files) == 4
-    for name in files:
-        first = (one / "trajectories" / name).read_text()
-        assert first == (two / "trajectories" / name).read_text()
-
-    def timeless(run: Path) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in row.items() if not key.endswith(TIMES)}
-            for row in metrics_of(run)
-        ]
-
-    assert timeless(one) == timeless(two)
-    samples = {
-        t.turns[0].completion_token_ids[0] for t in read_jsonl(one / "trajectories" / files[2])
-    }
-    assert len(samples) > 1  # a group's samples have seeds of their own
-
-
 class Forgery(Lottery):
     """A plug-in that changes what was sampled."""
 

@@ -111,8 +111,11 @@ def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
     assert f"going on from {killed.resolve()}/checkpoints/{before}" in resumed.stdout
 
     assert timeless(killed) == timeless(whole)
-    for kind in ("trajectories/step-0004.jsonl", "checkpoints/step-0004/model.safetensors"):
+    steps = [f"trajectories/step-000{step}.jsonl" for step in (1, 2, 3, 4)]
+    for kind in (*steps, "checkpoints/step-0004/model.safetensors"):
         assert (killed / kind).read_bytes() == (whole / kind).read_bytes()
+    firsts = {t.turns[0].completion_token_ids[0] for t in read_jsonl(whole / steps[0])}
+    assert len(firsts) > 1  # a group's samples have seeds of their own
     first, second = (json.loads((r / "exactness.json").read_text()) for r in (whole, killed))
     assert first == second
     kept = sorted(folder.name for folder in (killed / "checkpoints").iterdir())

@@ -3,7 +3,8 @@
     python -m examples.calculator.algorithms [--steps N] [--only NAME ...]
 
 Builds the demo's model if it is not there, runs `turnwise train` for each, and prints the mean
-reward of the first and of the last steps. Ends with 1 if it did not rise somewhere.
+reward on the same held-out problems before and after, sampled as in training. Ends with 1 if it did
+not rise somewhere.
 """
 
 import argparse
@@ -20,11 +21,16 @@ from .prepare import main as prepare
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": ("algorithm.reduction=sequence_mean", "algorithm.kl={coef: 0.001, estimator: k3}"),
-    "dr_grpo": ("algorithm.advantage.name=dr_grpo", "algorithm.reduction=constant"),
+    "dr_grpo": (
+        "algorithm.advantage.name=dr_grpo",
+        "algorithm.reduction=constant",
+        "training.updates_per_step=2",
+    ),
     "rloo": (
         "algorithm.advantage.name=rloo",
         "algorithm.correction.name=token_tis",
         "training.max_staleness=1",
+        "training.updates_per_step=2",
     ),
     "reinforce_pp": (
         "algorithm.advantage={name: reinforce_pp, baseline: none}",
@@ -33,6 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "ppo": (
         "algorithm.advantage={name: gae, learning_rate: 0.001, warmup_steps: 1}",
         "algorithm.loss.dual_clip=3",
+        "training.updates_per_step=2",
     ),
     "gspo": (
         "algorithm.loss={name: gspo, clip_low: 0.02, clip_high: 0.03}",
@@ -54,9 +61,12 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Every advantage, loss, reduction, KL estimator and correction is in one of them."""
-COMMON = ("eval.every=0", "training.updates_per_step=4", "training.lr_schedule=constant")
-EDGE = 4
-"""Steps at a run's beginning and at its end whose mean reward is compared."""
+COMMON = (
+    "training.updates_per_step=4",
+    "training.lr_schedule=constant",
+    "eval.every=1000",  # that is, before the first step and after the last
+    "eval.sampling={n: 4, temperature: 1, max_tokens: 64}",
+)
 RUNS = Path("runs") / "algorithms"
 
 
@@ -85,14 +95,13 @@ def main() -> int:
 
 
 def run(name: str, steps: int) -> tuple[float, float]:
-    """Train; returns the mean rewards of the first and of the last steps."""
+    """Train; returns the mean rewards before the first step and after the last."""
     shutil.rmtree(RUNS / name, ignore_errors=True)
     command = [Path(sys.executable).with_name("turnwise"), "train", CONFIG, *COMMON]
     command += [*ALGORITHMS[name], f"training.steps={steps}", f"output_dir={RUNS}", f"name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    rows = map(json.loads, (RUNS / name / "metrics.jsonl").open())
-    rewards = [row["reward_mean"] for row in rows]
-    return sum(rewards[:EDGE]) / EDGE, sum(rewards[-EDGE:]) / EDGE
+    rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]
+    return rows[0]["accuracy_heldout"], rows[-1]["accuracy_heldout"]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A pipeline on the real stack; see `scenario` for what is run."""
 
+import contextlib
 import json
 import os
 import signal
@@ -226,6 +227,12 @@ def test_nothing_is_left_after_the_block(seen: Seen) -> None:
     assert "InputError: the pipeline does not run" in seen["ended"]
 
 
+def with_ctrl_c() -> None:
+    """In a child: as in a terminal, wherever the tests themselves run (a job in the background
+    ignores it, and so would its children)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> None:
     running = subprocess.Popen(
         [
@@ -240,20 +247,25 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=with_ctrl_c,
     )
     assert running.stdout is not None
-    said = []
-    for line in running.stdout:
-        said.append(line)
-        if line.startswith("step 2 "):
-            break
-    assert "".join(said).startswith("accuracy before 0.")
-    pressed = time.monotonic()
-    os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
-    time.sleep(0.3)
-    os.killpg(running.pid, signal.SIGINT)  # the impatient press it twice
-    _, errors = running.communicate(timeout=60)
-    assert time.monotonic() - pressed < 20
+    try:
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if line.startswith("step 2 "):
+                break
+        assert "".join(said).startswith("accuracy before 0.")
+        pressed = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        time.sleep(0.3)
+        os.killpg(running.pid, signal.SIGINT)  # the impatient press it twice
+        _, errors = running.communicate(timeout=60)
+        assert time.monotonic() - pressed < 20
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, errors
     assert "Traceback" not in errors
     assert left_behind(tmp_path) == []

@@ -197,7 +197,7 @@ async def test_edited_history_and_another_conversation_begin_branches(
 
     said = await ask("What is 1 plus 2?")
     await ask("What is 1 plus 2?", said, "And plus 3?")
-    await ask("What is 1 plus 2?", f"{said} no", "And plus 3?")
+    await ask("What is 1 plus 2?", f"No: {said}", "And plus 3?")
     await ask("Count to five.")
     trajectory = await fetched(http, "edited")
     reasons = [turn.fork_reason for turn in trajectory.turns]
