@@ -1,17 +1,19 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
-# make test   set up, then lint, type-check and test
-# make lock   resolve requirements/cpu.in anew into requirements/cpu.txt
+# make test   set up, then lint, type-check, test, and see that every benchmark runs
+# make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
+# make lock   resolve requirements/*.in anew into requirements/*.txt
 
 PYTHON ?= python3.11
 SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv-bench/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo algorithms test lint lock clean
+.PHONY: setup demo algorithms test bench lint lock clean
 
 setup: $(STAMP)
 
@@ -24,6 +26,12 @@ $(STAMP): requirements/cpu.txt
 	@$(PIP) install -qq --no-deps --find-links .venv/torch -r requirements/cpu.txt
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@rm -rf .venv/torch
+	@touch $@
+
+# What benchmarks compare to, apart from what turnwise itself is pinned to.
+$(PEERS): requirements/bench.txt
+	@$(PYTHON) -m venv --clear .venv-bench
+	@.venv-bench/bin/python -m pip install -qq --no-deps -r requirements/bench.txt
 	@touch $@
 
 demo: setup
@@ -40,10 +48,18 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory bench QUICK=1
+
+bench:
+	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 lock:
-	$(PIP) install -q --dry-run --ignore-installed --report - -r requirements/cpu.in | $(PYTHON) requirements/lock.py > requirements/cpu.txt.new
-	mv requirements/cpu.txt.new requirements/cpu.txt
+	for name in cpu bench; do \
+	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
+	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
+	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
+	done
 
 clean:
-	rm -rf .venv runs examples/calculator/build
+	rm -rf .venv .venv-bench runs examples/calculator/build

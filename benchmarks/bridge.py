@@ -1,14 +1,13 @@
 """How long the step to the next turn takes: the bridge against rendering everything again.
 
-    python -m benchmarks.bridge [--model DIR] [--chat-template FILE]
+    python -m benchmarks.bridge [--model DIR] [--chat-template FILE] [--quick]
 
 For histories of 1k to 128k tokens and 200 new tokens, the median time in microseconds of the
 bridge, of the whole next prompt as a list (the bridge and a copy of the history), and of
-rendering and tokenising the conversation anew. The last line is the bridge's time at 128k by its
-time at 1k. The model defaults to the calculator example's, which `make demo` builds.
+rendering and tokenising the conversation anew. Without `--model` it is the demo's tokenizer and
+template.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -17,11 +16,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.report import Claim, parser, quotients, report
+from examples.calculator.tokenizer import build_tokenizer
 from turnwise.trajectory import ChatTemplate, bridge
 
 HISTORIES = (1_000, 8_000, 32_000, 128_000)
 NEW_TOKENS = 200
-MODEL = Path(__file__).parent.parent / "examples" / "calculator" / "build" / "model"
 
 
 def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
@@ -51,20 +51,24 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.bridge", description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--chat-template", type=Path)
-    parser.add_argument("--repeats", type=int, default=200)
-    options = parser.parse_args()
+    made = parser("bridge", __doc__)
+    made.add_argument("--model", type=Path)
+    made.add_argument("--chat-template", type=Path)
+    made.add_argument("--repeats", type=int, default=200)
+    options = made.parse_args()
+    repeats = 5 if options.quick else options.repeats
     source = options.chat_template.read_text() if options.chat_template else None
-    template = ChatTemplate(AutoTokenizer.from_pretrained(options.model), chat_template=source)
+    tokenizer = (
+        AutoTokenizer.from_pretrained(options.model) if options.model else build_tokenizer(0)
+    )
+    template = ChatTemplate(tokenizer, chat_template=source)
 
     said = template.encode(text_of(template, 100, "I have to add and call the tool."))
     completion = [*said, template.tokenizer.eos_token_id]
     results = [{"role": "tool", "content": text_of(template, NEW_TOKENS, "12 + 345 = 357")}]
     turn = {"role": "assistant", "content": template.decode(completion)}
     print(f"{'history':>8} {'new':>5} {'bridge':>10} {'as a list':>10} {'re-render':>12}   (us)")
-    bridges = []
+    bridges, rendered_again = list[float](), list[float]()
     for tokens in HISTORIES:
         messages = conversation(template, tokens)
         prompt = template.render(messages)
@@ -81,13 +85,36 @@ def main() -> None:
             return template.render([*messages, turn, *results])  # noqa: B023
 
         assert bridged().token_ids == rendered(), "the bridge and the template differ"
-        bridges.append(microseconds(bridged, options.repeats))
-        listed = microseconds(lambda: bridged().token_ids, options.repeats)
-        whole = microseconds(rendered, max(3, options.repeats // (1 + tokens // 1000)))
+        bridges.append(microseconds(bridged, repeats))
+        listed = microseconds(lambda: bridged().token_ids, repeats)
+        whole = microseconds(rendered, max(3, repeats // (1 + tokens // 1000)))
+        rendered_again.append(whole)
         new = len(bridged().added_token_ids)
         print(f"{len(prompt):8d} {new:5d} {bridges[-1]:10.0f} {listed:10.0f} {whole:12.0f}")
-    print(
-        f"bridge at {HISTORIES[-1]:,} tokens / at {HISTORIES[0]:,}: {bridges[-1] / bridges[0]:.2f}"
+    at = HISTORIES.index(32_000)
+    report(
+        [
+            Claim(
+                "next turn's ids after 32k tokens of history",
+                "us",
+                [bridges[at]],
+                "render and tokenise again",
+                [rendered_again[at]],
+                quotients([rendered_again[at]], [bridges[at]]),
+                "times faster",
+                at_least=100,
+            ),
+            Claim(
+                "the same after 128k",
+                "us",
+                [bridges[-1]],
+                "after 1k",
+                [bridges[0]],
+                quotients([bridges[-1]], [bridges[0]]),
+                at_most=1.2,
+            ),
+        ],
+        options,
     )
 
 

@@ -1,40 +1,40 @@
-"""What the serving plane costs: `python -m benchmarks.serving MODEL_FOLDER`.
+"""What the serving plane costs: `python -m benchmarks.serving [--quick]`.
 
-Requests of 50 + 24 tokens, closed loops of 1, 8, 64 and 256 callers, four ways in turn: the bare
+Requests of 50 + 24 tokens, closed loops of 1 and 64 callers, four ways in turn: the bare
 engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker behind the scheduler,
 and the OpenAI server before either, asked over HTTP by a client in the same process. Ratios are
 medians over rounds that alternate, so that the machine's mood cancels out. Added latency is
 against the bare engine's.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
 import random
 import statistics
-import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import ray
 from rich.console import Console
 from rich.table import Table
 
-from turnwise.config import Config, SamplingConfig, ServingConfig, parse_config
-from turnwise.engine import Generator, Route
-from turnwise.engine.simulated import SimulatedEngine
+from benchmarks.models import as_in_a_worker, make_model
+from benchmarks.report import Claim, parser, quotients, report
+from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.engine import Generator
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.machinery import make_manager
 from turnwise.ray_calls import start_ray
 from turnwise.serving.openai_server import OpenAIServer
-from turnwise.serving.scheduler import Scheduler
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 PROMPT_TOKENS, NEW_TOKENS = 50, 24
-CALLERS = (1, 8, 64, 256)
+CALLERS = (1, 64)
 SAMPLING = SamplingConfig(max_tokens=NEW_TOKENS, ignore_eos=True)
 Ask = Callable[[list[int], str], Awaitable[None]]
 
@@ -97,21 +97,10 @@ async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
     return ratios
 
 
-async def decisions_per_second(workers: int = 8, count: int = 200_000) -> float:
-    """How fast the scheduler chooses, for sessions of eight turns in groups of eight."""
-    scheduler = Scheduler(ServingConfig(), 60.0)
-    for index in range(workers):
-        scheduler.add(f"worker-{index}", SimulatedEngine())
-    routes = [Route(f"s{index // 8}", f"g{index // 64}") for index in range(count)]
-    started = time.perf_counter()
-    for route in routes:
-        await scheduler._pick(route, "r")
-    return count / (time.perf_counter() - started)
-
-
-async def run(config: Config, rounds: int, seconds: float) -> None:
-    console = Console(width=100)
-    console.print(f"{await decisions_per_second():,.0f} scheduler decisions/s (8 workers)")
+async def run(
+    config: Config, all_callers: Sequence[int], rounds: int, seconds: float
+) -> list[Claim]:
+    console, claims = Console(width=100), list[Claim]()
     start_ray(None)
     bare = VllmEngine(
         config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
@@ -149,22 +138,22 @@ async def run(config: Config, rounds: int, seconds: float) -> None:
                 await measure(ask, 64, 3.0, Measured())
             table = Table("callers", "way", "requests/s", "of bare", "p50 ms", "p99 ms",
                           "added p50", "added p99")  # fmt: skip
-            for callers in CALLERS:
+            for callers in all_callers:
                 measured = {name: Measured() for name in ways}
                 for _ in range(rounds):
                     for name, ask in ways.items():
                         await measure(ask, callers, seconds, measured[name])
                 _add_rows(table, callers, measured)
+                claims += _claims(callers, measured)
             console.print(table)
-            ratios = await beside_a_long_one(manager.scheduler, 4 * rounds)
-            console.print(
-                f"63 short requests beside one long: {statistics.median(ratios):.3f} of their time "
-                f"alone (median of {len(ratios)})"
-            )
+            ratios = await beside_a_long_one(manager.scheduler, rounds)
+            beside = "63 short requests beside a long one"
+            claims.append(Claim(beside, "of their time alone", ratios))
         for server in servers:
             await server.stop()
     await bare.shutdown()
     ray.shutdown()
+    return claims
 
 
 def _add_rows(table: Table, callers: int, measured: dict[str, Measured]) -> None:
@@ -185,22 +174,44 @@ def _add_rows(table: Table, callers: int, measured: dict[str, Measured]) -> None
         )
 
 
+def _claims(callers: int, measured: dict[str, Measured]) -> list[Claim]:
+    bare = measured["engine"].rates
+    return [
+        Claim(
+            f"requests through {names[way]}, {callers} callers",
+            "1/s",
+            measured[way].rates,
+            "bare engine",
+            bare,
+            quotients(measured[way].rates, bare),
+        )
+        for names in [{"scheduler": "the scheduler", "HTTP, scheduler": "the OpenAI server"}]
+        for way in names
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="examples/calculator/build/model")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    arguments = parser.parse_args()
-    config = parse_config(
-        {
-            "environment": "none",
-            "data": {"path": "none"},
-            "model": {"path": arguments.model, "max_length": 512},
-            "serving": {"port": 0},
-        }
-    )
-    asyncio.run(run(config, arguments.rounds, arguments.seconds))
+    """Prints the table and the claims."""
+    made = parser("serving", __doc__)
+    made.add_argument("--callers", type=int, nargs="*", default=CALLERS)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--seconds", type=float, default=1.0)
+    options = made.parse_args()
+    as_in_a_worker()
+    callers, rounds, seconds = options.callers, options.rounds, options.seconds
+    if options.quick:
+        callers, rounds, seconds = [8], 1, 0.5
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(
+            {
+                "environment": "none",
+                "data": {"path": "none"},
+                "model": {"path": str(make_model("0.7 M", Path(folder))), "max_length": 512},
+                "serving": {"port": 0},
+            }
+        )
+        report(asyncio.run(run(config, callers, rounds, seconds)), options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

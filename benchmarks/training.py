@@ -1,16 +1,13 @@
-"""What the trainer costs, and a weight update: `python -m benchmarks.training [--quick]`.
+"""What the trainer costs: `python -m benchmarks.training [--quick]`.
 
 Tokens per second of the policy (one rank: samples in, optimizer step, metrics out) against a bare
 PyTorch loop over the same model, the same sequences in the same micro-batches, and the same
 clipped loss, AdamW and gradient clipping; the bare loop's tensors are made beforehand, and it
 measures nothing. The two take turns, so that the machine's mood cancels out; each round's data is
-new. Then `benchmarks.weights`: an update by each transport against a plain copy of its bytes.
+new.
 """
 
-import argparse
 import random
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,40 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from benchmarks import weights
+from benchmarks.models import make_model
+from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, parse_config
 from turnwise.training import Sample
 from turnwise.training.batching import make_micro_batch, plan
 from turnwise.training.policy import Policy
 
 CPU = torch.device("cpu")
-SHAPES = {
-    "0.7 M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256},
-    "5 M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
-}
 SEQUENCES = {"0.7 M": 192, "5 M": 48}
 VOCABULARY = 512
 PROMPT = 48
-
-
-def make_model(size: str, folder: Path) -> Path:
-    """A random Qwen3 of about `size` parameters, saved where a policy can load it."""
-    shape = SHAPES[size]
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=shape["hidden_size"] // 4,
-        tie_word_embeddings=True,
-        **shape,
-    )
-    path = folder / size.replace(" ", "")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -108,8 +84,8 @@ class Bare:
         self.optimizer.zero_grad()
 
 
-def measure(size: str, rounds: int, folder: Path, table: Table) -> None:
-    """Add a size's row."""
+def measure(size: str, rounds: int, folder: Path) -> Claim:
+    """A size's tokens per second."""
     path = make_model(size, folder)
     config = configuration(path)
     policy, bare = Policy(config), Bare(path, config)
@@ -127,31 +103,28 @@ def measure(size: str, rounds: int, folder: Path, table: Table) -> None:
                 policy.train(shares)
             if number:  # the first round warms up
                 (theirs if way == "bare" else ours).append(tokens / (time.perf_counter() - started))
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    table.add_row(
-        size,
-        f"{statistics.median(theirs):,.0f}",
-        f"{statistics.median(ours):,.0f}",
-        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+    return Claim(
+        f"training, {size} parameters",
+        "tokens/s",
+        ours,
+        "bare PyTorch loop",
+        theirs,
+        quotients(ours, theirs),
+        at_least=0.95,
     )
 
 
 def main() -> None:
-    """Prints both tables."""
-    parser = argparse.ArgumentParser(prog="benchmarks.training", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smallest sizes, few rounds")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+    """Prints the claims."""
+    made = parser("training", __doc__)
+    made.add_argument("--rounds", type=int, default=6)
+    options = made.parse_args()
     seed = time.time_ns() % 2**32
     random.seed(seed)
     np.random.seed(seed)
-    table = Table("parameters", "bare tokens/s", "policy tokens/s", "policy / bare (range)")
+    sizes, rounds = (["0.7 M"], 1) if options.quick else (list(SEQUENCES), options.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        for size in ["0.7 M"] if options.quick else SHAPES:
-            measure(size, 3 if options.quick else options.rounds, Path(folder), table)
-    Console().print(table)
-    sys.argv = [sys.argv[0], *(["--quick"] if options.quick else [])]
-    weights.main()
+        report([measure(size, rounds, Path(folder)) for size in sizes], options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Each transport's time is also told as a multiple of a plain copy of the same byt
 where it stood before the update; pages of shared memory count in both.
 """
 
-import argparse
 import multiprocessing
 import re
 import socket
@@ -23,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import Claim, parser, report
 from turnwise.weights import disk, shm
 from turnwise.weights.collective import CollectiveReceiver, Group
 from turnwise.weights.ipc import IpcReceiver
@@ -135,8 +135,12 @@ def plain_copy(tensors: Named, repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure_size(size: str, repeats: int, table: Table) -> None:
-    """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies."""
+def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float]]:
+    """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies.
+
+    Returns:
+        Of each transport its seconds, and those of a plain copy.
+    """
     dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
     tensors = make_tensors(SIZES[size], dtype)
     context = multiprocessing.get_context("spawn")
@@ -147,26 +151,52 @@ def measure_size(size: str, repeats: int, table: Table) -> None:
     copied = plain_copy(tensors, repeats)
     kind = str(dtype).removeprefix("torch.")
     table.add_row(size, kind, "plain copy", f"{copied * 1e3:.1f}", "1.0", "", "")
+    taken = {}
     for transport in TRANSPORTS:
         seconds, trainer, receiver = measure(transport, tensors, ours, repeats)
         megabytes = (f"{trainer / 2**20:.0f}", f"{receiver / 2**20:.0f}")
         row = (f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *megabytes)
         table.add_row("", "", transport, *row)
+        taken[transport] = seconds, copied
     ours.send(None)
     process.join()
+    return taken
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.weights", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smallest size, few repeats")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    """Prints the table and the claims."""
+    made = parser("weights", __doc__)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--sizes", nargs="*", choices=SIZES, default=["3 M", "100 M"])
+    options = made.parse_args()
     torch.set_num_threads(1)
     table = Table("parameters", "type", "transport", "ms", "x copy", "MiB trainer", "MiB receiver")
-    for size in ["3 M"] if options.quick else SIZES:
-        measure_size(size, 2 if options.quick else options.repeats, table)
+    sizes = ["3 M"] if options.quick else options.sizes
+    rounds = 1 if options.quick else 2
+    taken = {
+        size: [
+            measure_size(size, 2 if options.quick else options.repeats, table)
+            for _ in range(rounds)
+        ]
+        for size in sizes
+    }
     Console().print(table)
+    report(
+        [
+            Claim(
+                f"weight update of {size} parameters, {transport}",
+                "ms",
+                [seconds[transport][0] * 1e3 for seconds in taken[size]],
+                "a plain copy",
+                [seconds[transport][1] * 1e3 for seconds in taken[size]],
+                [seconds[transport][0] / seconds[transport][1] for seconds in taken[size]],
+                at_most=3.0 if (size, transport) == ("100 M", "shm") else None,
+            )
+            for size in sizes
+            for transport in TRANSPORTS
+        ],
+        options,
+    )
 
 
 if __name__ == "__main__":

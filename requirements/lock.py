@@ -1,6 +1,6 @@
 """Turn pip's resolution report on standard input into a fully pinned requirements file.
 
-    pip install --dry-run --ignore-installed --report - -r requirements/cpu.in | python lock.py
+    pip install --dry-run --ignore-installed --report - -r cpu.in | python lock.py cpu.in
 
 Left out are packages that vLLM's CPU build names but does not need, and whose wheels are CUDA
 builds that break `import transformers` beside a CPU torch.
@@ -11,7 +11,7 @@ import sys
 
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
-print("# Made by `make lock` from cpu.in; installed with --no-deps.")
+print(f"# Made by `make lock` from {sys.argv[1]}; installed with --no-deps.")
 for item in sorted(json.load(sys.stdin)["install"], key=lambda i: i["metadata"]["name"].lower()):
     name, version = item["metadata"]["name"], item["metadata"]["version"]
     if name.lower() not in LEFT_OUT:

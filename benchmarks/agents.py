@@ -1,0 +1,190 @@
+"""Agents behind `turnwise serve` against verifiers: `python -m benchmarks.agents [--quick]`.
+
+One server (`turnwise serve` with the demo's model, in processes of its own) and two clients that
+take turns, 64 rollouts at a time each: an agent that uses OpenAI's client and knows only a base
+URL, and verifiers 0.4.0 in its fastest supported way, its agent in one process
+(`benchmarks/peers/`). Same model, same tool, problems from the same file. A rollout is two
+requests: a question, which the model answers with a call of the tool, and what it makes of the
+result (one request where it does not call). Turnwise's server keeps every session's trajectory for
+both; those of the OpenAI agent are fetched and audited afterwards, and each must be exact.
+
+What the machine allows is measured, too: a bare engine (vLLM's AsyncLLM in this process, without a
+server) replays the ids of those trajectories, 64 at a time.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.models import as_in_a_worker, demo_files
+from benchmarks.report import Claim, parser, quotients, report
+from examples.calculator.conversations import TOOL_SCHEMA
+from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.trajectory import Trajectory, audit
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv-bench" / "bin" / "python"
+REQUESTS = 2
+CONCURRENCY = 64
+
+
+@dataclass
+class Measured:
+    """Rollouts/s by round, and what the agent's rollouts became."""
+
+    ours: list[float]
+    theirs: list[float]
+    trajectories: list[list[Trajectory]]
+    note: str
+
+
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[str]:
+    """A server's base URL."""
+    config = folder / "serve.yaml"
+    tree = {
+        "model": {"path": str(model), "max_length": 512},
+        "serving": {"port": 0},
+        "engine": {"max_num_seqs": 128},
+    }
+    config.write_text(json.dumps(tree))
+    command = [Path(sys.executable).with_name("turnwise"), "serve", config]
+    log = folder / "serve.log"  # not a pipe, which would be full one day
+    with log.open("w") as told, subprocess.Popen(command, stdout=told) as process:
+        try:
+            while not (found := re.search(r"http://\S+/v1", log.read_text())):
+                if process.poll() is not None:
+                    raise SystemExit("turnwise serve ended before it told its address")
+                time.sleep(0.2)
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def ask(command: list[Any]) -> dict[str, Any]:
+    """Run a client; returns the JSON that it printed."""
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[1]} failed: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajectory]:
+    """Fetch and audit all trajectories: every turn that the agent saw is there, and exact."""
+    root, trajectories = base_url.removesuffix("/v1"), list[Trajectory]()
+    async with aiohttp.ClientSession() as http:
+        for name in sessions:
+            async with http.get(f"{root}/sessions/{name}") as response:
+                told = await response.json()
+            trajectory = Trajectory.from_json(json.dumps(told["trajectory"]))
+            found = audit(trajectory)
+            assert found.violations == 0, found.first_violation
+            assert not found.forked, found.forked
+            trajectories.append(trajectory)
+    seen = sum(len(trajectory.turns) for trajectory in trajectories)
+    assert seen == turns, f"{seen} of {turns} turns are in the sessions"
+    return trajectories
+
+
+async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[float]:
+    """Trajectories/s of a bare engine that is given each round's ids, the first to warm up."""
+    config = ModelConfig(path=str(model), max_length=512)
+    engine = VllmEngine(
+        config,
+        EngineConfig(max_num_seqs=128),
+        worker_extension=WORKER_EXTENSION,
+        weight_backend=BACKEND,
+    )
+    names, rates = itertools.count(), list[float]()
+
+    async def lane(waiting: Iterator[Trajectory]) -> None:
+        for trajectory in waiting:
+            for index, turn in enumerate(trajectory.turns):
+                tokens = len(turn.completion_token_ids)
+                sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
+                prompt = trajectory.prompt_token_ids(index)
+                await engine.generate(prompt, sampling, f"r{next(names)}")
+
+    for trajectories in (rounds[0], *rounds):
+        await engine.reset_prefix_cache()
+        waiting, started = iter(trajectories), time.perf_counter()
+        await asyncio.gather(*(lane(waiting) for _ in range(CONCURRENCY)))
+        rates.append(len(trajectories) / (time.perf_counter() - started))
+    await engine.shutdown()
+    return rates[1:]
+
+
+def run(base_url: str, build: Path, folder: Path, options: argparse.Namespace) -> Measured:
+    problems, tools = build / "train.jsonl", folder / "tools.json"
+    tools.write_text(json.dumps([TOOL_SCHEMA]))
+    rollouts, warm, rounds = (16, 8, 1) if options.quick else (256, 64, 2)
+    common = ["--base-url", base_url, "--model", build / "model", "--problems", problems]
+    common += ["--rollouts", rollouts, "--warmup", warm, "--max-turns", REQUESTS]
+    ours, theirs, turns, kept = [], [], [], []
+    for _ in range(rounds):
+        mine = ask([sys.executable, "-m", "benchmarks.peers.openai_agent", *common])
+        kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
+        peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
+        other = ask([options.peers, peer, *common, "--tools", tools])
+        assert other["failed"] == 0, other
+        ours.append(mine["rollouts_per_s"])
+        theirs.append(other["rollouts_per_s"])
+        turns.append(f"{mine['turns'] / rollouts:.2f} and {other['turns'] / rollouts:.2f}")
+    note = f"requests a rollout, ours and theirs, round by round: {', '.join(turns)}"
+    return Measured(ours, theirs, kept, note)
+
+
+def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
+    ours, theirs = measured.ours, measured.theirs
+    return [
+        Claim(
+            f"rollouts of an OpenAI-client agent, {CONCURRENCY} at a time",
+            "1/s",
+            ours,
+            "verifiers 0.4.0",
+            theirs,
+            quotients(ours, theirs),
+            note=measured.note,
+        ),
+        Claim("the same", "1/s", ours, at_least=150),
+        Claim("the same", "1/s", ours, "bare engine's replay", replayed, quotients(ours, replayed)),
+    ]
+
+
+def main() -> None:
+    """Prints the claims."""
+    made = parser("agents", __doc__)
+    made.add_argument("--peers", type=Path, default=PEERS, help="Python with verifiers")
+    options = made.parse_args()
+    if not options.peers.exists():
+        sys.exit(f"{options.peers} is not there; `make bench` installs it")
+    as_in_a_worker()
+    build = demo_files(options.quick)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with serving(build / "model", folder) as base_url:
+            measured = run(base_url, build, folder, options)
+    replayed = asyncio.run(replay(build / "model", measured.trajectories))
+    report(claims_of(measured, replayed), options)
+
+
+if __name__ == "__main__":
+    main()

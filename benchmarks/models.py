@@ -1,0 +1,71 @@
+"""The models that are measured with: random ones of a given size, and the demo's own."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from examples.calculator.prepare import BUILD, prepare
+from examples.calculator.tokenizer import build_tokenizer
+from examples.calculator.warm_start import WarmStart
+
+QUICK_BUILD = BUILD / "quick"
+
+SHAPES = {
+    "0.7 M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256},
+    "3.3 M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768},
+    "5 M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
+    "100 M": {"hidden_size": 768, "num_hidden_layers": 13, "intermediate_size": 2560},
+}
+"""Names are the parameters, about, without the embeddings of the smallest."""
+
+
+def as_in_a_worker() -> None:
+    """Give engines that this process starts the environment of those in Turnwise's workers."""
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+def make_model(size: str, folder: Path) -> Path:
+    """A random Qwen3 and a tokenizer, saved where engines and policies can load them."""
+    tokenizer = build_tokenizer(0)
+    shape = SHAPES[size]
+    stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=shape["hidden_size"] // 4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **shape,
+        **stop,
+    )
+    torch.manual_seed(0)
+    path = folder / size.replace(" ", "")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def demo_files(quick: bool) -> Path:
+    """The demo's folder of model and problems, made where it is not there.
+
+    A quick run takes what is there, or a model that knows nothing.
+    """
+    for folder in (BUILD, QUICK_BUILD) if quick else (BUILD,):
+        if (folder / "model" / "config.json").exists():
+            return folder
+    if not quick:
+        torch.set_num_threads(2)
+        prepare(BUILD)
+        return BUILD
+    prepare(QUICK_BUILD, options=WarmStart(updates=5), train=200, heldout=20)
+    return QUICK_BUILD

@@ -1,0 +1,1 @@
+"""What Turnwise is compared to, each in a process of its own."""

@@ -1,0 +1,99 @@
+"""An agent as anybody writes it, with OpenAI's client, many times at once; it prints JSON.
+
+    python -m benchmarks.peers.openai_agent --base-url URL/v1 --problems FILE --rollouts N ...
+
+It knows a base URL and nothing else; each rollout has that of a session of its own.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.calculator.conversations import TOOL_SCHEMA
+from examples.calculator.tool import calculate
+
+
+async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace) -> int:
+    """One rollout; returns its turns."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    turns = 0
+    while turns < options.max_turns:
+        turns += 1
+        response = await client.chat.completions.create(
+            model=options.model,
+            messages=messages,
+            tools=[TOOL_SCHEMA],
+            max_tokens=options.max_tokens,
+            temperature=1.0,
+        )
+        message = response.choices[0].message
+        if not message.tool_calls:
+            break
+        messages.append(message)
+        for call in message.tool_calls:
+            try:
+                result = str(calculate(**json.loads(call.function.arguments)))
+            except Exception as error:  # the model's mistake, for the model to read
+                result = f"error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return turns
+
+
+async def run_all(
+    client: AsyncOpenAI, questions: Iterable[str], options: argparse.Namespace
+) -> dict[str, int]:
+    """The turns of each rollout, by its session."""
+    left, numbers, tag = iter(questions), itertools.count(), f"{random.getrandbits(60):x}"
+    root = options.base_url.removesuffix("/v1")
+    turns: dict[str, int] = {}
+
+    async def work() -> None:
+        for question in left:
+            name = f"{tag}-{next(numbers)}"
+            own = client.with_options(base_url=f"{root}/sessions/{name}/v1")
+            turns[name] = await solve(own, question, options)
+
+    await asyncio.gather(*(work() for _ in range(options.concurrency)))
+    return turns
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    rows = [json.loads(line) for line in options.problems.read_text().splitlines()]
+    random.shuffle(rows)
+    questions = itertools.cycle(row["question"] for row in rows)
+    async with AsyncOpenAI(base_url=options.base_url, api_key="none") as client:
+        await run_all(client, itertools.islice(questions, options.warmup), options)
+        some = list(itertools.islice(questions, options.rollouts))
+        started = time.perf_counter()
+        turns = await run_all(client, some, options)
+        seconds = time.perf_counter() - started
+    return {
+        "rollouts_per_s": len(turns) / seconds,
+        "turns": sum(turns.values()),
+        "sessions": sorted(turns),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base-url", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--problems", required=True, type=Path)
+    parser.add_argument("--rollouts", required=True, type=int)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--max-turns", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--warmup", type=int, default=128)
+    print(json.dumps(asyncio.run(measure(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
+
+    python -m benchmarks.peers.trl_grpo --steps N [--tools long-tailed]
+
+Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+from benchmarks.grpo_step import (
+    GROUP,
+    LEARNING_RATE,
+    MAX_TURNS,
+    PROMPTS,
+    SEQUENCE,
+    pause,
+)
+from examples.calculator.environment import _ANSWER
+from examples.calculator.tool import calculate as calculate_at_once
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+class Clock(TrainerCallback):
+    """The seconds from one step's end to the next one's."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        self._last = time.perf_counter()
+
+    def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+
+def right(completions: list[Any], answer: list[int], **others: Any) -> list[float]:
+    """The demo's reward."""
+    rewards = []
+    for messages, number in zip(completions, answer, strict=True):
+        last = messages[-1]
+        text = (last.get("content") or "") if last["role"] == "assistant" else ""
+        stated = _ANSWER.findall(text)
+        rewards.append(float(len(stated) == 1 and int(stated[0]) == number))
+    return rewards
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", type=Path, required=True, help="the demo's files")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--tools", choices=("instant", "long-tailed"), default="instant")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+
+    def calculate(a: int, operation: Literal["+", "-", "*"], b: int) -> int:
+        """Calculates a + b, a - b or a * b.
+
+        Args:
+            a: The first number.
+            operation: The operation.
+            b: The second number.
+        """
+        time.sleep(pause(options.tools))
+        return calculate_at_once(a, operation, b)
+
+    rows = [json.loads(line) for line in (options.build / "train.jsonl").open()]
+    random.Random(options.seed).shuffle(rows)
+    rows = rows[: options.steps * PROMPTS]
+    dataset = Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": row["question"]}],
+                "answer": int(row["answer"]),
+            }
+            for row in rows
+        ]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(options.build / "model")
+    tokenizer.response_template = qwen3_template
+    model = AutoModelForCausalLM.from_pretrained(options.build / "model", dtype=torch.float32)
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=SEQUENCE,
+            max_tool_calling_iterations=MAX_TURNS - 1,
+            temperature=1.0,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            beta=0.0,
+            loss_type="dapo",
+            epsilon=0.2,
+            epsilon_high=0.28,
+            max_steps=options.steps,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            seed=options.seed,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=right,
+            args=config,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            tools=[calculate],
+            callbacks=[clock],
+        )
+        trainer.train()
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in log]
+    calls = [entry.get("tools/call_frequency") for entry in log]
+    print(json.dumps({"seconds": clock.seconds, "rewards": rewards, "calls": calls}))
+
+
+if __name__ == "__main__":
+    main()

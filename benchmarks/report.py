@@ -1,0 +1,134 @@
+"""What every benchmark measures in: claims, with what each round gave, and a goal."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass
+class Claim:
+    """One line of the table: Turnwise and what it is compared to, in the same rounds."""
+
+    name: str
+    unit: str
+    ours: list[float]
+    """One value a round, in `unit`."""
+    against: str = ""
+    """What `theirs` was measured on."""
+    theirs: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    """One a round."""
+    ratio_of: str = ""
+    """What a ratio is, where it is not ours by theirs."""
+    at_least: float | None = None
+    """The goal: of the median of the ratios, or of `ours` where there are none."""
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def judged(self) -> float:
+        return statistics.median(self.ratios or self.ours)
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is reached; true where there is none."""
+        low = self.at_least is None or self.judged >= self.at_least
+        return low and (self.at_most is None or self.judged <= self.at_most)
+
+    @property
+    def goal(self) -> str:
+        goals = [
+            f"{sign} {value:,g}"
+            for sign, value in (("≥", self.at_least), ("≤", self.at_most))
+            if value is not None
+        ]
+        return " and ".join(goals)
+
+    def cells(self) -> list[str]:
+        """What a table shows of it."""
+        verdict = ("met" if self.met else "missed") if self.goal else ""
+        return [
+            self.name,
+            self.unit,
+            spread(self.ours),
+            self.against,
+            spread(self.theirs),
+            " ".join(filter(None, (spread(self.ratios), self.ratio_of))),
+            self.goal,
+            verdict,
+        ]
+
+
+COLUMNS = ("claim", "unit", "turnwise", "against", "measured", "ratio", "goal", "")
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range, to three digits."""
+    if not values:
+        return ""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    if len(values) == 1:
+        return digits(middle)
+    return f"{digits(middle)} ({digits(low)}–{digits(high)})"
+
+
+def digits(value: float) -> str:
+    """A number to three digits, without an exponent."""
+    if value == 0:
+        return "0"
+    places = 0
+    while places < 6 and abs(value) * 10**places < 100:
+        places += 1
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def quotients(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Options that every benchmark takes."""
+    made = argparse.ArgumentParser(
+        prog=f"benchmarks.{name}", description=doc, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true", help="only to see that it runs")
+    made.add_argument("--json", type=Path, help="write the claims there, too")
+    return made
+
+
+def report(claims: Sequence[Claim], options: argparse.Namespace) -> None:
+    """Print the claims, and write them where `--json` says."""
+    show(claims)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(claim) for claim in claims]))
+
+
+def show(claims: Sequence[Claim]) -> None:
+    table = Table(*COLUMNS)
+    for claim in claims:
+        table.add_row(*claim.cells())
+    console = Console(width=None if Console().is_terminal else 200)
+    console.print(table)
+    for claim in claims:
+        if claim.note:
+            console.print(f"{claim.name}: {claim.note}", highlight=False)
+
+
+def load(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """The claims of a results file."""
+    return [Claim(**row) for row in rows]
+
+
+def markdown(claims: Sequence[Claim]) -> str:
+    """The table as the README shows it."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(claim.cells() for claim in claims)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

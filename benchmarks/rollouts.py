@@ -1,0 +1,373 @@
+"""Multi-turn rollouts against the bare engine: `python -m benchmarks.rollouts [--quick]`.
+
+Trajectories of 3 turns of 24 tokens, in groups of 8, each of the first two turns followed by a
+tool's result of 16 tokens; a random model of 3.3 M parameters in float32. Turnwise runs them as
+in training: runner, environment, tool, chat template, tool parser, scheduler, a worker in a Ray
+actor. What came out is audited afterwards, and every trajectory must be exact.
+
+1. Tools that answer at once. Against: the bare engine (vLLM's AsyncLLM in the caller's process,
+   the same arguments, log-probs and no text) replaying the same trace: the same first prompts, its
+   own completions, the same ids after each turn. 64 trajectories at a time for both. The replay
+   through Turnwise's scheduler tells what of the difference is the serving plane's; the rest is
+   what the driver does between turns (template, parser, tool, reward), for 64 at once.
+2. Tools with a long tail (80 % take 10 ms, 15 % 200 ms, 5 % 2 s), in the steady state: steps of 128
+   trajectories, the next step's rollouts running ahead (training.max_staleness 1), nothing trained.
+   Against: a batch-synchronous loop (vLLM's LLM.generate on the 128, all tools at once, next turn,
+   next step), and against the ideal, in which tools cost no time: the bare engine's replay with as
+   many trajectories at a time.
+
+Every round has new prompts, and every engine begins it with an empty prefix cache.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import vllm
+from transformers import AutoTokenizer
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+
+from benchmarks.models import as_in_a_worker, make_model
+from benchmarks.report import Claim, digits, parser, quotients, report
+from turnwise.config import Config, parse_config
+from turnwise.engine import Completion
+from turnwise.engine.vllm_engine import VllmEngine, engine_arguments
+from turnwise.machinery import make_manager
+from turnwise.ray_calls import start_ray
+from turnwise.rollout import Group, Problem, ProblemStream, RolloutContext, Runner
+from turnwise.rollout.environment import Environment
+from turnwise.rollout.producer import GroupProducer
+from turnwise.tasks import task_group
+from turnwise.trajectory import Trajectory
+from turnwise.trajectory.exactness import audit
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+TURNS, NEW_TOKENS, GROUP, PER_STEP = 3, 24, 8, 16
+CONCURRENCY = 64
+AHEAD = 2 * GROUP * PER_STEP
+WARM_UP = 2
+RESULT = "357"
+"""With what the template puts around it, about 16 tokens."""
+PAUSES = {"instant": ((1.0, 0.0),), "long-tailed": ((0.8, 0.01), (0.15, 0.2), (0.05, 2.0))}
+"""Shares, and the seconds that a tool takes."""
+
+
+def pause(tools: str) -> float:
+    shares, seconds = zip(*PAUSES[tools], strict=True)
+    return float(random.choices(seconds, shares)[0])
+
+
+class LookUp:
+    """An environment whose one tool always says the same, after a while."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = [{"role": "user", "content": row["question"]}]
+        self.tools = [self.look_up]
+        self._kind = row["tools"]
+
+    async def look_up(self, name: str) -> str:
+        """Look a name up.
+
+        Args:
+            name: What to look up.
+        """
+        if seconds := pause(self._kind):
+            await asyncio.sleep(seconds)
+        return RESULT
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(len(trajectory.turns) == TURNS)
+
+
+class FixedTurns:
+    """The tool-calling loop for a model that knows nothing: whatever it says, the tool is called.
+
+    Its text is decoded and parsed as that of any other model.
+    """
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        trajectory, tools = context.trajectory, context.toolbox.schemas
+        trajectory.messages = [dict(message) for message in environment.problem]
+        prompt = await context.first_prompt(trajectory.messages, tools=tools)
+        for turn in itertools.count(1):
+            completion = await context.sample(prompt)
+            assert completion is not None
+            text = context.template.decode(completion.token_ids)
+            context.tool_parser.parse(text, tools)
+            trajectory.messages.append({"role": "assistant", "content": text})
+            if turn == TURNS:
+                break
+            result = await context.toolbox.call("look_up", json.dumps({"name": "x"}))
+            message = {"role": "tool", "tool_call_id": f"call{turn:05d}", "content": result.text}
+            trajectory.messages.append(message)
+            prompt = await context.next_prompt(prompt, completion.token_ids, [message], tools=tools)
+        trajectory.status = "completed"
+
+
+def make_problems(count: int, tools: str) -> list[Problem]:
+    """Questions that no round before has asked."""
+    words = ["apples", "pears", "boxes", "coins", "trains", "books"]
+
+    def question() -> str:
+        asked = (f"{random.randrange(10_000)} {random.choice(words)}" for _ in range(4))
+        return f"How many are {', '.join(asked)} together? Please use the tool."
+
+    return [
+        Problem(f"p{random.getrandbits(60):x}", {"question": question(), "tools": tools})
+        for _ in range(count)
+    ]
+
+
+def configuration(path: Path) -> Config:
+    return parse_config(
+        {
+            "environment": "benchmarks.rollouts:LookUp",
+            "model": {"path": str(path), "max_length": 512},
+            "data": {"path": "none"},
+            "rollout": {
+                "loop": "benchmarks.rollouts:FixedTurns",
+                "concurrency": CONCURRENCY,
+                "prompts_per_step": PER_STEP,
+            },
+            "sampling": {
+                "n": GROUP,
+                "max_tokens": NEW_TOKENS,
+                "ignore_eos": True,
+            },
+            "training": {"steps": 10_000, "max_staleness": 1},
+            "engine": {"max_num_seqs": 256},
+        }
+    )
+
+
+@dataclass
+class Trace:
+    """What a trajectory's turns added: the first prompt, and the ids after each completion."""
+
+    prompt: list[int]
+    added: list[list[int]]
+
+
+def trace_of(trajectory: Trajectory) -> Trace:
+    prompts = [trajectory.prompt_token_ids(index) for index in range(TURNS)]
+    held = [
+        len(prompt) + len(turn.completion_token_ids)
+        for prompt, turn in zip(prompts, trajectory.turns, strict=True)
+    ]
+    return Trace(prompts[0], [prompt[n:] for n, prompt in zip(held, prompts[1:], strict=False)])
+
+
+def parameters() -> vllm.SamplingParams:
+    return vllm.SamplingParams(
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+Sampler = Callable[[list[int], str], Awaitable[Sequence[int]]]
+
+
+def sampler_of(llm: Any) -> Sampler:
+    """A request to the bare engine."""
+    params = parameters()
+
+    async def sample(prompt: list[int], name: str) -> Sequence[int]:
+        async for output in llm.generate(tokens_input(prompt), params, name):
+            completion: Sequence[int] = output.outputs[0].token_ids
+        return completion
+
+    return sample
+
+
+async def replay(sample: Sampler, traces: Sequence[Trace], at_a_time: int) -> float:
+    """Seconds that an engine takes for the traces."""
+    names, waiting = itertools.count(), iter(traces)
+    tag = random.getrandbits(60)
+
+    async def lane() -> None:
+        for trace in waiting:
+            prompt = trace.prompt
+            for added in (*trace.added, []):
+                completion = await sample(prompt, f"{tag:x}-{next(names)}")
+                prompt = [*prompt, *completion, *added]
+
+    started = time.perf_counter()
+    await asyncio.gather(*(lane() for _ in range(at_a_time)))
+    return time.perf_counter() - started
+
+
+def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
+    """Seconds of the batch-synchronous loop for one step: all tools of a turn at once."""
+    started = time.perf_counter()
+    prompts = [trace.prompt for trace in traces]
+    params = parameters()
+    for turn in range(TURNS):
+        outputs = llm.generate([tokens_input(p) for p in prompts], params, use_tqdm=False)
+        if turn < TURNS - 1:
+            time.sleep(max(pause("long-tailed") for _ in traces))
+            prompts = [
+                [*prompt, *output.outputs[0].token_ids, *trace.added[turn]]
+                for prompt, output, trace in zip(prompts, outputs, traces, strict=True)
+            ]
+    return time.perf_counter() - started
+
+
+class Bench:
+    """Turnwise's machinery, a bare AsyncLLM and a bare LLM, which take turns."""
+
+    def __init__(self, config: Config, manager: Any, bare: Any, blocking: vllm.LLM) -> None:
+        self.config, self.manager, self.bare, self.blocking = config, manager, bare, blocking
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+
+    def runner(self, at_a_time: int) -> Runner:
+        rollout = self.config.rollout.model_copy(update={"concurrency": at_a_time})
+        made = Runner(self.config.model_copy(update={"rollout": rollout}), self.tokenizer)
+        _ = made.tool_parser
+        return made
+
+    async def clear(self) -> None:
+        for engine in self.manager.engines:
+            await engine.reset_prefix_cache()
+
+    async def instant(self, trajectories: int) -> tuple[float, float, float]:
+        """Trajectories/s of Turnwise, of its scheduler's replay, and of the bare engine's."""
+        problems, runner = make_problems(trajectories // GROUP, "instant"), self.runner(CONCURRENCY)
+        await self.clear()
+        started = time.perf_counter()
+        groups = await asyncio.gather(*(self.group(runner, problem, "i") for problem in problems))
+        ours = time.perf_counter() - started
+        traces = audited(groups, trajectories)
+        await self.clear()
+        scheduled = await replay(self.scheduled, traces, CONCURRENCY)
+        await self.bare.reset_prefix_cache()
+        bare = await replay(sampler_of(self.bare), traces, CONCURRENCY)
+        return trajectories / ours, trajectories / scheduled, trajectories / bare
+
+    async def scheduled(self, prompt: list[int], name: str) -> Sequence[int]:
+        """A request to Turnwise's scheduler."""
+        sampling = self.config.sampling
+        completion: Completion = await self.manager.scheduler.generate(prompt, sampling, name)
+        return completion.token_ids
+
+    async def group(self, runner: Runner, problem: Problem, tag: str) -> Group:
+        scheduler, sampling = self.manager.scheduler, self.config.sampling
+        return await runner.run_group(scheduler, problem, sampling, tag)
+
+    async def long_tailed(
+        self, warm_up: int, steps: int, sync_steps: int
+    ) -> tuple[float, float, float]:
+        """Trajectories/s of Turnwise, of the loop in batches, and of the ideal."""
+        runner, per_step = self.runner(AHEAD), GROUP * PER_STEP
+        stream = ProblemStream(make_problems((warm_up + steps + 2) * PER_STEP, "long-tailed"), 0)
+        producer = GroupProducer(
+            self.config, lambda p, tag: self.group(runner, p, tag), stream, lambda rewards: True
+        )
+        groups: list[Group] = []
+        await self.clear()
+        async with task_group() as tasks:
+            producing = tasks.create_task(producer.run())
+            for step in range(1, warm_up + 1):  # all begin at once: that is not the steady state
+                await producer.next_batch()
+                await producer.advance(step)
+            started = time.perf_counter()
+            for step in range(warm_up + 1, warm_up + steps + 1):
+                groups += (await producer.next_batch()).groups
+                await producer.advance(step)
+            ours = time.perf_counter() - started
+            producing.cancel()
+        traces = audited(groups, steps * per_step)
+        self.blocking.reset_prefix_cache()
+        batches = [traces[i * per_step : (i + 1) * per_step] for i in range(sync_steps)]
+        sync = sum([await asyncio.to_thread(in_batches, self.blocking, b) for b in batches])
+        some = traces[: sync_steps * per_step * 2]
+        await self.bare.reset_prefix_cache()
+        ideal = await replay(sampler_of(self.bare), some, AHEAD)
+        return steps * per_step / ours, sync_steps * per_step / sync, len(some) / ideal
+
+
+def audited(groups: Iterable[Group], expected: int) -> list[Trace]:
+    """What the trajectories added; all must be there, and exact."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert len(trajectories) == expected, [group.causes for group in groups if group.causes]
+    for trajectory in trajectories:
+        found = audit(trajectory)
+        assert found.violations == 0, found.first_violation
+        assert found.tokens_sampled == TURNS * NEW_TOKENS, found
+    return [trace_of(trajectory) for trajectory in trajectories]
+
+
+async def run(config: Config, quick: bool) -> list[Claim]:
+    arguments = engine_arguments(config.model, config.engine, False)
+    start_ray(None)
+    bare = VllmEngine(
+        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
+    )._llm
+    arguments.pop("enable_log_requests")  # known to the asynchronous engine alone
+    blocking = vllm.LLM(**arguments)
+    instant: list[tuple[float, float, float]] = []
+    tailed: list[tuple[float, float, float]] = []
+    async with make_manager(config, 0).running() as manager:
+        bench = Bench(config, manager, bare, blocking)
+        await bench.instant(2 * CONCURRENCY)  # warms up
+        for _ in range(1 if quick else 3):
+            instant.append(await bench.instant(64 if quick else 256))
+            print("instant", *map(digits, instant[-1]), flush=True)
+        for _ in range(1 if quick else 2):
+            tailed.append(await bench.long_tailed(*((0, 1, 1) if quick else (WARM_UP, 8, 1))))
+            print("long-tailed", *map(digits, tailed[-1]), flush=True)
+    bare.shutdown()
+    ray.shutdown()
+    ours, scheduled, replayed = map(list, zip(*instant, strict=True))
+    ahead, sync, ideal = map(list, zip(*tailed, strict=True))
+    unit, tail = "trajectories/s", "rollouts, long-tailed tools"
+    return [
+        Claim(
+            f"rollouts, instant tools, {CONCURRENCY} at a time",
+            unit,
+            ours,
+            "bare engine's replay",
+            replayed,
+            quotients(ours, replayed),
+            at_least=0.95,
+        ),
+        Claim(
+            "the scheduler's replay of them",
+            unit,
+            scheduled,
+            "bare engine's replay",
+            replayed,
+            quotients(scheduled, replayed),
+        ),
+        Claim(
+            tail, unit, ahead, "batch-synchronous", sync, quotients(ahead, sync), at_least=2.5
+        ),
+        Claim(
+            tail, unit, ahead, "the ideal", ideal, quotients(ahead, ideal), at_least=0.9
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Prints the claims."""
+    options = parser("rollouts", __doc__).parse_args()
+    as_in_a_worker()
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(make_model("3.3 M", Path(folder)))
+        report(asyncio.run(run(config, options.quick)), options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""How the scheduler holds up over many engines: `python -m benchmarks.scale [--quick]`.
+
+Simulated engines on a virtual clock (`turnwise.engine.simulated`): no model, but the real
+scheduler, the same sessions, the same queues. Sessions of 1 to 4 turns come in groups of 8 with one
+prompt; between two turns a tool takes 10 ms or 200 ms. As many sessions as 16 an engine are
+under way.
+
+A perfect balancer is one engine with the speed and the cache of all of them: no queue is ever
+longer than another, and no turn ever misses what some engine has cached. Its makespan in virtual
+time is what the fleet's is compared to. What a turn costs is real time, of scheduler and simulation
+together, and of the scheduler's choice alone; without the garbage collector, which would spend it
+on the simulation's heap.
+"""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.report import Claim, parser, quotients, report
+from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.engine import Generator, Route
+from turnwise.engine.simulated import Latency, SimulatedEngine, run_virtually
+from turnwise.serving.scheduler import Scheduler
+
+SAMPLING = SamplingConfig(max_tokens=32)
+PER_ENGINE = 16
+GROUP = 8
+TOOLS = ((0.8, 0.01), (0.2, 0.2))
+"""Shares, and seconds."""
+
+
+@dataclass
+class Outcome:
+    """One run of all sessions."""
+
+    makespan: float
+    """Virtual seconds."""
+    seconds: float
+    """Real ones."""
+    turns: int
+    hit_rate: float
+    """Of all prompt tokens, those that were cached."""
+
+
+class RoundRobin:
+    """Each turn to the next engine, whoever it belongs to; as much of a `Generator` as is used."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        self._engines = engines
+        self._next = 0
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> Any:
+        engine = self._engines[self._next % len(self._engines)]
+        self._next += 1
+        return await engine.generate(prompt_token_ids, sampling, request_id)
+
+    stream: Any = None
+
+
+def make_engines(count: int, faster: int = 1) -> list[SimulatedEngine]:
+    """`count` engines, each as fast as `faster` of the usual ones."""
+    usual = Latency()
+    latency = Latency(usual.prefill_token / faster, usual.step, usual.step_request / faster)
+    return [
+        SimulatedEngine(
+            name=f"worker-{index}",
+            latency=latency,
+            max_num_seqs=256 * faster,
+            cache_blocks=4096 * faster,
+        )
+        for index in range(count)
+    ]
+
+
+def schedule(engines: Sequence[SimulatedEngine]) -> Scheduler:
+    scheduler = Scheduler(ServingConfig(), 3600.0)
+    for engine in engines:
+        scheduler.add(engine.name, engine)
+    return scheduler
+
+
+async def run_sessions(
+    generator: Generator, engines: Sequence[SimulatedEngine], sessions: int, lanes: int, seed: int
+) -> Outcome:
+    """All sessions, `lanes` at a time."""
+    chance = random.Random(seed)
+    shares, seconds = zip(*TOOLS, strict=True)
+    plans = [chance.choices(seconds, shares, k=chance.randint(0, 3)) for _ in range(sessions)]
+    waiting = iter(enumerate(plans))
+    turns = 0
+
+    async def lane() -> None:
+        nonlocal turns
+        for index, tools in waiting:
+            group = index // GROUP
+            prompt = [(group * 31 + i * 7 + seed) % 997 + 1 for i in range(100)]
+            route = Route(f"s{index}", f"g{group}")
+            for turn, pause in enumerate((*tools, None)):
+                name = f"{index}-{turn}"
+                completion = await generator.generate(prompt, SAMPLING, name, route=route)
+                turns += 1
+                if pause is not None:
+                    prompt = [*prompt, *completion.token_ids, *[5] * 16]
+                    await asyncio.sleep(pause)
+
+    started, clock = time.perf_counter(), asyncio.get_running_loop().time
+    begun = clock()
+    await asyncio.gather(*(lane() for _ in range(lanes)))
+    hits = sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines)
+    return Outcome(clock() - begun, time.perf_counter() - started, turns, hits)
+
+
+def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Outcome:
+    async def work() -> Outcome:
+        engines = make_engines(count)
+        generator: Any = schedule(engines) if sticky else RoundRobin(engines)
+        return await run_sessions(generator, engines, sessions, PER_ENGINE * count, seed)
+
+    return run_virtually(work())
+
+
+def perfect(count: int, sessions: int, seed: int) -> Outcome:
+    """One engine as fast as `count`."""
+
+    async def work() -> Outcome:
+        (engine,) = engines = make_engines(1, faster=count)
+        return await run_sessions(engine, engines, sessions, PER_ENGINE * count, seed)
+
+    return run_virtually(work())
+
+
+async def choice_microseconds(workers: int, count: int) -> float:
+    """Of the scheduler's choice: sessions of eight turns in groups of eight."""
+    scheduler = schedule(make_engines(workers))
+    routes = [Route(f"s{index // 8}", f"g{index // 64}") for index in range(count)]
+    started = time.perf_counter()
+    for route in routes:
+        await scheduler._pick(route, "r")
+    return (time.perf_counter() - started) / count * 1e6
+
+
+def main() -> None:
+    """Prints the claims."""
+    options = parser("scale", __doc__).parse_args()
+    seed = time.time_ns() % 1_000_000
+    many, sessions = (64, 4_000) if options.quick else (1024, 100_000)
+    few = max(1_000, sessions // 16)
+    rounds = 1 if options.quick else 3
+    gc.disable()
+
+    one, all_ = fleet_of(many, sessions, seed), perfect(many, sessions, seed)
+    small = [fleet_of(8, few, seed + i) for i in range(rounds)]
+    robin = [fleet_of(8, few, seed + i, sticky=False) for i in range(rounds)]
+    choices = {
+        count: [
+            asyncio.run(choice_microseconds(count, 20_000 if options.quick else 100_000))
+            for _ in range(rounds)
+        ]
+        for count in (8, many)
+    }
+    large_cost, small_cost = (
+        [run.seconds / run.turns * 1e6 for run in runs] for runs in ([one] * rounds, small)
+    )
+    report(
+        [
+            Claim(
+                f"makespan of {sessions:,} sessions on {many:,} simulated engines",
+                "virtual s",
+                [one.makespan],
+                "a perfect balancer",
+                [all_.makespan],
+                [one.makespan / all_.makespan],
+                at_most=1.05,
+            ),
+            Claim(
+                f"a turn among {many:,} engines, simulation included",
+                "us",
+                large_cost[:1],
+                "among 8",
+                small_cost,
+                quotients(large_cost, small_cost),
+                at_most=1.5,
+            ),
+            Claim(
+                f"the scheduler's choice among {many:,}",
+                "us",
+                choices[many],
+                "among 8",
+                choices[8],
+                quotients(choices[many], choices[8]),
+            ),
+            Claim(
+                "scheduler's choices, 8 engines",
+                "1/s",
+                [1e6 / microseconds for microseconds in choices[8]],
+                at_least=50_000,
+            ),
+            Claim(
+                "prefix-cache hit rate, sticky, 8 engines",
+                "share",
+                [run.hit_rate for run in small],
+                "round robin",
+                [run.hit_rate for run in robin],
+                quotients([run.hit_rate for run in small], [run.hit_rate for run in robin]),
+            ),
+        ],
+        options,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What a weight update costs running requests: `python -m benchmarks.updates [--quick]`.
+
+64 callers keep requests of 50 + 128 tokens under way on the demo's architecture (0.7 M parameters)
+while a trainer in this process publishes its weights by shm and the manager brings them to the
+worker, in-flight requests kept: they freeze, their cache is computed anew under the new weights,
+and they go on. Windows of a second with one update in it alternate with windows without; what an
+update costs is the time that the missing tokens would have taken. Each round is 6 pairs. What it
+takes to compute those requests' cache anew is measured by itself: as many prompts as callers, each
+of a request's length at its middle, and one token sampled.
+
+The time of an update as such, until the engine serves again, is measured of an idle engine with
+100 M parameters, too: beside what `benchmarks.weights` measures it holds vLLM's repacking of the
+weights, the check that the engine has them, and the calls.
+"""
+
+import asyncio
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.models import make_model
+from benchmarks.report import Claim, parser, report
+from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.machinery import make_manager
+from turnwise.ray_calls import start_ray
+from turnwise.weights.delivery import Delivery
+from turnwise.weights.outlet import make_outlet
+
+CALLERS, PROMPT_TOKENS, NEW_TOKENS = 64, 50, 128
+WINDOW = 1.0
+
+
+class Trainer:
+    """Its weights change a little at every version; all in this process."""
+
+    def __init__(self, path: Path) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._named = list(model.named_parameters())
+        self._outlet = make_outlet("shm", self._named, torch.float32, timeout=30)
+        self.version = 0
+
+    async def publish(self) -> dict[str, Any]:
+        self.version += 1
+        with torch.no_grad():
+            for _, parameter in self._named:
+                parameter.mul_(1.0 + 1e-6)
+        return self._outlet.publish(self.version, iter(self._named))
+
+    async def send(self, devices: Sequence[str]) -> None: ...
+
+    async def rendezvous(self) -> tuple[str, int]:
+        raise AssertionError("shm has nobody to meet")
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None: ...
+
+
+def configuration(path: Path) -> Config:
+    return parse_config(
+        {
+            "environment": "none",
+            "data": {"path": "none"},
+            "model": {"path": str(path), "max_length": 512},
+        }
+    )
+
+
+async def measure(config: Config, rounds: int, pairs: int) -> list[list[float]]:
+    """Milliseconds lost an update, those that the call took, and those of the cache, by round."""
+    trainer = Trainer(Path(config.model.path))
+    delivery = Delivery(trainer, 30.0, 30.0)
+    sampling = SamplingConfig(max_tokens=NEW_TOKENS, ignore_eos=True)
+    numbers = itertools.count()
+    async with make_manager(config, 0).running() as manager:
+        (worker,) = manager.scheduler.workers.values()
+
+        async def caller() -> None:
+            await asyncio.sleep(random.random())
+            while True:
+                prompt = [random.randrange(5, 500) for _ in range(PROMPT_TOKENS)]
+                await manager.scheduler.generate(prompt, sampling, f"r{next(numbers)}")
+
+        async def window(update: bool) -> tuple[int, float]:
+            started, before, took = time.perf_counter(), worker.tokens, 0.0
+            if update:
+                await delivery.publish()
+                await manager.update_weights(delivery)
+                took = time.perf_counter() - started
+            await asyncio.sleep(max(0.0, started + WINDOW - time.perf_counter()))
+            return worker.tokens - before, took
+
+        async def compute_anew() -> float:
+            one, started = SamplingConfig(max_tokens=1), time.perf_counter()
+            prompts = [
+                [random.randrange(5, 500) for _ in range(PROMPT_TOKENS + NEW_TOKENS // 2)]
+                for _ in range(CALLERS)
+            ]
+            await asyncio.gather(
+                *(manager.scheduler.generate(p, one, f"r{next(numbers)}") for p in prompts)
+            )
+            return (time.perf_counter() - started) * 1e3
+
+        anew = [await compute_anew() for _ in range(rounds + 1)][1:]
+        callers = [asyncio.create_task(caller()) for _ in range(CALLERS)]
+        for update in (True, False, True, False):
+            await window(update)
+        lost, took = [], []
+        for _ in range(rounds):
+            tokens, seconds = {True: 0, False: 0}, 0.0
+            for _ in range(pairs):
+                for update in random.sample((True, False), 2):
+                    sampled, spent = await window(update)
+                    tokens[update] += sampled
+                    seconds += spent
+            lost.append((tokens[False] - tokens[True]) / tokens[False] * WINDOW * 1e3)
+            took.append(seconds / pairs * 1e3)
+        for task in callers:
+            task.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        assert not manager.losses, manager.losses
+    return [lost, took, anew]
+
+
+async def idle(config: Config, count: int) -> list[float]:
+    """Milliseconds of updates that come alone; the first is not counted."""
+    delivery = Delivery(Trainer(Path(config.model.path)), 60.0, 60.0)
+    took = []
+    async with make_manager(config, 0).running() as manager:
+        for _ in range(1 + count):
+            started = time.perf_counter()
+            await delivery.publish()
+            await manager.update_weights(delivery)
+            took.append((time.perf_counter() - started) * 1e3)
+    return took[1:]
+
+
+def main() -> None:
+    """Prints the claims."""
+    options = parser("updates", __doc__).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(make_model("0.7 M", Path(folder)))
+        start_ray(None)
+        rounds, pairs = (1, 1) if options.quick else (3, 6)
+        lost, took, anew = asyncio.run(measure(config, rounds, pairs))
+        alone = []
+        if not options.quick:
+            large = configuration(make_model("100 M", Path(folder)))
+            alone = asyncio.run(idle(large, 5))
+        ray.shutdown()
+    claims = [
+        Claim("generation lost to an update in flight", "ms", lost, at_most=50),
+        Claim("computing the cache of those requests anew", "ms", anew),
+        Claim("such an update itself, from publishing to serving", "ms", took),
+    ]
+    if alone:
+        claims.append(Claim("update of 100 M parameters by shm, repacking included", "ms", alone))
+    report(claims, options)
+
+
+if __name__ == "__main__":
+    main()

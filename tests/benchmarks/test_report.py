@@ -1,0 +1,59 @@
+"""Claims: what meets a goal, and what a reader sees of it."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.report import COLUMNS, Claim, digits, load, markdown, quotients, spread
+
+
+def test_a_goal_is_of_the_median_ratio() -> None:
+    claim = Claim("rollouts", "1/s", [9, 10, 20], "bare", [10, 10, 10], at_least=0.95)
+    claim.ratios = quotients(claim.ours, claim.theirs)
+    assert claim.judged == 1.0
+    assert claim.met
+    assert claim.cells()[2] == "10 (9–20)"
+    assert claim.cells()[-2:] == ["≥ 0.95", "met"]
+    claim.ratios = [0.9, 0.94, 1.5]
+    assert not claim.met
+    assert claim.cells()[-1] == "missed"
+
+
+def test_without_ratios_it_is_of_what_was_measured_and_without_a_goal_of_nothing() -> None:
+    assert Claim("lost", "ms", [40, 60, 45], at_most=50).met
+    assert not Claim("lost", "ms", [40, 60, 55], at_most=50).met
+    told = Claim("lost", "ms", [40])
+    assert told.met
+    assert told.cells()[-2:] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (0.5, "0.5"),
+        (3.14159, "3.14"),
+        (98.76, "98.8"),
+        (123.4, "123"),
+        (98_863.2, "98,863"),
+        (-2.5, "-2.5"),
+    ],
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert digits(value) == text
+
+
+def test_one_round_has_no_range() -> None:
+    assert spread([2.0]) == "2"
+    assert spread([]) == ""
+
+
+def test_results_come_back_from_a_file_and_fill_the_readmes_table() -> None:
+    claims = [Claim("a", "s", [1.0, 2.0], "b", [2.0, 2.0], [0.5, 1.0], "times", at_most=1.0)]
+    again = load(json.loads(json.dumps([asdict(claim) for claim in claims])))
+    assert again == claims
+    head, line, row = markdown(again).splitlines()
+    assert head.count("|") == line.count("|") == row.count("|") == len(COLUMNS) + 1
+    assert row.startswith("| a | s | 1.5 (1–2) | b | 2 (2–2) | 0.75 (0.5–1) times | ≤ 1 | met |")
