@@ -24,6 +24,8 @@ from turnwise.weights.stream import Receiver, chunk_bytes, plan_chunks
 
 SMALL = 64 * 2**10
 """Bytes of a buffer that the test model's weights fill dozens of times."""
+PATIENCE = 30.0
+"""Seconds for what should not take any: a busy machine may stand still for some."""
 
 
 @pytest.fixture(params=LINKS)
@@ -107,9 +109,9 @@ def test_a_header_that_does_not_fit_is_refused_by_name_on_both_sides(
 ) -> None:
     tensors = some_tensors()
     damaged = DAMAGES[damage][0](tensors)
-    sender = link.sender(damaged, timeout=5)
+    sender = link.sender(damaged, timeout=PATIENCE)
     expected = sender.state_dict_info(tensors)
-    reader = pool.submit(receive, link.receiver(expected, 5))
+    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="refused.*" + words(damage, tensors)):
         sender.send(7, damaged)
     with pytest.raises(WeightUpdateError, match=words(damage, tensors)):
@@ -121,9 +123,9 @@ def test_a_type_that_the_engine_does_not_expect_is_refused(
     link: Link, pool: ThreadPoolExecutor
 ) -> None:
     tensors = some_tensors()
-    sender = link.sender(tensors, dtype=torch.bfloat16, timeout=5)
+    sender = link.sender(tensors, dtype=torch.bfloat16, timeout=PATIENCE)
     expected = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors}
-    reader = pool.submit(receive, link.receiver(expected, 5))
+    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="t0 of version 1 is bfloat16, not float32"):
         sender.send(1, tensors)
     with pytest.raises(WeightUpdateError, match="t0 of version 1 is bfloat16, not float32"):
@@ -145,16 +147,16 @@ def test_a_sender_whose_tensors_changed_tells_the_engine_and_can_go_on(
     link: Link, pool: ThreadPoolExecutor, change: Callable[[Named], Named], message: str
 ) -> None:
     tensors = some_tensors()
-    sender = link.sender(tensors, buffer_bytes=4000, timeout=5)
+    sender = link.sender(tensors, buffer_bytes=4000, timeout=PATIENCE)
     expected = sender.state_dict_info(tensors)
-    reader = pool.submit(receive, link.receiver(expected, 5))
+    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     source = iter(change(tensors))
     with pytest.raises(WeightUpdateError, match=message):
         sender.send(1, source)
     assert next(source, None) is None  # taken to its end: other ranks gather along
     with pytest.raises(WeightUpdateError, match=f"gave up.*{message}"):
         reader.result()
-    reader = pool.submit(receive, link.receiver(expected, 5))
+    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     sender.send(2, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -164,7 +166,7 @@ def test_an_engine_that_fails_tells_the_sender_which_can_go_on(
     link: Link, pool: ThreadPoolExecutor
 ) -> None:
     tensors = some_tensors()
-    sender = link.sender(tensors, buffer_bytes=4000, timeout=5)
+    sender = link.sender(tensors, buffer_bytes=4000, timeout=PATIENCE)
     expected = sender.state_dict_info(tensors)
 
     def fail(receiver: Receiver) -> None:
@@ -174,11 +176,11 @@ def test_an_engine_that_fails_tells_the_sender_which_can_go_on(
         next(chunks), next(chunks)
         receiver.end("t2 cannot be loaded")
 
-    failing = pool.submit(fail, link.receiver(expected, 5))
+    failing = pool.submit(fail, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="t2 cannot be loaded"):
         sender.send(1, tensors)
     failing.result()
-    reader = pool.submit(receive, link.receiver(expected, 5))
+    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     sender.send(2, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -208,13 +210,13 @@ def test_a_trainer_that_comes_late_is_no_trainer_of_an_engine_that_gave_up(
     link: Link, pool: ThreadPoolExecutor
 ) -> None:
     tensors = some_tensors()
-    sender = link.sender(tensors, timeout=5)
+    sender = link.sender(tensors, timeout=PATIENCE)
     expected = sender.state_dict_info(tensors)
     with pytest.raises(DeadlineError):
         receive(link.receiver(expected, 0.2))
     sending = pool.submit(sender.send, 1, tensors)
     time.sleep(0.2)
-    assert receive(link.receiver(expected, 5))[0] == 1
+    assert receive(link.receiver(expected, PATIENCE))[0] == 1
     sending.result()
     sender.close()
 
