@@ -225,9 +225,10 @@ class WeightsConfig(Section):
     NCCL, between hosts (collective); files in a folder that all hosts see (disk)."""
     folder: str | None = None
     """disk: the folder; unset: `weights` in the run folder."""
-    in_flight: Literal["drain", "abort", "keep"] = "keep"
-    """What an update does to turns under way: finish them first, end them and continue them
-    under the new weights, or freeze them meanwhile."""
+    in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
+    """What an update does to turns under way: finish them first; end them and continue them
+    under the new weights; freeze them meanwhile and compute their cache anew (keep), or go on with
+    the cache that the old weights computed (keep_cache)."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference on the canary prompt, engine against trainer; unset: 0.001
     in float32, 0.2 in bfloat16."""

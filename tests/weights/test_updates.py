@@ -1,6 +1,7 @@
 """Weights from the trainer's memory into the real engine."""
 
 import asyncio
+import copy
 import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -92,6 +93,36 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
     assert completion.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-3)
     assert max(map(abs, map(lambda a, b: a - b, completion.logprobs, expected))) > 1e-2
+
+
+async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
+    engine: RemoteWorker, trainer: Trainer
+) -> None:
+    sampling = SamplingConfig(max_tokens=300, ignore_eos=True)
+    await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "leaves its prefix in the cache")
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, "in-flight"))
+    await asyncio.sleep(0.2)
+    trainer.perturb(0.0)
+    old = copy.deepcopy(trainer.model)
+    trainer.perturb(0.05)
+    await engine.update_weights(trainer.write(5), "keep_cache")
+    completion = await running
+    first, second = completion.version_spans
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, 300)
+
+    ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+    known = len(PROMPT) + first.end - 1  # the last sampled token is the new weights' first input
+    with torch.no_grad():
+        cache = old(ids[:, :known], use_cache=True).past_key_values
+        logits = trainer.model(ids[:, known:-1], past_key_values=cache).logits
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, known + 1 :, None]).flatten().tolist()
+    assert completion.logprobs[second.start :] == pytest.approx(chosen, abs=1e-3)
+
+    for cached in (0, 32):  # a later request is given nothing of the old weights'
+        later = await engine.generate(PROMPT, SamplingConfig(max_tokens=16), f"later-{cached}")
+        assert later.cached_tokens == cached
+        expected = trainer.logprobs([*PROMPT, *later.token_ids], len(PROMPT))
+        assert later.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_the_next_version_can_be_written_while_one_is_read(

@@ -13,7 +13,14 @@ from turnwise.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
-InFlight = Literal["drain", "abort", "keep"]
+InFlight = Literal["drain", "abort", "keep", "keep_cache"]
+PAUSE_MODES: dict[InFlight, PauseMode] = {
+    "drain": "wait",
+    "abort": "abort",
+    "keep": "keep",
+    "keep_cache": "keep",
+}
+"""How an engine pauses for an update."""
 
 STREAM_INTERVAL = 16
 """Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
@@ -183,8 +190,10 @@ class Engine(Generator, Protocol):
         """Load the weights that the manifest names, by its transport.
 
         Requests in flight are finished first (`drain`), ended with what they have, as `abort`
-        (`abort`), or frozen meanwhile and continued under the new weights (`keep`). What is sent
-        (`ipc`, `collective`) is waited for while requests go on.
+        (`abort`), or frozen meanwhile and continued under the new weights, with their cache
+        computed anew (`keep`) or as it is (`keep_cache`). No later request is given anything that
+        older weights computed. What is sent (`ipc`, `collective`) is waited for while requests go
+        on.
 
         Returns:
             The version that is served now: the manifest's, or the one that was sent.

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import (
+    PAUSE_MODES,
     STREAM_INTERVAL,
     Chunk,
     Completion,
@@ -291,7 +292,7 @@ class SimulatedEngine:
     async def update_weights(
         self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        await self.pause("wait" if in_flight == "drain" else in_flight)
+        await self.pause(PAUSE_MODES[in_flight])
         self.version = manifest["version"]
         self._cache.clear()
         await self.resume()

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.protocol import (
+    PAUSE_MODES,
     STREAM_INTERVAL,
     Chunk,
     Completion,
@@ -33,14 +34,12 @@ from turnwise.errors import (
     DeadlineError,
     EngineError,
     InputError,
-    TurnwiseError,
     WeightUpdateError,
 )
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
-_PAUSE: dict[InFlight, PauseMode] = {"drain": "wait", "abort": "abort", "keep": "keep"}
 _STREAMED = ("ipc", "collective")
 _LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.01
@@ -91,6 +90,8 @@ class VllmEngine:
         self._vllm = vllm
         self._timeout = engine.request_timeout
         self._pending: set[str] = set()
+        self._cache_salt: str | None = None
+        """Keeps requests from cached prefixes that older weights computed."""
         arguments = engine_arguments(model, engine, deterministic) | {
             "seed": seed,
             "worker_extension_cls": worker_extension,
@@ -163,7 +164,7 @@ class VllmEngine:
     ) -> AsyncGenerator[Chunk, None]:
         """What vLLM gives for a request; each piece within `engine.request_timeout` seconds."""
         vllm = self._vllm
-        prompt = vllm.tokens_input(list(prompt_token_ids))
+        prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
         sampled = 0
         prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
@@ -236,9 +237,7 @@ class VllmEngine:
         async with self._deadline(f"weight update {version}", seconds):
             await self._ask("check_update", manifest)
             async with self._swapping(version, in_flight):
-                await self._llm.update_weights(
-                    self._vllm.WeightTransferUpdateRequest(update_info={"manifest": manifest})
-                )
+                await self._ask("load_update", manifest)
         return version
 
     async def prepare_refit_info(
@@ -289,7 +288,7 @@ class VllmEngine:
                     raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
                 version = int(versions.pop())
                 async with self._swapping(version, in_flight):
-                    await self._ask("load_stream")
+                    await self._ask("load_update")
                 await self._ask("end_stream", "")
                 return version
             except BaseException as error:
@@ -323,17 +322,15 @@ class VllmEngine:
 
         A failure leaves the engine paused: it must not serve half an update.
         """
-        await self._vllm.pause(self._llm, _PAUSE[in_flight])
+        keep_cache = in_flight == "keep_cache"
+        await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        if keep_cache:
+            self._cache_salt = f"weights {version}"
+        yield
         try:
-            await self._llm.start_weight_update()
-            yield
-            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._llm.update_weight_version(str(version))
         except self._vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during a weight update") from error
-        except TurnwiseError:
-            raise
-        except Exception as error:
-            raise WeightUpdateError(f"{self.name}: {_first_sentence(error)}") from error
         await self._llm.resume_generation()
 
     async def reset_prefix_cache(self) -> None:

@@ -13,7 +13,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
-    WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -55,11 +54,12 @@ def use_process_context(context: Any) -> None:
     engine_utils.get_mp_context = lambda: context
 
 
-async def pause(llm: Any, mode: str) -> None:
-    """AsyncLLM.pause_generation, cache cleared, without the 20 ms that it sleeps at its end: what
-    ended is told through the requests' own streams, and nobody here minds in which order."""
-    await llm.renderer.clear_mm_cache_async()
-    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+async def pause(llm: Any, mode: str, clear_cache: bool = True) -> None:
+    """AsyncLLM.pause_generation without the 20 ms that it sleeps at its end: what ended is told
+    through the requests' own streams, and nobody here minds in which order."""
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
 def weight_versions_so_far(llm: Any, request_id: str) -> list[WeightVersionSpan]:
@@ -89,7 +89,6 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
-    "WeightTransferUpdateRequest",
     "WorkerWrapperBase",
     "cleanup_dist_env_and_memory",
     "current_platform",

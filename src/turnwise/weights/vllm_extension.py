@@ -114,7 +114,9 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
     device: torch.device
     rank: int
+    start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
     _weight_update_active: bool
 
     @_replying
@@ -183,9 +185,11 @@ class WorkerExtension:
         return {} if version is None else {"version": version}
 
     @_replying
-    def load_stream(self) -> None:
-        """Load what the stream brings; between vLLM's start and finish of an update."""
-        self.update_weights({})
+    def load_update(self, manifest: dict[str, Any] | None = None) -> None:
+        """Load what the manifest names or, without one, what the open stream brings."""
+        self.start_weight_update()
+        self.update_weights({"manifest": manifest})
+        self.finish_weight_update()
 
     @_replying
     def end_stream(self, error: str) -> None:
