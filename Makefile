@@ -23,7 +23,7 @@ $(STAMP): requirements/cpu.txt
 	@$(PYTHON) -m venv --clear .venv
 	@$(PIP) download -qq --no-deps -d .venv/torch "$$(grep '^torch==' requirements/cpu.txt)" 2> /dev/null \
 	  || $(PIP) download -qq --no-deps -d .venv/torch --index-url $(TORCH_INDEX) "$$(grep '^torch==' requirements/cpu.txt)"
-	@$(PIP) install -qq --no-deps --find-links .venv/torch -r requirements/cpu.txt
+	@$(PIP) install -qq --no-deps --no-compile --find-links .venv/torch -r requirements/cpu.txt
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@rm -rf .venv/torch
 	@touch $@
@@ -31,7 +31,7 @@ $(STAMP): requirements/cpu.txt
 # What benchmarks compare to, apart from what turnwise itself is pinned to.
 $(PEERS): requirements/bench.txt
 	@$(PYTHON) -m venv --clear .venv-bench
-	@.venv-bench/bin/python -m pip install -qq --no-deps -r requirements/bench.txt
+	@.venv-bench/bin/python -m pip install -qq --no-deps --no-compile -r requirements/bench.txt
 	@touch $@
 
 demo: setup

@@ -9,29 +9,33 @@ result (one request where it does not call). Turnwise's server keeps every sessi
 both; those of the OpenAI agent are fetched and audited afterwards, and each must be exact.
 
 What the machine allows is measured, too: a bare engine (vLLM's AsyncLLM in this process, without a
-server) replays the ids of those trajectories, 64 at a time.
+server) replays the ids of those trajectories, 64 at a time; and the processor time of a rollout is
+summed over all processes, which bounds how many fit into a second of all cores.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from benchmarks.models import as_in_a_worker, demo_files
-from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.report import Claim, digits, parser, quotients, report
 from examples.calculator.conversations import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.vllm_engine import VllmEngine
@@ -51,12 +55,14 @@ class Measured:
     ours: list[float]
     theirs: list[float]
     trajectories: list[list[Trajectory]]
+    cpu: list[dict[str, float]]
+    """Milliseconds of a rollout of ours, by process."""
     note: str
 
 
 @contextmanager
-def serving(model: Path, folder: Path) -> Iterator[str]:
-    """A server's base URL."""
+def serving(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
+    """A server's base URL and process id."""
     config = folder / "serve.yaml"
     tree = {
         "model": {"path": str(model), "max_length": 512},
@@ -72,7 +78,7 @@ def serving(model: Path, folder: Path) -> Iterator[str]:
                 if process.poll() is not None:
                     raise SystemExit("turnwise serve ended before it told its address")
                 time.sleep(0.2)
-            yield found[0]
+            yield found[0], process.pid
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)
@@ -85,6 +91,18 @@ def ask(command: list[Any]) -> dict[str, Any]:
         raise SystemExit(f"{command[1]} failed: {done.stderr[-2000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Of the engine, and of all other processes that a server started, and itself."""
+    spent = {"engine": 0.0, "server": 0.0}
+    server = psutil.Process(pid)
+    for process in (server, *server.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            kind = "engine" if "EngineCor" in process.name() else "server"
+            spent[kind] += times.user + times.system
+    return spent
 
 
 async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajectory]:
@@ -132,15 +150,21 @@ async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[fl
     return rates[1:]
 
 
-def run(base_url: str, build: Path, folder: Path, options: argparse.Namespace) -> Measured:
+def run(
+    base_url: str, pid: int, build: Path, folder: Path, options: argparse.Namespace
+) -> Measured:
     problems, tools = build / "train.jsonl", folder / "tools.json"
     tools.write_text(json.dumps([TOOL_SCHEMA]))
     rollouts, warm, rounds = (16, 8, 1) if options.quick else (256, 64, 2)
     common = ["--base-url", base_url, "--model", build / "model", "--problems", problems]
     common += ["--rollouts", rollouts, "--warmup", warm, "--max-turns", REQUESTS]
-    ours, theirs, turns, kept = [], [], [], []
+    ours, theirs, turns, kept, cpu = [], [], [], [], []
     for _ in range(rounds):
+        before = cpu_seconds(pid)
         mine = ask([sys.executable, "-m", "benchmarks.peers.openai_agent", *common])
+        after, each = cpu_seconds(pid), 1e3 / (rollouts + warm)
+        spent = {kind: (after[kind] - before[kind]) * each for kind in after}
+        cpu.append({**spent, "client": mine["cpu_seconds"] * each})
         kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
         peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
         other = ask([options.peers, peer, *common, "--tools", tools])
@@ -149,11 +173,14 @@ def run(base_url: str, build: Path, folder: Path, options: argparse.Namespace) -
         theirs.append(other["rollouts_per_s"])
         turns.append(f"{mine['turns'] / rollouts:.2f} and {other['turns'] / rollouts:.2f}")
     note = f"requests a rollout, ours and theirs, round by round: {', '.join(turns)}"
-    return Measured(ours, theirs, kept, note)
+    return Measured(ours, theirs, kept, cpu, note)
 
 
 def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
     ours, theirs = measured.ours, measured.theirs
+    split = {kind: statistics.median(c[kind] for c in measured.cpu) for kind in measured.cpu[0]}
+    each, cores = sum(split.values()), len(os.sched_getaffinity(0))
+    parts = ", ".join(f"{kind} {digits(spent)}" for kind, spent in split.items())
     return [
         Claim(
             f"rollouts of an OpenAI-client agent, {CONCURRENCY} at a time",
@@ -164,8 +191,21 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
             quotients(ours, theirs),
             note=measured.note,
         ),
-        Claim("the same", "1/s", ours, at_least=150),
-        Claim("the same", "1/s", ours, "bare engine's replay", replayed, quotients(ours, replayed)),
+        Claim("rollouts of that agent", "1/s", ours, at_least=150),
+        Claim(
+            "rollouts of that agent",
+            "1/s",
+            ours,
+            "bare engine's replay",
+            replayed,
+            quotients(ours, replayed),
+        ),
+        Claim(
+            "processor time of a rollout of that agent",
+            "ms",
+            [sum(round_.values()) for round_ in measured.cpu],
+            note=f"{parts}; {cores} cores have time for {digits(cores * 1e3 / each)} rollouts/s",
+        ),
     ]
 
 
@@ -180,8 +220,8 @@ def main() -> None:
     build = demo_files(options.quick)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with serving(build / "model", folder) as base_url:
-            measured = run(base_url, build, folder, options)
+        with serving(build / "model", folder) as (base_url, pid):
+            measured = run(base_url, pid, build, folder, options)
     replayed = asyncio.run(replay(build / "model", measured.trajectories))
     report(claims_of(measured, replayed), options)
 

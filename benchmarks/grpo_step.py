@@ -4,12 +4,12 @@ The demo's model, tool, problems and reward; 16 prompts of 8 rollouts a step, on
 the same learning rate and loss (token mean, clipped 0.2 and 0.28, no KL); two threads. Turnwise is
 `turnwise train`, TRL its `GRPOTrainer` with `tools=` (generation by Transformers: its vLLM mode
 needs a GPU). Either has the machine to itself while it runs; the first step of each run warms up
-and is not counted, but for TRL's with slow tools, which takes a minute and is its only one.
+and is not counted. TRL's step with the slow tool takes a minute: it is one, the last of its run.
 
 The tool answers at once; or it has a long tail: 80 % of the calls take 10 ms, 15 % 200 ms, 5 % 2 s.
 There Turnwise runs one step ahead (training.max_staleness 1), where a tool at once leaves it
 nothing to win. Rewards are compared with the tool that answers at once, over as many steps of both:
-means over the second half of them.
+means of all but the first, which neither has learned from.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.models import demo_files
+from benchmarks.models import demo_files, pause
 from benchmarks.report import Claim, parser, report
 from examples.calculator.environment import Calculator
 from examples.calculator.tool import calculate as calculate_at_once
@@ -34,12 +34,6 @@ MAX_TOKENS, MAX_TURNS = 64, 6
 SEQUENCE = 256
 """Tokens of a whole rollout for TRL, which has no bound of a single turn."""
 LEARNING_RATE = 0.0003
-SHARES, SECONDS = (0.8, 0.15, 0.05), (0.01, 0.2, 2.0)
-
-
-def pause(tools: str) -> float:
-    """Seconds that a call takes."""
-    return 0.0 if tools == "instant" else random.choices(SECONDS, SHARES)[0]
 
 
 class SlowCalculator(Calculator):
@@ -99,10 +93,10 @@ def turnwise(build: Path, tools: str, steps: int, seed: int) -> dict[str, list[f
     }
 
 
-def trl(build: Path, tools: str, steps: int, seed: int) -> dict[str, list[float]]:
-    """The same of TRL's trainer."""
+def trl(build: Path, steps: int, long_tailed: int, seed: int) -> dict[str, list[float]]:
+    """The same of TRL's trainer: steps with the tool that answers at once, then with the other."""
     command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--build", build]
-    told = run([*command, "--steps", steps, "--tools", tools, "--seed", seed])
+    told = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed, "--seed", seed])
     answer: dict[str, list[float]] = json.loads(told.splitlines()[-1])
     return answer
 
@@ -114,14 +108,9 @@ def run(command: list[Any]) -> str:
     return done.stdout
 
 
-def compare(
-    build: Path, tools: str, steps: tuple[int, int], goal: float
-) -> tuple[Claim, list[list[float]]]:
-    """A step's time, after so many steps of ours and of TRL's; and the rewards of both runs."""
-    seed = random.randrange(10_000)
-    runs = turnwise(build, tools, steps[0], seed), trl(build, tools, steps[1], seed)
-    ours, theirs = (run["seconds"][1:] or run["seconds"] for run in runs)
-    claim = Claim(
+def step_claim(tools: str, ours: list[float], theirs: list[float], goal: float) -> Claim:
+    """A step's seconds."""
+    return Claim(
         f"GRPO step of {PROMPTS * GROUP}, {tools} tools",
         "s",
         ours,
@@ -131,29 +120,32 @@ def compare(
         "times faster",
         at_least=goal,
     )
-    return claim, [run["rewards"] for run in runs]
 
 
 def main() -> None:
     """Prints the claims."""
     options = parser("grpo_step", __doc__).parse_args()
-    build, steps = demo_files(options.quick), 1 if options.quick else 4
-    claim, rewards = compare(build, "instant", (steps, steps), 2.0)
-    ours, theirs = (statistics.mean(of_run[steps // 2 :]) for of_run in rewards)
+    build, seed = demo_files(options.quick), random.randrange(10_000)
+    steps, tailed = (2, 0) if options.quick else (3, 1)
+    ours, theirs = turnwise(build, "instant", steps, seed), trl(build, steps, tailed, seed)
+    rewards = [statistics.mean(of_run["rewards"][1:steps]) for of_run in (ours, theirs)]
     claims = [
-        claim,
+        step_claim("instant", ours["seconds"][1:], theirs["seconds"][1:steps], 2.0),
         Claim(
             "reward at equal samples, instant tools",
-            f"mean of steps {steps // 2 + 1}–{steps}",
-            [ours],
+            f"mean of steps 2–{steps}",
+            rewards[:1],
             "TRL",
-            [theirs],
-            [ours / max(1e-9, theirs)],
+            rewards[1:],
+            [rewards[0] / max(1e-9, rewards[1])],
             at_least=1.0,
         ),
     ]
-    if not options.quick:  # TRL runs one sample's tools after another's: a minute a step
-        claims.append(compare(build, "long-tailed", (5, 1), 4.0)[0])
+    if tailed:
+        slow = turnwise(build, "long-tailed", 5, seed)
+        claims.append(
+            step_claim("long-tailed", slow["seconds"][1:], theirs["seconds"][steps:], 4.0)
+        )
     report(claims, options)
 
 

@@ -1,6 +1,7 @@
-"""The models that are measured with: random ones of a given size, and the demo's own."""
+"""What is measured with: random models of a given size, the demo's own, and tools' pauses."""
 
 import os
+import random
 from pathlib import Path
 
 import torch
@@ -19,6 +20,14 @@ SHAPES = {
     "100 M": {"hidden_size": 768, "num_hidden_layers": 13, "intermediate_size": 2560},
 }
 """Names are the parameters, about, without the embeddings of the smallest."""
+PAUSES = {"instant": ((1.0, 0.0),), "long-tailed": ((0.8, 0.01), (0.15, 0.2), (0.05, 2.0))}
+"""Shares, and the seconds that a tool takes."""
+
+
+def pause(tools: str) -> float:
+    """Seconds that a call of such a tool takes, drawn anew."""
+    shares, seconds = zip(*PAUSES[tools], strict=True)
+    return float(random.choices(seconds, shares)[0])
 
 
 def as_in_a_worker() -> None:

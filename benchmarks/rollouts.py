@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.models import as_in_a_worker, make_model
+from benchmarks.models import as_in_a_worker, make_model, pause
 from benchmarks.report import Claim, digits, parser, quotients, report
 from turnwise.config import Config, parse_config
 from turnwise.engine import Completion
@@ -57,13 +57,6 @@ AHEAD = 2 * GROUP * PER_STEP
 WARM_UP = 2
 RESULT = "357"
 """With what the template puts around it, about 16 tokens."""
-PAUSES = {"instant": ((1.0, 0.0),), "long-tailed": ((0.8, 0.01), (0.15, 0.2), (0.05, 2.0))}
-"""Shares, and the seconds that a tool takes."""
-
-
-def pause(tools: str) -> float:
-    shares, seconds = zip(*PAUSES[tools], strict=True)
-    return float(random.choices(seconds, shares)[0])
 
 
 class LookUp:
@@ -321,7 +314,7 @@ async def run(config: Config, quick: bool) -> list[Claim]:
     tailed: list[tuple[float, float, float]] = []
     async with make_manager(config, 0).running() as manager:
         bench = Bench(config, manager, bare, blocking)
-        await bench.instant(2 * CONCURRENCY)  # warms up
+        await bench.instant(CONCURRENCY)  # warms up
         for _ in range(1 if quick else 3):
             instant.append(await bench.instant(64 if quick else 256))
             print("instant", *map(digits, instant[-1]), flush=True)

@@ -1,10 +1,10 @@
 """What the serving plane costs: `python -m benchmarks.serving [--quick]`.
 
-Requests of 50 + 24 tokens, closed loops of 1 and 64 callers, four ways in turn: the bare
-engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker behind the scheduler,
-and the OpenAI server before either, asked over HTTP by a client in the same process. Ratios are
-medians over rounds that alternate, so that the machine's mood cancels out. Added latency is
-against the bare engine's.
+Requests of 50 + 24 tokens, closed loops of 64 callers (or as many as `--callers` says), four ways
+in turn: the bare engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker
+behind the scheduler, and the OpenAI server before either, asked over HTTP by a client in the same
+process. Ratios are medians over rounds that alternate, so that the machine's mood cancels out.
+Added latency is against the bare engine's.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from turnwise.serving.openai_server import OpenAIServer
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 PROMPT_TOKENS, NEW_TOKENS = 50, 24
-CALLERS = (1, 64)
+CALLERS = (64,)
 SAMPLING = SamplingConfig(max_tokens=NEW_TOKENS, ignore_eos=True)
 Ask = Callable[[list[int], str], Awaitable[None]]
 
@@ -135,7 +135,7 @@ async def run(
                 "HTTP, scheduler": lambda prompt, _: over_http(fleet_url, prompt),
             }
             for ask in ways.values():
-                await measure(ask, 64, 3.0, Measured())
+                await measure(ask, 64, 1.0, Measured())
             table = Table("callers", "way", "requests/s", "of bare", "p50 ms", "p99 ms",
                           "added p50", "added p99")  # fmt: skip
             for callers in all_callers:

@@ -25,7 +25,7 @@ from turnwise.training.batching import make_micro_batch, plan
 from turnwise.training.policy import Policy
 
 CPU = torch.device("cpu")
-SEQUENCES = {"0.7 M": 192, "5 M": 48}
+SEQUENCES = {"0.7 M": 96, "5 M": 24}
 VOCABULARY = 512
 PROMPT = 48
 
@@ -117,7 +117,7 @@ def measure(size: str, rounds: int, folder: Path) -> Claim:
 def main() -> None:
     """Prints the claims."""
     made = parser("training", __doc__)
-    made.add_argument("--rounds", type=int, default=6)
+    made.add_argument("--rounds", type=int, default=4)
     options = made.parse_args()
     seed = time.time_ns() % 2**32
     random.seed(seed)

@@ -69,15 +69,18 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = [json.loads(line) for line in options.problems.read_text().splitlines()]
     random.shuffle(rows)
     questions = itertools.cycle(row["question"] for row in rows)
+    cpu = -time.process_time()
     async with AsyncOpenAI(base_url=options.base_url, api_key="none") as client:
         await run_all(client, itertools.islice(questions, options.warmup), options)
         some = list(itertools.islice(questions, options.rollouts))
         started = time.perf_counter()
         turns = await run_all(client, some, options)
         seconds = time.perf_counter() - started
+    cpu += time.process_time()
     return {
         "rollouts_per_s": len(turns) / seconds,
         "turns": sum(turns.values()),
+        "cpu_seconds": cpu,
         "sessions": sorted(turns),
     }
 

@@ -1,6 +1,8 @@
 """TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
 
-    python -m benchmarks.peers.trl_grpo --steps N [--tools long-tailed]
+    python -m benchmarks.peers.trl_grpo --build FOLDER --steps N [--long-tailed-steps M]
+
+The tool answers at once in the first N steps, and with a long tail in the M that follow.
 
 Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 """
@@ -26,8 +28,8 @@ from benchmarks.grpo_step import (
     MAX_TURNS,
     PROMPTS,
     SEQUENCE,
-    pause,
 )
+from benchmarks.models import pause
 from examples.calculator.environment import _ANSWER
 from examples.calculator.tool import calculate as calculate_at_once
 
@@ -64,10 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=Path, required=True, help="the demo's files")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--tools", choices=("instant", "long-tailed"), default="instant")
+    parser.add_argument("--long-tailed-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(2)
+    steps, clock = options.steps + options.long_tailed_steps, Clock()
 
     def calculate(a: int, operation: Literal["+", "-", "*"], b: int) -> int:
         """Calculates a + b, a - b or a * b.
@@ -77,12 +80,13 @@ def main() -> None:
             operation: The operation.
             b: The second number.
         """
-        time.sleep(pause(options.tools))
+        tools = "instant" if len(clock.seconds) < options.steps else "long-tailed"
+        time.sleep(pause(tools))
         return calculate_at_once(a, operation, b)
 
     rows = [json.loads(line) for line in (options.build / "train.jsonl").open()]
     random.Random(options.seed).shuffle(rows)
-    rows = rows[: options.steps * PROMPTS]
+    rows = rows[: steps * PROMPTS]
     dataset = Dataset.from_list(
         [
             {
@@ -95,7 +99,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.build / "model")
     tokenizer.response_template = qwen3_template
     model = AutoModelForCausalLM.from_pretrained(options.build / "model", dtype=torch.float32)
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -114,7 +117,7 @@ def main() -> None:
             loss_type="dapo",
             epsilon=0.2,
             epsilon_high=0.28,
-            max_steps=options.steps,
+            max_steps=steps,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -133,10 +136,8 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
-    log = [entry for entry in trainer.state.log_history if "reward" in entry]
-    rewards = [entry["reward"] for entry in log]
-    calls = [entry.get("tools/call_frequency") for entry in log]
-    print(json.dumps({"seconds": clock.seconds, "rewards": rewards, "calls": calls}))
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print(json.dumps({"seconds": clock.seconds, "rewards": rewards}))
 
 
 if __name__ == "__main__":

@@ -153,10 +153,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     if failures and failures[0].last_error is not None:
         print(f"first failure: {failures[0].last_error.message}", file=sys.stderr)
     return {
-        "rollouts": len(traces),
         "rollouts_per_s": len(traces) / seconds,
         "turns": sum(trace.num_turns for trace in traces),
-        "reward_mean": sum(trace.reward for trace in traces) / len(traces),
         "failed": len(failures),
     }
 
