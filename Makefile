@@ -13,6 +13,9 @@ PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Bytecode is written when a module is first imported: not at install, and not anew at every start.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo algorithms test bench lint lock clean
 
 setup: $(STAMP)

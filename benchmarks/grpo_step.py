@@ -55,7 +55,9 @@ class SlowCalculator(Calculator):
         return calculate_at_once(a, operation, b)
 
 
-def turnwise(build: Path, tools: str, steps: int, seed: int) -> dict[str, list[float]]:
+def turnwise(
+    build: Path, tools: str, prompts: int, steps: int, seed: int
+) -> dict[str, list[float]]:
     """A step's seconds and rewards, of a short run."""
     name = f"bench-{tools}-{seed}"
     folder = ROOT / "runs" / name
@@ -66,7 +68,7 @@ def turnwise(build: Path, tools: str, steps: int, seed: int) -> dict[str, list[f
         "output_dir": ROOT / "runs",
         "model.path": build / "model",
         "data.path": build / "train.jsonl",
-        "rollout.prompts_per_step": PROMPTS,
+        "rollout.prompts_per_step": prompts,
         "rollout.max_turns": MAX_TURNS,
         "sampling.n": GROUP,
         "sampling.max_tokens": MAX_TOKENS,
@@ -93,10 +95,13 @@ def turnwise(build: Path, tools: str, steps: int, seed: int) -> dict[str, list[f
     }
 
 
-def trl(build: Path, steps: int, long_tailed: int, seed: int) -> dict[str, list[float]]:
+def trl(
+    build: Path, prompts: int, steps: int, long_tailed: int, seed: int
+) -> dict[str, list[float]]:
     """The same of TRL's trainer: steps with the tool that answers at once, then with the other."""
     command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--build", build]
-    told = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed, "--seed", seed])
+    command += ["--prompts", prompts, "--seed", seed]
+    told = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
     answer: dict[str, list[float]] = json.loads(told.splitlines()[-1])
     return answer
 
@@ -126,8 +131,9 @@ def main() -> None:
     """Prints the claims."""
     options = parser("grpo_step", __doc__).parse_args()
     build, seed = demo_files(options.quick), random.randrange(10_000)
-    steps, tailed = (2, 0) if options.quick else (3, 1)
-    ours, theirs = turnwise(build, "instant", steps, seed), trl(build, steps, tailed, seed)
+    prompts, steps, tailed = (2, 2, 0) if options.quick else (PROMPTS, 3, 1)
+    ours = turnwise(build, "instant", prompts, steps, seed)
+    theirs = trl(build, prompts, steps, tailed, seed)
     rewards = [statistics.mean(of_run["rewards"][1:steps]) for of_run in (ours, theirs)]
     claims = [
         step_claim("instant", ours["seconds"][1:], theirs["seconds"][1:steps], 2.0),
@@ -142,7 +148,7 @@ def main() -> None:
         ),
     ]
     if tailed:
-        slow = turnwise(build, "long-tailed", 5, seed)
+        slow = turnwise(build, "long-tailed", prompts, 5, seed)
         claims.append(
             step_claim("long-tailed", slow["seconds"][1:], theirs["seconds"][steps:], 4.0)
         )

@@ -75,7 +75,7 @@ def turnwise(*arguments: object) -> subprocess.CompletedProcess[str]:
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
 
 
@@ -127,7 +127,7 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     turns = sum(len(t.turns) for t in read_jsonl(run / "trajectories" / "eval-0003.jsonl"))
     assert f"of {turns} greedy turns" in replay.stdout, replay.stderr

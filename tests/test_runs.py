@@ -140,7 +140,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         ],
         cwd=ROOT,
         env=command_environment(),
-        timeout=240,
+        timeout=400,
         check=True,
     )
     for step in (1, 2):
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     assert len(ranks) == 2
     ranks[1].kill()
     killed = time.monotonic()
-    stdout, stderr = running.process.communicate(timeout=240)
+    stdout, stderr = running.process.communicate(timeout=400)
     if restarts:
         assert running.process.returncode == 0, stderr
         assert "died; restart 1 of 1" in stdout

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
 
-    python -m benchmarks.peers.trl_grpo --build FOLDER --steps N [--long-tailed-steps M]
+    python -m benchmarks.peers.trl_grpo --build FOLDER --prompts P --steps N [--long-tailed-steps M]
 
 The tool answers at once in the first N steps, and with a long tail in the M that follow.
 
@@ -26,7 +26,6 @@ from benchmarks.grpo_step import (
     GROUP,
     LEARNING_RATE,
     MAX_TURNS,
-    PROMPTS,
     SEQUENCE,
 )
 from benchmarks.models import pause
@@ -65,6 +64,7 @@ def right(completions: list[Any], answer: list[int], **others: Any) -> list[floa
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=Path, required=True, help="the demo's files")
+    parser.add_argument("--prompts", type=int, required=True, help="of a step")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--long-tailed-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -86,7 +86,7 @@ def main() -> None:
 
     rows = [json.loads(line) for line in (options.build / "train.jsonl").open()]
     random.Random(options.seed).shuffle(rows)
-    rows = rows[: steps * PROMPTS]
+    rows = rows[: steps * options.prompts]
     dataset = Dataset.from_list(
         [
             {
@@ -104,7 +104,7 @@ def main() -> None:
             output_dir=folder,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=PROMPTS * GROUP,
+            per_device_train_batch_size=options.prompts * GROUP,
             num_generations=GROUP,
             max_completion_length=SEQUENCE,
             max_tool_calling_iterations=MAX_TURNS - 1,

@@ -46,7 +46,7 @@ def seen(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         env=marked(folder),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     seen: Seen = json.loads((folder / "seen.json").read_text())

@@ -91,7 +91,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert "state cannot be written: the disk did not take it all" in done.stdout, done.stderr
     assert checkpoint.newest_whole(tmp_path) == (tmp_path / "step-0001", [])

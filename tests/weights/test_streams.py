@@ -348,7 +348,7 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     process.start()
     await link.join_engine(ready)
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} .* chunk \d+ of \d+"):
-        await link.update(ready, 60.0)
+        await link.update(ready, 120.0)
     process.join()
     waiting = asyncio.create_task(ready.generate(PROMPT, SamplingConfig(max_tokens=4), "waits"))
     done, _ = await asyncio.wait([waiting], timeout=0.5)
