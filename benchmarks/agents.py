@@ -26,15 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
-from benchmarks.models import as_in_a_worker, demo_files
+from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, digits, parser, quotients, report
 from examples.calculator.conversations import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
@@ -91,18 +90,6 @@ def ask(command: list[Any]) -> dict[str, Any]:
         raise SystemExit(f"{command[1]} failed: {done.stderr[-2000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
-
-
-def cpu_seconds(pid: int) -> dict[str, float]:
-    """Of the engine, and of all other processes that a server started, and itself."""
-    spent = {"engine": 0.0, "server": 0.0}
-    server = psutil.Process(pid)
-    for process in (server, *server.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            kind = "engine" if "EngineCor" in process.name() else "server"
-            spent[kind] += times.user + times.system
-    return spent
 
 
 async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajectory]:
@@ -164,7 +151,8 @@ def run(
         mine = ask([sys.executable, "-m", "benchmarks.peers.openai_agent", *common])
         after, each = cpu_seconds(pid), 1e3 / (rollouts + warm)
         spent = {kind: (after[kind] - before[kind]) * each for kind in after}
-        cpu.append({**spent, "client": mine["cpu_seconds"] * each})
+        client = mine["cpu_seconds"] * each
+        cpu.append({"engine": spent["engine"], "server": spent["others"], "client": client})
         kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
         peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
         other = ask([options.peers, peer, *common, "--tools", tools])

@@ -113,10 +113,12 @@ def run(command: list[Any]) -> str:
     return done.stdout
 
 
-def step_claim(tools: str, ours: list[float], theirs: list[float], goal: float) -> Claim:
+def step_claim(
+    tools: str, prompts: int, ours: list[float], theirs: list[float], goal: float
+) -> Claim:
     """A step's seconds."""
     return Claim(
-        f"GRPO step of {PROMPTS * GROUP}, {tools} tools",
+        f"GRPO step of {prompts * GROUP}, {tools} tools",
         "s",
         ours,
         "TRL",
@@ -136,7 +138,7 @@ def main() -> None:
     theirs = trl(build, prompts, steps, tailed, seed)
     rewards = [statistics.mean(of_run["rewards"][1:steps]) for of_run in (ours, theirs)]
     claims = [
-        step_claim("instant", ours["seconds"][1:], theirs["seconds"][1:steps], 2.0),
+        step_claim("instant", prompts, ours["seconds"][1:], theirs["seconds"][1:steps], 2.0),
         Claim(
             "reward at equal samples, instant tools",
             f"mean of steps 2–{steps}",
@@ -150,7 +152,7 @@ def main() -> None:
     if tailed:
         slow = turnwise(build, "long-tailed", prompts, 5, seed)
         claims.append(
-            step_claim("long-tailed", slow["seconds"][1:], theirs["seconds"][steps:], 4.0)
+            step_claim("long-tailed", prompts, slow["seconds"][1:], theirs["seconds"][steps:], 4.0)
         )
     report(claims, options)
 

@@ -2,8 +2,10 @@
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -39,6 +41,18 @@ def as_in_a_worker() -> None:
         VLLM_NO_USAGE_STATS="1",
         TOKENIZERS_PARALLELISM="false",
     )
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Processor time so far of vLLM's engine processes below this one, and of all others and it."""
+    spent = {"engine": 0.0, "others": 0.0}
+    process = psutil.Process(pid)
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            kind = "engine" if "EngineCor" in each.name() else "others"
+            spent[kind] += times.user + times.system
+    return spent
 
 
 def make_model(size: str, folder: Path) -> Path:

@@ -7,9 +7,10 @@ actor. What came out is audited afterwards, and every trajectory must be exact.
 
 1. Tools that answer at once. Against: the bare engine (vLLM's AsyncLLM in the caller's process,
    the same arguments, log-probs and no text) replaying the same trace: the same first prompts, its
-   own completions, the same ids after each turn. 64 trajectories at a time for both. The replay
-   through Turnwise's scheduler tells what of the difference is the serving plane's; the rest is
-   what the driver does between turns (template, parser, tool, reward), for 64 at once.
+   own completions, the same ids after each turn. 64 trajectories at a time for both. Processor
+   time tells what the difference is made of: an engine computes on one core, and what others do
+   (template, parser, tool, reward, scheduler, calls between processes) it waits for at the end of
+   a turn, which 64 trajectories reach at once.
 2. Tools with a long tail (80 % take 10 ms, 15 % 200 ms, 5 % 2 s), in the steady state: steps of 128
    trajectories, the next step's rollouts running ahead (training.max_staleness 1), nothing trained.
    Against: a batch-synchronous loop (vLLM's LLM.generate on the 128, all tools at once, next turn,
@@ -22,13 +23,15 @@ Every round has new prompts, and every engine begins it with an empty prefix cac
 import asyncio
 import itertools
 import json
+import os
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import vllm
@@ -36,10 +39,9 @@ from transformers import AutoTokenizer
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.models import as_in_a_worker, make_model, pause
+from benchmarks.models import as_in_a_worker, cpu_seconds, make_model, pause
 from benchmarks.report import Claim, digits, parser, quotients, report
 from turnwise.config import Config, parse_config
-from turnwise.engine import Completion
 from turnwise.engine.vllm_engine import VllmEngine, engine_arguments
 from turnwise.machinery import make_manager
 from turnwise.ray_calls import start_ray
@@ -51,9 +53,9 @@ from turnwise.trajectory import Trajectory
 from turnwise.trajectory.exactness import audit
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
-TURNS, NEW_TOKENS, GROUP, PER_STEP = 3, 24, 8, 16
+_Result = TypeVar("_Result")
+TURNS, NEW_TOKENS, GROUP = 3, 24, 8
 CONCURRENCY = 64
-AHEAD = 2 * GROUP * PER_STEP
 WARM_UP = 2
 RESULT = "357"
 """With what the template puts around it, about 16 tokens."""
@@ -120,7 +122,7 @@ def make_problems(count: int, tools: str) -> list[Problem]:
     ]
 
 
-def configuration(path: Path) -> Config:
+def configuration(path: Path, prompts_per_step: int) -> Config:
     return parse_config(
         {
             "environment": "benchmarks.rollouts:LookUp",
@@ -129,7 +131,7 @@ def configuration(path: Path) -> Config:
             "rollout": {
                 "loop": "benchmarks.rollouts:FixedTurns",
                 "concurrency": CONCURRENCY,
-                "prompts_per_step": PER_STEP,
+                "prompts_per_step": prompts_per_step,
             },
             "sampling": {
                 "n": GROUP,
@@ -139,6 +141,24 @@ def configuration(path: Path) -> Config:
             "training": {"steps": 10_000, "max_staleness": 1},
             "engine": {"max_num_seqs": 256},
         }
+    )
+
+
+@dataclass
+class Run:
+    """Trajectories/s, and the milliseconds of processor time that one took, by process."""
+
+    rate: float
+    cpu: dict[str, float]
+
+
+async def metered(work: Awaitable[_Result], trajectories: int) -> tuple[_Result, Run]:
+    before, started = cpu_seconds(os.getpid()), time.perf_counter()
+    result = await work
+    seconds, after = time.perf_counter() - started, cpu_seconds(os.getpid())
+    each = 1e3 / trajectories
+    return result, Run(
+        trajectories / seconds, {kind: (after[kind] - before[kind]) * each for kind in after}
     )
 
 
@@ -170,31 +190,18 @@ def parameters() -> vllm.SamplingParams:
     )
 
 
-Sampler = Callable[[list[int], str], Awaitable[Sequence[int]]]
-
-
-def sampler_of(llm: Any) -> Sampler:
-    """A request to the bare engine."""
-    params = parameters()
-
-    async def sample(prompt: list[int], name: str) -> Sequence[int]:
-        async for output in llm.generate(tokens_input(prompt), params, name):
-            completion: Sequence[int] = output.outputs[0].token_ids
-        return completion
-
-    return sample
-
-
-async def replay(sample: Sampler, traces: Sequence[Trace], at_a_time: int) -> float:
-    """Seconds that an engine takes for the traces."""
-    names, waiting = itertools.count(), iter(traces)
+async def replay(llm: Any, traces: Sequence[Trace], at_a_time: int) -> float:
+    """Seconds that the bare engine takes for the traces."""
+    names, waiting, params = itertools.count(), iter(traces), parameters()
     tag = random.getrandbits(60)
 
     async def lane() -> None:
         for trace in waiting:
             prompt = trace.prompt
             for added in (*trace.added, []):
-                completion = await sample(prompt, f"{tag:x}-{next(names)}")
+                name = f"{tag:x}-{next(names)}"
+                async for output in llm.generate(tokens_input(prompt), params, name):
+                    completion = output.outputs[0].token_ids
                 prompt = [*prompt, *completion, *added]
 
     started = time.perf_counter()
@@ -235,25 +242,16 @@ class Bench:
         for engine in self.manager.engines:
             await engine.reset_prefix_cache()
 
-    async def instant(self, trajectories: int) -> tuple[float, float, float]:
-        """Trajectories/s of Turnwise, of its scheduler's replay, and of the bare engine's."""
+    async def instant(self, trajectories: int) -> tuple[Run, Run]:
+        """Of Turnwise, and of the bare engine's replay."""
         problems, runner = make_problems(trajectories // GROUP, "instant"), self.runner(CONCURRENCY)
         await self.clear()
-        started = time.perf_counter()
-        groups = await asyncio.gather(*(self.group(runner, problem, "i") for problem in problems))
-        ours = time.perf_counter() - started
+        work = asyncio.gather(*(self.group(runner, problem, "i") for problem in problems))
+        groups, ours = await metered(work, trajectories)
         traces = audited(groups, trajectories)
-        await self.clear()
-        scheduled = await replay(self.scheduled, traces, CONCURRENCY)
         await self.bare.reset_prefix_cache()
-        bare = await replay(sampler_of(self.bare), traces, CONCURRENCY)
-        return trajectories / ours, trajectories / scheduled, trajectories / bare
-
-    async def scheduled(self, prompt: list[int], name: str) -> Sequence[int]:
-        """A request to Turnwise's scheduler."""
-        sampling = self.config.sampling
-        completion: Completion = await self.manager.scheduler.generate(prompt, sampling, name)
-        return completion.token_ids
+        _, bare = await metered(replay(self.bare, traces, CONCURRENCY), trajectories)
+        return ours, bare
 
     async def group(self, runner: Runner, problem: Problem, tag: str) -> Group:
         scheduler, sampling = self.manager.scheduler, self.config.sampling
@@ -263,8 +261,10 @@ class Bench:
         self, warm_up: int, steps: int, sync_steps: int
     ) -> tuple[float, float, float]:
         """Trajectories/s of Turnwise, of the loop in batches, and of the ideal."""
-        runner, per_step = self.runner(AHEAD), GROUP * PER_STEP
-        stream = ProblemStream(make_problems((warm_up + steps + 2) * PER_STEP, "long-tailed"), 0)
+        prompts = self.config.rollout.prompts_per_step
+        per_step, ahead = GROUP * prompts, 2 * GROUP * prompts
+        runner = self.runner(ahead)
+        stream = ProblemStream(make_problems((warm_up + steps + 2) * prompts, "long-tailed"), 0)
         producer = GroupProducer(
             self.config, lambda p, tag: self.group(runner, p, tag), stream, lambda rewards: True
         )
@@ -287,7 +287,7 @@ class Bench:
         sync = sum([await asyncio.to_thread(in_batches, self.blocking, b) for b in batches])
         some = traces[: sync_steps * per_step * 2]
         await self.bare.reset_prefix_cache()
-        ideal = await replay(sampler_of(self.bare), some, AHEAD)
+        ideal = await replay(self.bare, some, ahead)
         return steps * per_step / ours, sync_steps * per_step / sync, len(some) / ideal
 
 
@@ -310,39 +310,36 @@ async def run(config: Config, quick: bool) -> list[Claim]:
     )._llm
     arguments.pop("enable_log_requests")  # known to the asynchronous engine alone
     blocking = vllm.LLM(**arguments)
-    instant: list[tuple[float, float, float]] = []
+    instant: list[tuple[Run, Run]] = []
     tailed: list[tuple[float, float, float]] = []
     async with make_manager(config, 0).running() as manager:
         bench = Bench(config, manager, bare, blocking)
-        await bench.instant(CONCURRENCY)  # warms up
+        await bench.instant(GROUP if quick else CONCURRENCY)  # warms up
         for _ in range(1 if quick else 3):
-            instant.append(await bench.instant(64 if quick else 256))
-            print("instant", *map(digits, instant[-1]), flush=True)
+            instant.append(await bench.instant(2 * GROUP if quick else 256))
+            print("instant", *(digits(run.rate) for run in instant[-1]), flush=True)
         for _ in range(1 if quick else 2):
             tailed.append(await bench.long_tailed(*((0, 1, 1) if quick else (WARM_UP, 8, 1))))
             print("long-tailed", *map(digits, tailed[-1]), flush=True)
     bare.shutdown()
     ray.shutdown()
-    ours, scheduled, replayed = map(list, zip(*instant, strict=True))
+    ours, bares = zip(*instant, strict=True)
     ahead, sync, ideal = map(list, zip(*tailed, strict=True))
     unit, tail = "trajectories/s", "rollouts, long-tailed tools"
     return [
-        Claim(
+        against_bare(
             f"rollouts, instant tools, {CONCURRENCY} at a time",
             unit,
-            ours,
-            "bare engine's replay",
-            replayed,
-            quotients(ours, replayed),
+            [run.rate for run in ours],
+            [run.rate for run in bares],
             at_least=0.95,
         ),
-        Claim(
-            "the scheduler's replay of them",
-            unit,
-            scheduled,
-            "bare engine's replay",
-            replayed,
-            quotients(scheduled, replayed),
+        against_bare(
+            "processor time of such a trajectory",
+            "ms",
+            [sum(run.cpu.values()) for run in ours],
+            [sum(run.cpu.values()) for run in bares],
+            note=f"turnwise: {split(ours)}; bare: {split(bares)}",
         ),
         Claim(
             tail, unit, ahead, "batch-synchronous", sync, quotients(ahead, sync), at_least=2.5
@@ -353,12 +350,24 @@ async def run(config: Config, quick: bool) -> list[Claim]:
     ]  # fmt: skip
 
 
+def against_bare(
+    name: str, unit: str, ours: list[float], bare: list[float], **others: Any
+) -> Claim:
+    return Claim(name, unit, ours, "bare engine's replay", bare, quotients(ours, bare), **others)
+
+
+def split(runs: Sequence[Run]) -> str:
+    """Where processor time goes."""
+    parts = {kind: statistics.median(run.cpu[kind] for run in runs) for kind in runs[0].cpu}
+    return " + ".join(f"{kind} {digits(spent)}" for kind, spent in parts.items())
+
+
 def main() -> None:
     """Prints the claims."""
     options = parser("rollouts", __doc__).parse_args()
     as_in_a_worker()
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration(make_model("3.3 M", Path(folder)))
+        config = configuration(make_model("3.3 M", Path(folder)), 2 if options.quick else 16)
         report(asyncio.run(run(config, options.quick)), options)
 
 
