@@ -68,6 +68,7 @@ def turnwise(
         "output_dir": ROOT / "runs",
         "model.path": build / "model",
         "data.path": build / "train.jsonl",
+        "data.eval_path": build / "heldout.jsonl",
         "rollout.prompts_per_step": prompts,
         "rollout.max_turns": MAX_TURNS,
         "sampling.n": GROUP,
