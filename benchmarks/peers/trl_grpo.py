@@ -1,8 +1,10 @@
 """TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
 
-    python -m benchmarks.peers.trl_grpo --build FOLDER --prompts P --steps N [--long-tailed-steps M]
+    python -m benchmarks.peers.trl_grpo --model FOLDER --problems FILE --prompts P --steps N \\
+        [--long-tailed-steps M]
 
-The tool answers at once in the first N steps, and with a long tail in the M that follow.
+Problems are taken in the file's order. The tool answers at once in the first N steps, and with a
+long tail in the M that follow. Printed too: mean rewards, by question.
 
 Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 """
@@ -10,9 +12,10 @@ Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 import argparse
 import json
 import os
-import random
+import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,20 +53,28 @@ class Clock(TrainerCallback):
         self._last = now
 
 
-def right(completions: list[Any], answer: list[int], **others: Any) -> list[float]:
+REWARDS = defaultdict[str, list[float]](list)
+"""By question."""
+
+
+def right(
+    prompts: list[Any], completions: list[Any], answer: list[int], **others: Any
+) -> list[float]:
     """The demo's reward."""
     rewards = []
-    for messages, number in zip(completions, answer, strict=True):
+    for prompt, messages, number in zip(prompts, completions, answer, strict=True):
         last = messages[-1]
         text = (last.get("content") or "") if last["role"] == "assistant" else ""
         stated = _ANSWER.findall(text)
         rewards.append(float(len(stated) == 1 and int(stated[0]) == number))
+        REWARDS[prompt[0]["content"]].append(rewards[-1])
     return rewards
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--build", type=Path, required=True, help="the demo's files")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--problems", type=Path, required=True)
     parser.add_argument("--prompts", type=int, required=True, help="of a step")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--long-tailed-steps", type=int, default=0)
@@ -84,9 +95,7 @@ def main() -> None:
         time.sleep(pause(tools))
         return calculate_at_once(a, operation, b)
 
-    rows = [json.loads(line) for line in (options.build / "train.jsonl").open()]
-    random.Random(options.seed).shuffle(rows)
-    rows = rows[: steps * options.prompts]
+    rows = [json.loads(line) for line in options.problems.open()]
     dataset = Dataset.from_list(
         [
             {
@@ -96,9 +105,9 @@ def main() -> None:
             for row in rows
         ]
     )
-    tokenizer = AutoTokenizer.from_pretrained(options.build / "model")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.response_template = qwen3_template
-    model = AutoModelForCausalLM.from_pretrained(options.build / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -124,6 +133,7 @@ def main() -> None:
             disable_tqdm=True,
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
+            shuffle_dataset=False,
             seed=options.seed,
         )
         trainer = GRPOTrainer(
@@ -136,7 +146,7 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    rewards = {question: statistics.mean(each) for question, each in REWARDS.items()}
     print(json.dumps({"seconds": clock.seconds, "rewards": rewards}))
 
 

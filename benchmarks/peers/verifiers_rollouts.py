@@ -149,13 +149,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             started = time.perf_counter()
             traces = await run_all(agent, box, some, options.concurrency)
             seconds = time.perf_counter() - started
-    failures = [trace for trace in traces if not trace.ok]
-    if failures and failures[0].last_error is not None:
-        print(f"first failure: {failures[0].last_error.message}", file=sys.stderr)
+    errors = [trace.last_error for trace in traces if not trace.ok]
+    failures = [f"{e.type}: {e.message}" if e else "no reason told" for e in errors]
     return {
-        "rollouts_per_s": len(traces) / seconds,
+        "rollouts_per_s": (len(traces) - len(failures)) / seconds,
         "turns": sum(trace.num_turns for trace in traces),
-        "failed": len(failures),
+        "failures": failures,
     }
 
 

@@ -37,6 +37,9 @@ from turnwise.tasks import settle_heap
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 120
+"""For a connection without a request: longer than clients keep theirs (OpenAI's 5 s, aiohttp 15,
+Go 90), or a request can meet a connection that is just being closed."""
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _NAME = r"^[A-Za-z0-9._:~-]{1,200}$"
 
@@ -73,7 +76,13 @@ class OpenAIServer:
         except BaseException:
             listening.close()
             raise
-        options = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        options = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
         self._server = _Server(options)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         try:
