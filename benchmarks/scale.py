@@ -151,7 +151,7 @@ def main() -> None:
     one, all_ = fleet_of(many, sessions, seed), perfect(many, sessions, seed)
     small = [fleet_of(8, few, seed + i) for i in range(rounds)]
     robin = [fleet_of(8, few, seed + i, sticky=False) for i in range(rounds)]
-    robin_of_many = fleet_of(many, sessions // 3, seed, sticky=False)
+    robin_of_many = fleet_of(many, sessions // 6, seed, sticky=False)
     choices = {
         count: [
             asyncio.run(choice_microseconds(count, 20_000 if options.quick else 100_000))

@@ -316,6 +316,19 @@ async def test_other_apis_are_served_and_sessions_count_for_them(
     assert "turnwise_sessions_open" in (await http.get("/metrics")).text
 
 
+async def test_a_connection_stays_open_longer_than_clients_keep_theirs(
+    server: OpenAIServer,
+) -> None:
+    host, _, port = server.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for pause in (5.5, 0.0):  # OpenAI's client gives a connection up after 5 s
+        writer.write(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert answer.startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(pause)
+    writer.close()
+
+
 async def test_the_synchronous_client_works_too(server: OpenAIServer, model: str) -> None:
     def use() -> str:
         with OpenAI(base_url=server.base_url, api_key="none") as client:

