@@ -105,7 +105,7 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
                 )
                 for i in range(64)
             ]
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.3)
             lost = manager.engines[0]
             getattr(lost, way)()
             completions = await asyncio.gather(*turns)

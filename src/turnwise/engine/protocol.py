@@ -22,7 +22,7 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 }
 """How an engine pauses for an update."""
 
-STREAM_INTERVAL = 16
+STREAM_INTERVAL = 32
 """Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
 
 
@@ -66,6 +66,18 @@ class Chunk:
     """In the last chunk, where asked for."""
     alternatives: list[list[tuple[int, float, int]]] = field(default_factory=list)
     """Where asked for: for each token, (id, log-prob, rank from 1) of it and of the likeliest."""
+
+    def __add__(self, following: "Chunk") -> "Chunk":
+        return Chunk(
+            self.token_ids + following.token_ids,
+            self.logprobs + following.logprobs,
+            self.weight_versions + following.weight_versions,
+            following.finish_reason,
+            following.stop_reason,
+            following.cached_tokens or self.cached_tokens,
+            following.prompt_logprobs,
+            self.alternatives + following.alternatives,
+        )
 
 
 @dataclass(frozen=True, slots=True)

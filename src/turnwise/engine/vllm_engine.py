@@ -136,9 +136,16 @@ class VllmEngine:
             params.flat_logprobs = True
             params.detokenize = bool(params.stop)
         params.output_kind = self._vllm.RequestOutputKind.DELTA
+        interval, few = params.stream_interval or 1, None
         async with aclosing(self._chunks(prompt_token_ids, params, request_id)) as chunks:
             async for chunk in chunks:
-                yield chunk
+                whole = chunk if few is None else few + chunk
+                # vLLM tells the first token at once, whatever the interval is.
+                if whole.finish_reason is None and len(whole.token_ids) < interval:
+                    few = whole
+                else:
+                    few = None
+                    yield whole
 
     def _parameters(self, sampling: SamplingConfig, seed: int | None) -> Any:
         return self._vllm.SamplingParams(
