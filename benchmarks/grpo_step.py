@@ -73,6 +73,7 @@ class Run:
 
 
 def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, seed: int) -> Run:
+    """`turnwise train`, from a folder of its own that is removed afterwards."""
     name = f"bench-{tools}-{seed}"
     folder = ROOT / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -184,9 +185,10 @@ def main() -> None:
             reward_claim(ours.rewards, theirs.rewards),
         ]
         if tailed:
-            train = build / "train.jsonl"
-            slow = turnwise(build, train, "long-tailed", prompts, 5, seed).seconds[1:]
-            claims.append(step_claim("long-tailed", prompts, slow, theirs.seconds[steps:], 4.0))
+            slow = turnwise(build, build / "train.jsonl", "long-tailed", prompts, 5, seed)
+            claims.append(
+                step_claim("long-tailed", prompts, slow.seconds[1:], theirs.seconds[steps:], 4.0)
+            )
     report(claims, options)
 
 

@@ -68,6 +68,7 @@ class Chunk:
     """Where asked for: for each token, (id, log-prob, rank from 1) of it and of the likeliest."""
 
     def __add__(self, following: "Chunk") -> "Chunk":
+        """Both as one; how it ended is told by the second."""
         return Chunk(
             self.token_ids + following.token_ids,
             self.logprobs + following.logprobs,
