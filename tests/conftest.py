@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from examples.calculator.prepare import prepare
 from examples.calculator.warm_start import WarmStart
+from turnwise import fork_server
 from turnwise.config import Config, parse_config
 from turnwise.ray_calls import start_ray
 from turnwise.serving.remote_worker import RemoteWorker
@@ -18,6 +19,14 @@ from turnwise.trajectory import ChatTemplate
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def forked_python() -> list[str]:
+    """What takes the place of `python` in a command: a fork of the session's fork server."""
+    address = fork_server.address()
+    assert address is not None
+    return fork_server.command(address)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from turnwise import fork_server
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
@@ -31,10 +33,16 @@ def start_ray(address: str | None) -> float:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": paths}}
+    variables = {"PYTHONPATH": paths}
+    options["runtime_env"] = {"env_vars": variables}
+    # Other machines have no fork server: in a cluster, workers start plainly.
+    if address is None and (server := fork_server.address()) is not None:
+        variables[fork_server.VARIABLE] = server
+        options["runtime_env"]["py_executable"] = shlex.join(fork_server.command(server))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray starts its workers at niceness 15: whatever else runs here would starve the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
     try:
         if address is None:
             # "local": without it Ray would join a cluster that somebody left running here.

@@ -1,7 +1,7 @@
-"""What the fork server imports once, so that engine processes start in half a second.
+"""The imports of a process that forks engines, so that they start in half a second.
 
 The heap is frozen after the imports: a child's garbage collector then never touches (and so
-never copies) the pages that it shares with its siblings.
+never copies) the pages that it shares with its siblings. A child dies with its parent.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ gc.freeze()
 
 
 def _in_child() -> None:
-    """An engine process collects garbage as usual, and dies with the fork server."""
+    """Collect garbage as usual, and die with the process that forks."""
     gc.enable()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

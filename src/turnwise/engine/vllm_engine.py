@@ -18,6 +18,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from turnwise import fork_server
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.protocol import (
     PAUSE_MODES,
@@ -78,8 +79,9 @@ class VllmEngine:
         name: str = "engine",
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["turnwise.engine.preload"])
-        multiprocessing.forkserver.ensure_running()  # imports there while we import here
+        if not fork_server.share_with_engines():
+            context.set_forkserver_preload(["turnwise.engine.preload"])
+            multiprocessing.forkserver.ensure_running()  # imports there while we import here
         gc.disable()
         vllm = importlib.import_module("turnwise.engine.vllm_names")
         gc.enable()

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -81,7 +80,9 @@ class Outlet:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
-        return ray.util.get_node_ip_address(), port
+        from ray.util import get_node_ip_address  # reads the environment when it is imported
+
+        return get_node_ip_address(), port
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """collective: make the group of rank 0 and so many workers of engines, and leave the one

@@ -1,0 +1,323 @@
+"""A process that imports vLLM and torch once, and forks every worker from itself.
+
+Importing them takes 5 s of processor time; a fork takes 30 ms and shares their memory. The server
+starts beside the program that needs it and ends with it, and so does every fork. Ray starts its
+workers through `fork_client`, and an engine's process is forked as well (`share_with_engines`).
+
+    program ── starts ──> fork server ── forks ──> Ray workers, engine processes
+       └── starts ──> raylet ── starts ──> fork_client ── asks ──> fork server
+
+Used on machines without a GPU: a process that has touched CUDA must not fork, and loading a model
+for a GPU takes longer than the imports. `TURNWISE_FORK_SERVER=off` starts everything plainly;
+a path names a server that runs already. Nothing here was run on a GPU.
+"""
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import runpy
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "TURNWISE_FORK_SERVER"
+CLIENT = Path(__file__).with_name("fork_client.py")
+_PRELOADED = (
+    "turnwise.engine.preload",
+    "turnwise.serving.openai_server",
+    "turnwise.serving.worker",
+    "turnwise.training.policy",
+    "turnwise.sinks",
+    "typer",
+    "rich.live",
+    "setproctitle",
+)
+_NVIDIA = Path("/dev/nvidiactl")
+_MAX_REQUEST = 2**24
+_SENDING_SECONDS = 10.0
+_STREAMS = 3
+_FORKSERVER = "multiprocessing.forkserver"
+
+Job = Callable[[], None]
+
+
+class ForkServer:
+    """The server's process, started and held by the program that it belongs to."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-fork-")
+        self.address = str(Path(self._folder.name) / "socket")
+        read, self._alive = os.pipe()
+        # Bound here: whoever asks before the imports are done waits for them.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(self.address)
+            listener.listen(128)
+            descriptors = (listener.fileno(), read)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "turnwise.fork_server", *map(str, descriptors)],
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "OMP_NUM_THREADS": "1",
+                    "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
+                    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the program
+            )
+        os.close(read)
+
+    def close(self) -> None:
+        """End the server and all that it forked."""
+        os.close(self._alive)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._folder.cleanup()
+
+
+_own: ForkServer | None = None
+
+
+def address() -> str | None:
+    """The address of this program's fork server, started at the first call; None without one."""
+    global _own
+    known = os.environ.get(VARIABLE)
+    if known == "off" or (known is None and _NVIDIA.exists()):
+        return None
+    if known is None and _own is None:
+        _own = ForkServer()
+        atexit.register(_own.close)
+    return known or (None if _own is None else _own.address)
+
+
+def command(server: str) -> list[str]:
+    """What takes the place of `python` in a command line to have it forked."""
+    return [sys.executable, "-I", "-S", str(CLIENT), server]
+
+
+def share_with_engines() -> bool:
+    """Let engine processes of this process, if it is a fork, be forked by the server too.
+
+    Whatever starts a process by multiprocessing's `forkserver` method from here on gets a fork
+    of a process that is one itself.
+    """
+    own: Any = multiprocessing.forkserver._forkserver
+    if own._forkserver_address is not None:
+        return True
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    asking.settimeout(_SENDING_SECONDS)
+    try:
+        asking.connect(os.environ.get(VARIABLE, ""))
+    except OSError:
+        return False
+    place = str(Path(multiprocessing.util.get_temp_dir()) / "forkserver")
+    read, alive = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(place)
+        listener.listen()
+        body = json.dumps(
+            {"arguments": [_FORKSERVER], "cwd": os.getcwd(), "env": dict(os.environ)}
+        ).encode()
+        descriptors = array.array("i", [0, 1, 2, listener.fileno(), read])
+        asking.sendmsg(
+            [len(body).to_bytes(4, "big")],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
+        )
+        asking.sendall(body)
+        # The connection stays open: the fork ends with it.
+        own._fork_client = asking
+    os.close(read)
+    own._forkserver_address, own._forkserver_alive_fd = place, alive
+    own.ensure_running = lambda: None
+    return True
+
+
+def main() -> None:
+    """The server's process: `python -m turnwise.fork_server LISTENER ALIVE`, two descriptors."""
+    listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    import setproctitle
+
+    setproctitle.setproctitle("turnwise fork server")  # the first call has to be here
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
+    gc.disable()
+    # Ray reads the environment when it is imported, so each fork does that by itself; vLLM imports
+    # it only if it is there.
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    del sys.modules["ray"]
+    gc.freeze()
+    if (job := _serve(listener, alive)) is not None:  # in a fork
+        os._exit(_exit_code(job))
+
+
+def _exit_code(job: Job) -> int:
+    """Run the job as an interpreter would, but for the seconds in which that frees its memory."""
+    code = 0
+    try:
+        job()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _serve(listener: socket.socket, alive: int) -> Job | None:
+    """Fork for each request until `alive` is closed; returns in each fork what it has to do."""
+    children: dict[int, socket.socket] = {}
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    for watched in (listener, alive, woken):
+        selector.register(watched, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                if (request := _receive(connection)) is None:
+                    connection.close()
+                    continue
+                if (pid := os.fork()) == 0:
+                    for other in (listener, wake, woken, connection, *children.values()):
+                        other.close()
+                    os.close(alive)
+                    selector.close()
+                    return lambda: _run(*request)
+                for descriptor in request[1]:
+                    os.close(descriptor)
+                children[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
+                _tell(connection, pid)
+            elif key.fileobj is woken:
+                with contextlib.suppress(BlockingIOError):
+                    while woken.recv(4096):
+                        pass
+                for pid, status in _ended():
+                    if (waiting := children.pop(pid, None)) is not None:
+                        _tell(waiting, status)
+                        selector.unregister(waiting)
+                        waiting.close()
+            elif key.fileobj == alive:
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+                signal.set_wakeup_fd(-1)
+                return None
+            elif (asker := children.pop(key.data, None)) is not None:  # it is gone
+                os.kill(key.data, signal.SIGKILL)
+                selector.unregister(asker)
+                asker.close()
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """A request and the descriptors that came with it; None if it does not come whole."""
+    connection.settimeout(_SENDING_SECONDS)
+    descriptors: list[int] = []
+    try:
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, 8)
+        size = int.from_bytes(header, "big")
+        if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
+            raise ValueError("no request")
+        body = bytearray()
+        while len(body) < size:
+            if not (part := connection.recv(size - len(body))):
+                raise ValueError("cut short")
+            body += part
+        return json.loads(body), descriptors
+    except (OSError, ValueError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(b"%d\n" % number)
+
+
+def _ended() -> list[tuple[int, int]]:
+    """The children that have ended, and their wait statuses."""
+    ended: list[tuple[int, int]] = []
+    with contextlib.suppress(ChildProcessError):
+        while (pair := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(pair)
+    return ended
+
+
+def _run(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Become the process that was asked for."""
+    os.setsid()  # Ray ends its workers by their process groups
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    streams, rest = descriptors[:_STREAMS], descriptors[_STREAMS:]
+    for target, descriptor in enumerate(streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    # Not inherited by programs that the fork starts.
+    for descriptor in rest:
+        os.set_inheritable(descriptor, False)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    _adapt()
+    gc.enable()
+    import setproctitle
+
+    first, *arguments = request["arguments"]
+    setproctitle.setproctitle(shlex.join(["python", *request["arguments"]]))
+    if first == _FORKSERVER:
+        listener, alive = rest
+        multiprocessing.forkserver.main(listener, alive, [])
+    elif first == "-m":
+        sys.argv = arguments
+        _set_path("")
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        _set_path(str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _adapt() -> None:
+    """Repeat what the libraries read from the environment when they were imported."""
+    import numpy
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    numpy.random.seed()
+
+
+def _set_path(first: str) -> None:
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([first or os.getcwd(), *own, *sys.path])
+
+
+if __name__ == "__main__":
+    main()

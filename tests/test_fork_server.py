@@ -1,0 +1,97 @@
+"""Processes that are forked instead of started: as good as `python ARGUMENT...`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from turnwise import fork_server
+
+SCRIPT = """
+import json, os, sys, time
+sys.stdout.write(json.dumps([sys.argv[1:], os.getcwd(), os.environ["MARK"], sys.path[0]]) + "\\n")
+sys.stdout.flush()
+if sys.argv[1] == "wait":
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def start(command: list[str], *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd="/",
+        env={**os.environ, "MARK": "mark"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_fork_is_like_a_program_of_its_own(script: Path, forked_python: list[str]) -> None:
+    for command in (forked_python, [sys.executable]):
+        process = start(command, script, 3, "an argument")
+        said, errors = process.communicate(timeout=60)
+        assert process.returncode == 3, errors
+        assert json.loads(said) == [["3", "an argument"], "/", "mark", str(script.parent)]
+    failed = start(forked_python, script, "no number")
+    assert "ValueError: invalid literal" in failed.communicate(timeout=60)[1]
+    assert failed.returncode == 1
+
+
+def test_signals_reach_a_fork_and_it_ends_with_the_one_who_asked(
+    script: Path, forked_python: list[str]
+) -> None:
+    interrupted = start(forked_python, script, "wait")
+    assert interrupted.stdout is not None
+    interrupted.stdout.readline()
+    interrupted.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in interrupted.communicate(timeout=60)[1]
+    assert interrupted.returncode == 1
+    killed = start(forked_python, script, "wait")
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    (fork,) = [p for p in psutil.process_iter() if f"{script} wait" in " ".join(cmdline(p))
+               and p.pid != killed.pid]  # fmt: skip
+    killed.kill()
+    killed.communicate(timeout=60)
+    fork.wait(10)
+
+
+def test_without_a_server_the_program_is_started_plainly(script: Path, tmp_path: Path) -> None:
+    command = fork_server.command(str(tmp_path / "nobody"))
+    process = start(command, script, 4)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 4, errors
+    assert json.loads(said)[0] == ["4"]
+
+
+def test_all_forks_end_with_their_server(script: Path) -> None:
+    server = fork_server.ForkServer()
+    process = start(fork_server.command(server.address), script, "wait")
+    assert process.stdout is not None
+    process.stdout.readline()
+    forks = [p for p in psutil.process_iter() if f"{script} wait" in " ".join(cmdline(p))]
+    server.close()
+    process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert psutil.wait_procs(forks, timeout=10)[1] == []
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
