@@ -15,11 +15,11 @@ import psutil
 import pytest
 import yaml
 
-from tests.conftest import ROOT, SHARED, command_environment
+from tests.conftest import ROOT, SHARED, command_environment, own_environment, python
 from turnwise.config import Config, dump_config
 from turnwise.trajectory import Trajectory, read_jsonl
 
-COMMAND = [sys.executable, "-m", "turnwise.cli"]
+PLAIN = [sys.executable, "-m", "turnwise.cli"]
 STEP_KEYS = {
     "step",
     "reward_mean",
@@ -70,7 +70,7 @@ class Lottery:
 
 def turnwise(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [*python(), "-m", "turnwise.cli", *map(str, arguments)],
         cwd=ROOT,
         env=command_environment(),
         capture_output=True,
@@ -122,7 +122,7 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     assert f"exact      100 % of {exactness['tokens_trained']:,} trained tokens" in done.stdout
 
     replay = subprocess.run(
-        [sys.executable, "-m", "tests.plain", str(run)],
+        [*python(), "-m", "tests.plain", str(run)],
         cwd=ROOT,
         env=command_environment(),
         capture_output=True,
@@ -175,9 +175,10 @@ def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -
     before = {process.pid for process in psutil.process_iter()}
     shared_memory = set(os.listdir("/dev/shm"))
     running = subprocess.Popen(
-        [*COMMAND, "train", str(file), "training.steps=10000", "name=endless"],
+        # Nothing is shared with this session: all that a person's run starts has to end.
+        [*PLAIN, "train", str(file), "training.steps=10000", "name=endless"],
         cwd=ROOT,
-        env=command_environment(),
+        env=own_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import python
 from turnwise import fork_server
 
 SCRIPT = """
@@ -40,27 +41,27 @@ def start(command: list[str], *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_fork_is_like_a_program_of_its_own(script: Path, forked_python: list[str]) -> None:
-    for command in (forked_python, [sys.executable]):
+def test_a_fork_is_like_a_program_of_its_own(script: Path) -> None:
+    for command in (python(), [sys.executable]):
         process = start(command, script, 3, "an argument")
         said, errors = process.communicate(timeout=60)
         assert process.returncode == 3, errors
         assert json.loads(said) == [["3", "an argument"], "/", "mark", str(script.parent)]
-    failed = start(forked_python, script, "no number")
+    failed = start(python(), script, "no number")
     assert "ValueError: invalid literal" in failed.communicate(timeout=60)[1]
     assert failed.returncode == 1
 
 
 def test_signals_reach_a_fork_and_it_ends_with_the_one_who_asked(
-    script: Path, forked_python: list[str]
+    script: Path,
 ) -> None:
-    interrupted = start(forked_python, script, "wait")
+    interrupted = start(python(), script, "wait")
     assert interrupted.stdout is not None
     interrupted.stdout.readline()
     interrupted.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in interrupted.communicate(timeout=60)[1]
     assert interrupted.returncode == 1
-    killed = start(forked_python, script, "wait")
+    killed = start(python(), script, "wait")
     assert killed.stdout is not None
     killed.stdout.readline()
     (fork,) = [p for p in psutil.process_iter() if f"{script} wait" in " ".join(cmdline(p))

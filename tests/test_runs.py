@@ -13,8 +13,9 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from tests.conftest import ROOT, command_environment
-from tests.test_cli import COMMAND, TIMES, Lottery, file, metrics_of, turnwise, write_config
+from tests.conftest import ROOT, command_environment, python
+from tests.test_cli import TIMES, Lottery, file, metrics_of, turnwise, write_config
+from turnwise import fork_server
 from turnwise.config import Config
 from turnwise.trajectory import read_jsonl
 
@@ -36,8 +37,9 @@ class Running:
     def __init__(self, *arguments: object) -> None:
         self.mark = f"TURNWISE_TEST={uuid4().hex}"
         name, _, value = self.mark.partition("=")
+        self.before = set(fork_server.forks())
         self.process = subprocess.Popen(
-            [*COMMAND, "train", *map(str, arguments)],
+            [*python(), "-m", "turnwise.cli", "train", *map(str, arguments)],
             cwd=ROOT,
             env={**command_environment(), name: value},
             stdout=subprocess.PIPE,
@@ -55,7 +57,15 @@ class Running:
 
     @property
     def ours(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """All that it started: forks, which show the fork server's environment, and others."""
+        found = []
+        forks = set(fork_server.forks()) - self.before
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if process.pid in forks or self.mark.encode() in environment:
+                    found.append(process)
+        return found
 
     def ranks(self) -> list[psutil.Process]:
         """The trainer's processes, in the order in which they began."""
@@ -64,19 +74,14 @@ class Running:
 
     def kill(self) -> None:
         """As a machine that loses power, as far as a test can."""
-        for process in [*self.ours, psutil.Process(self.process.pid)]:
-            if process.is_running():
+        for process in self.ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.communicate(timeout=30)
 
     def left(self) -> list[psutil.Process]:
-        """What still runs of all that it started, which has its environment."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if self.mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    found.append(process)
-        _, alive = psutil.wait_procs(found, timeout=5)
+        """What still runs of all that it started."""
+        _, alive = psutil.wait_procs(self.ours, timeout=5)
         return alive
 
 
@@ -130,7 +135,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
     config = str(whole.parents[1] / "config.yaml")
     subprocess.run(
         [
-            sys.executable,
+            *python(),
             "-m",
             "tests.plain_loop",
             config,

@@ -84,6 +84,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the program
             )
         os.close(read)
+        self.pid = self._process.pid
 
     def close(self) -> None:
         """End the server and all that it forked."""
@@ -106,6 +107,15 @@ def address() -> str | None:
         _own = ForkServer()
         atexit.register(_own.close)
     return known or (None if _own is None else _own.address)
+
+
+def forks() -> list[int]:
+    """The process ids of what this program's own fork server has forked and runs."""
+    import psutil
+
+    if _own is None:
+        return []
+    return [child.pid for child in psutil.Process(_own.pid).children(recursive=True)]
 
 
 def command(server: str) -> list[str]:
@@ -295,6 +305,10 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     if first == _FORKSERVER:
         listener, alive = rest
         multiprocessing.forkserver.main(listener, alive, [])
+    elif first == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        _set_path("")
+        exec(arguments[0], {"__name__": "__main__"})
     elif first == "-m":
         sys.argv = arguments
         _set_path("")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, command_environment
+from tests.conftest import ROOT, command_environment, python
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
 from turnwise.training import checkpoint
@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
     call = "tests.training.test_checkpoint import save_with_little_room as save"
     done = subprocess.run(
         [
-            sys.executable,
+            *python(),
             "-c",
             f"import sys; from {call}; save(*sys.argv[1:])",
             str(tmp_path / "config.yaml"),
