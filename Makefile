@@ -1,6 +1,8 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
-# make test   set up, then lint, type-check, test, and see that every benchmark runs
+# make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
+# make test   set up, then lint, type-check and test, with real vLLM and Ray
+# make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
 # make lock   resolve requirements/*.in anew into requirements/*.txt
 
@@ -16,7 +18,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and not anew at every start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo algorithms test bench lint lock clean
+.PHONY: setup demo algorithms quick test test-all bench lint lock clean
 
 setup: $(STAMP)
 
@@ -49,8 +51,20 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+QUICK_TESTS := tests/benchmarks tests/test_config.py tests/test_display.py tests/test_sinks.py \
+  tests/test_watchdog.py tests/trajectory tests/training/algorithms tests/training/test_batching.py \
+  tests/training/test_samples.py tests/training/test_policy.py tests/rollout/test_data.py \
+  tests/rollout/test_evaluation.py tests/rollout/test_producer.py tests/rollout/test_tools.py \
+  tests/serving/test_manager.py tests/serving/test_scheduler.py
+
+quick: setup
+	$(BIN)/python -m pytest -p tests.no_engines $(QUICK_TESTS)
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest -m slow
 	@$(MAKE) --no-print-directory bench QUICK=1
 
 bench:

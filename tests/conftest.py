@@ -3,7 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from examples.calculator.prepare import prepare
 from examples.calculator.warm_start import WarmStart
 from turnwise import fork_server
 from turnwise.config import Config, parse_config
-from turnwise.ray_calls import start_ray
-from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.trajectory import ChatTemplate
+
+if TYPE_CHECKING:
+    from turnwise.serving.remote_worker import RemoteWorker
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -82,6 +83,8 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def ray_started() -> Iterator[None]:
     import ray
 
+    from turnwise.ray_calls import start_ray
+
     start_ray(None)
     yield
     ray.shutdown()
@@ -90,8 +93,10 @@ def ray_started() -> Iterator[None]:
 @pytest.fixture(scope="session")
 async def engine(
     ray_started: None, make_config: Callable[..., Config]
-) -> AsyncIterator[RemoteWorker]:
+) -> AsyncIterator["RemoteWorker"]:
     """The real engine, in its own process; tests that change its weights put them back."""
+    from turnwise.serving.remote_worker import RemoteWorker
+
     engine = await RemoteWorker.start(make_config())
     yield engine
     await engine.shutdown()

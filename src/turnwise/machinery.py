@@ -26,9 +26,9 @@ from turnwise.rollout import (
     check_failures,
     load_eval_rows,
     load_rows,
-    start_reward_models,
 )
 from turnwise.rollout.evaluation import summarize
+from turnwise.rollout.reward_model import start_reward_models
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.tasks import run_in_thread, task_group

@@ -225,6 +225,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
     trainer.outlet.close()
 
 
+@pytest.mark.slow
 async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
     fleet: tuple[Config, AsyncLLMServerManager],
 ) -> None:

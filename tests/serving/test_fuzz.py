@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from turnwise.config import Config
 from turnwise.engine.simulated import Latency, SimulatedEngine
@@ -15,6 +16,7 @@ from turnwise.serving.openai_server import OpenAIServer
 QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
 
 
+@pytest.mark.slow
 async def test_schemathesis_finds_no_500_and_no_hang(
     make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path
 ) -> None:

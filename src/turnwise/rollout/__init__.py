@@ -6,7 +6,6 @@ from turnwise.rollout.environment import Environment
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
 from turnwise.rollout.producer import Batch, GroupProducer
-from turnwise.rollout.reward_model import start_reward_models
 from turnwise.rollout.runner import Runner
 
 __all__ = [
@@ -22,5 +21,4 @@ __all__ = [
     "check_failures",
     "load_eval_rows",
     "load_rows",
-    "start_reward_models",
 ]

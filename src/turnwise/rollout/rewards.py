@@ -10,16 +10,18 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.config import RewardConfig
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
-from turnwise.rollout.reward_model import RemoteRewardModel
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.trajectory import Trajectory
 from turnwise.watchdog import waiting
+
+if TYPE_CHECKING:
+    from turnwise.rollout.reward_model import RemoteRewardModel
 
 logger = logging.getLogger(__name__)
 
