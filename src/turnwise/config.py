@@ -367,12 +367,14 @@ class AlgorithmConfig(Section):
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
     """The loss: ppo_clip, gspo, cispo, dpo."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """The batch's loss: the mean over tokens (DAPO), over sequences of each one's mean (GRPO; dpo
-    always), or the sum over sequences * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    """The batch's loss: the mean over tokens (DAPO), over trajectories of each one's mean (GRPO;
+    dpo always), or the sum over trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO).
+    """
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: bool = False
-    """Sample other problems for groups whose rewards are all equal (DAPO)."""
+    """Sample other problems for groups whose rewards are all equal (DAPO). Without it such groups
+    count in the batch's mean, with advantage 0."""
     overlong_tokens: NonNegativeInt = 0
     """The last so many tokens before model.max_length cost reward, rising to overlong_penalty
     (DAPO); 0 is none."""

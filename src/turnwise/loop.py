@@ -201,11 +201,10 @@ class TrainingLoop:
         self._folder.write_exactness(self.exactness)
         check_exactness(made.report, self._config)
         metrics = dict(UNTRAINED)
-        samples = [sample for sample in made.samples if sample.trained]
-        if samples:
+        if made.samples:
             self._progress.phase("train")
             started = time.perf_counter()
-            metrics |= await self._step.train(samples)
+            metrics |= await self._step.train(made.samples)
             self._clock.spend("train", started)
         return metrics | describe(made)
 

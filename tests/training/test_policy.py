@@ -1,6 +1,7 @@
 """The policy in this process (one rank), and as several ranks in processes of their own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,27 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
                 assert run[i].get(key, 0.0) == pytest.approx(expected, abs=1e-5)
         # AdamW's first steps divide a gradient by itself: only near-zero ones can differ visibly.
         assert (run[2] - first[2]).abs().mean() < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_a_sample_that_is_only_counted_acts_as_one_of_advantage_0_that_is_computed(
+    make_policy: Callable[..., Policy], reduction: str
+) -> None:
+    steps = []
+    for counted_only in (True, False):
+        policy = make_policy({"reduction": reduction})
+        samples = [
+            replace(s, unit=s.sequence, trajectory=s.sequence)
+            for s in samples_for(model_of(policy))
+        ]
+        silent = [replace(s, advantage=0.0, counted_only=counted_only) for s in samples[4:]]
+        steps.append(train(policy, [*samples[:4], *silent]))
+    counted, computed = steps
+    alone = train(make_policy({"reduction": reduction}), samples[:4])
+    assert counted["grad_norm"] == pytest.approx(computed["grad_norm"], rel=1e-4)
+    assert counted["loss"] == pytest.approx(computed["loss"], abs=1e-6)
+    assert counted["trained_tokens"] == alone["trained_tokens"] < computed["trained_tokens"]
+    assert alone["grad_norm"] > 1.5 * counted["grad_norm"]
 
 
 def test_a_head_in_chunks_gives_the_same_gradients(

@@ -173,7 +173,10 @@ class Policy:
         started = time.perf_counter()
         self._steps += 1
         steps = [
-            [make_micro_batch(samples, self._packed, self.device) for samples in s.micro_batches]
+            [
+                make_micro_batch(samples, s.trajectory_tokens, self._packed, self.device)
+                for samples in s.micro_batches
+            ]
             for s in shares
         ]
         self._prepare([batch for batches in steps for batch in batches], len(steps))
@@ -304,6 +307,7 @@ class Policy:
             batch.advantages_N,
             batch.sequence_N,
             batch.sequences,
+            batch.trajectory_tokens_N,
             self.version - batch.versions_N,
             batch.reference_logprobs_N,
         )
@@ -319,7 +323,7 @@ class Policy:
             algorithm.reduction if not isinstance(algorithm.loss, Dpo) else "sequence_mean",
             tokens,
             total_tokens=share.total_tokens,
-            total_sequences=share.total_sequences,
+            total_trajectories=share.total_trajectories,
             constant=self._config.sampling.max_tokens * self._config.rollout.max_turns,
         )
         loss = (weights_N * loss_N).sum()
@@ -355,7 +359,7 @@ class Policy:
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
         none = torch.zeros(0)
-        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, 1, 0)
+        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, 1, 0)
         with torch.no_grad():
             expected, _ = self._forward(self._scorer, canary, _PLAIN)
         return manifest, self._canary, expected.tolist()

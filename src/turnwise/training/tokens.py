@@ -21,6 +21,9 @@ class Tokens:
     """Which of the `S` sequences a token belongs to; long, never falling."""
     sequences: int
     """S."""
+    trajectory_tokens_N: torch.Tensor
+    """Trained tokens of the trajectory that a token belongs to: of all its sequences, in whatever
+    micro-batch they are."""
     staleness_N: torch.Tensor
     """Trainer's version minus the token's; long."""
     reference_logprobs_N: torch.Tensor | None = None
