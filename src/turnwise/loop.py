@@ -24,8 +24,7 @@ from turnwise.rollout import (
 )
 from turnwise.run_folder import Resume, RunFolder
 from turnwise.tasks import task_group
-from turnwise.training.algorithms import has_signal
-from turnwise.training.samples import Made, make_samples
+from turnwise.training.samples import Made, gives_signal, make_samples
 from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
 from turnwise.trajectory import ExactnessReport, audit
 from turnwise.watchdog import Watchdog, waiting
@@ -75,7 +74,7 @@ class TrainingLoop:
             config,
             self._group,
             ProblemStream(machinery.fitting(problems), config.seed),
-            has_signal,
+            lambda group: gives_signal(group, config),
             progress.advance,
         )
         self._step = TrainingStep(config, machinery)

@@ -97,8 +97,8 @@ def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() 
 def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     samples = [sample(7, 3), sample(4, 5), sample(9, 8)]
     tokens = {3: 5, 5: 9, 8: 6}
-    padded = make_micro_batch(samples, tokens, packed=False, device=CPU)
-    packed = make_micro_batch(samples, tokens, packed=True, device=CPU)
+    padded = make_micro_batch(samples, tokens, 3, packed=False, device=CPU)
+    packed = make_micro_batch(samples, tokens, 3, packed=True, device=CPU)
     assert padded.token_ids_BT.shape == (3, 9)
     assert packed.token_ids_BT.shape == (1, 20)
     assert packed.position_ids_BT is not None
@@ -108,7 +108,8 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
         assert batch.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
         assert batch.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
         assert [(s.start, s.stop) for s in batch.spans()] == [(0, 5), (5, 8), (8, 14)]
-        assert len(batch.engine_logprobs_N) == len(batch.versions_N) == 14
+        assert len(batch.engine_logprobs_N) == len(batch.staleness_N) == 14
+        assert batch.staleness_N.unique().tolist() == [3]
         assert (batch.sequences, batch.tokens) == (3, 20)
 
 
@@ -116,7 +117,7 @@ def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
     shares = plan([sample(9)], 1, 3, 64, packed=False)
     batches = [share.micro_batches for (share,) in shares]
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
-    empty = make_micro_batch([], {}, packed=False, device=CPU)
+    empty = make_micro_batch([], {}, 0, packed=False, device=CPU)
     assert not empty.mask_BT.any()
     assert len(empty.advantages_N) == 0
     assert Share([[]], {}).micro_batches == [[]]

@@ -6,7 +6,7 @@ import torch
 from turnwise.config import Config, parse_config
 from turnwise.rollout import Group
 from turnwise.training.batching import make_micro_batch, plan
-from turnwise.training.samples import make_samples
+from turnwise.training.samples import gives_signal, make_samples
 from turnwise.trajectory import Trajectory
 
 
@@ -100,7 +100,7 @@ def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() ->
     ((share,),) = plan(samples, 1, 1, 10, packed=False)
     weights = {1.0: 0.0, -1.0: 0.0}
     for own in share.micro_batches:
-        batch = make_micro_batch(own, share.trajectory_tokens, False, torch.device("cpu"))
+        batch = make_micro_batch(own, share.trajectory_tokens, 5, False, torch.device("cpu"))
         for advantage, tokens in zip(
             batch.advantages_N.tolist(), batch.trajectory_tokens_N.tolist(), strict=True
         ):
@@ -150,6 +150,21 @@ def test_a_nearly_full_context_costs_reward() -> None:
     assert made.overlong == 1
     # 9 of 11 tokens with the last 4 charged: half of the penalty.
     assert [sample.advantage for sample in made.samples] == pytest.approx([-0.25, 0.25])
+
+
+def test_dynamic_sampling_judges_the_rewards_that_are_trained() -> None:
+    algorithm = {"dynamic_sampling": True, "overlong_tokens": 4}
+    short = Trajectory("p", 1)
+    short.add_turn([1, 2], [3], [-0.1], [5], "stop", None)
+    short.reward = 1.0
+    mixed = group(1.0)
+    mixed.trajectories.append(short)
+    penalised = config(max_length=11, algorithm=algorithm)
+    assert gives_signal(mixed, penalised)
+    assert make_samples([mixed], penalised, 5).groups_without_signal == 0
+    assert not gives_signal(mixed, config())
+    short.reward = 0.5  # what the penalty leaves of the other's reward
+    assert not gives_signal(mixed, penalised)
 
 
 def test_a_group_with_one_trajectory_left_trains_nothing() -> None:

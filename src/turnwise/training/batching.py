@@ -124,7 +124,8 @@ class MicroBatch:
     position_ids_BT: torch.Tensor | None
     engine_logprobs_N: torch.Tensor
     """Of the `N` masked tokens, row after row, as all that follow."""
-    versions_N: torch.Tensor
+    staleness_N: torch.Tensor
+    """By the version before the step's first update."""
     advantages_N: torch.Tensor
     sequence_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
@@ -148,6 +149,7 @@ class MicroBatch:
 def make_micro_batch(
     samples: Sequence[Sample],
     trajectory_tokens: Mapping[int, int],
+    version: int,
     packed: bool,
     device: torch.device,
 ) -> MicroBatch:
@@ -155,6 +157,7 @@ def make_micro_batch(
 
     Args:
         trajectory_tokens: That of the share.
+        version: Of the weights that begin the step.
     """
     if samples:
         token_ids_BT = _joined([s.token_ids_T for s in samples], packed)
@@ -178,7 +181,7 @@ def make_micro_batch(
         mask_BT.to(device),
         positions,
         _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
-        _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
+        version - _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
         spread([s.advantage for s in samples], torch.float32),
         spread([numbers[s.sequence] for s in samples], torch.long),
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),

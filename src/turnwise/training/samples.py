@@ -5,7 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from turnwise.config import AlgorithmConfig, Config, Dpo, Gae
 from turnwise.rollout import Group
-from turnwise.training.algorithms import choose_pairs, group_advantages, overlong_penalty
+from turnwise.training.algorithms import (
+    choose_pairs,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+)
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
@@ -46,7 +51,8 @@ def make_samples(groups: Sequence[Group], config: Config, version: int) -> Made:
             _leave_out(made, group, "stale_group")
         else:
             fresh.append(group)
-    rewards = [[_reward(t, config, made) for t in group.trajectories] for group in fresh]
+    rewards = [_rewards(group, config) for group in fresh]
+    made.overlong = sum(_overlong(t, config) < 0 for g in fresh for t in g.trajectories)
     dpo = isinstance(config.algorithm.loss, Dpo)
     for group, sides in zip(fresh, _sides(config, rewards), strict=True):
         if sides is None and len(group.trajectories) < 2:
@@ -172,17 +178,23 @@ def _oldest(group: Group) -> int:
     )
 
 
-def _reward(trajectory: Trajectory, config: Config, made: Made) -> float:
-    """The reward that is trained on: DAPO's penalty for nearly full contexts included."""
-    algorithm, reward = config.algorithm, trajectory.reward or 0.0
-    if not algorithm.overlong_tokens:
-        return reward
+def gives_signal(group: Group, config: Config) -> bool:
+    """Whether the rewards that would be trained on differ within the group."""
+    return has_signal(_rewards(group, config))
+
+
+def _rewards(group: Group, config: Config) -> list[float]:
+    """The rewards that are trained on: DAPO's penalty for nearly full contexts included."""
+    return [(t.reward or 0.0) + _overlong(t, config) for t in group.trajectories]
+
+
+def _overlong(trajectory: Trajectory, config: Config) -> float:
+    """DAPO's penalty, 0 or less."""
+    algorithm = config.algorithm
     length = max((turn.path_length for turn in trajectory.turns), default=0)
-    penalty = overlong_penalty(
+    return overlong_penalty(
         length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
     )
-    made.overlong += penalty < 0
-    return reward + penalty
 
 
 def _account_dropped(group: Group, report: ExactnessReport) -> None:

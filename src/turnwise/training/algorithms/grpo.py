@@ -3,8 +3,8 @@
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
 Group Relative Policy Optimization: Shao et al., "DeepSeekMath" (arXiv 2402.03300), section 4.1.2.
-What differs: the deviation is that of the population (divided by n), which the paper leaves open,
-and 1e-6 keeps rewards that are equal but for rounding from being blown up.
+What differs: the deviation is that of the population (divided by n; TRL divides by n - 1), which
+the paper leaves open, and 1e-6 keeps rewards that are equal but for rounding from being blown up.
 """
 
 from collections.abc import Sequence

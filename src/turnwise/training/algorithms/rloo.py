@@ -3,7 +3,8 @@
     A_i = r_i - sum_{j != i} r_j / (n - 1)
 
 Ahmadian et al., "Back to Basics" (arXiv 2402.14740). What differs: the paper's policy
-gradient takes the whole answer as one action; here the loss is chosen apart from the advantage.
+gradient takes the whole answer as one action; here the loss is chosen apart from the advantage. A
+KL penalty in the reward comes off the advantage and has no part in the baseline (see `kl`).
 """
 
 from collections.abc import Sequence
