@@ -10,8 +10,8 @@ Off-Policy RL Training" (2025), after Ionides (2008). What differs:
 
 - With `stale_only`, tokens of the version that begins the step weigh 1 in all of its updates and
   have no part in their sequence's product.
-- A sequence is a branch. The product of a branch that shares its beginning with an earlier one is
-  over its own tokens: those of the shared beginning are context in it and have no weight here.
+- A sequence is the trained tokens of one branch. What it shares with an earlier branch, and tokens
+  that are too old to train, are its context and have no part in its product.
 - `mask` leaves tokens out one by one by a band around their own weight, and gives those inside
   weight 1. IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855) and TRL's mask modes keep the
   weight of those inside. Masked tokens still count in the totals that a reduction divides by.
