@@ -115,6 +115,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing.yaml")
 
 
+def test_dynamic_sampling_of_groups_of_one_is_refused(file: Path) -> None:
+    overrides = ["algorithm.dynamic_sampling=true", "sampling.n=1"]
+    with pytest.raises(
+        InputError, match=r"sampling\.n 1 has nothing to compare: raise sampling\.n"
+    ):
+        load_config(file, overrides)
+    assert load_config(file, [overrides[0], "sampling.n=2"]).algorithm.dynamic_sampling
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -123,6 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         {"deterministic": True, "training": {"max_staleness": 1}},
         {"training": {"colocated": True, "ranks": 2}},
         {"algorithm": {"kl": {"coef": 0.1, "estimator": "k1"}}},
+        {"algorithm": {"kl": {"where": "reward", "importance_weight": True}}},
         {"rollout": {"rewards": [{"function": "a:b", "model": "m"}]}},
     ],
 )

@@ -332,9 +332,14 @@ class KlConfig(Section):
     """Schulman's estimators of the KL divergence."""
     where: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken off each token's reward."""
+    importance_weight: bool = False
+    """In the loss, multiply a token's divergence by its importance ratio, which makes k3 and its
+    gradient exact on average where tokens are off-policy."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "KlConfig":
+        if self.importance_weight and self.where != "loss":
+            raise ValueError("importance_weight is for a penalty in the loss: set where to loss")
         if self.coef and self.estimator == "k1" and self.where == "loss":
             raise ValueError("k1 in the loss has no gradient on average: use k2 or k3, or reward")
         return self
@@ -350,7 +355,7 @@ class CorrectionConfig(Section):
     high: PositiveFloat = 2.0
     """Where weights are truncated, and upper end of the band."""
     stale_only: bool = False
-    """Correct tokens of older weight versions alone."""
+    """Correct only tokens of weight versions older than the one that begins the step."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "CorrectionConfig":
@@ -367,12 +372,14 @@ class AlgorithmConfig(Section):
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
     """The loss: ppo_clip, gspo, cispo, dpo."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """The batch's loss: the mean over tokens (DAPO), over sequences of each one's mean (GRPO; dpo
-    always), or the sum over sequences * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    """The batch's loss: the mean over tokens (DAPO), over trajectories of each one's mean (GRPO;
+    dpo always), or the sum over trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO).
+    """
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: bool = False
-    """Sample other problems for groups whose rewards are all equal (DAPO)."""
+    """Sample other problems for groups whose rewards, overlong_penalty included, are all equal
+    (DAPO). Without it such groups count in the batch's mean, with advantage 0."""
     overlong_tokens: NonNegativeInt = 0
     """The last so many tokens before model.max_length cost reward, rising to overlong_penalty
     (DAPO); 0 is none."""
@@ -485,6 +492,11 @@ class Config(Section):
             )
         for key in REPLACED_KEYS.keys() & self.engine.extra.keys():
             raise ValueError(f"engine.extra.{key} is gone: {REPLACED_KEYS[key]}")
+        if self.algorithm.dynamic_sampling and self.sampling.n < 2:
+            raise ValueError(
+                "algorithm.dynamic_sampling compares the rewards of a group, and sampling.n 1 has "
+                "nothing to compare: raise sampling.n or set algorithm.dynamic_sampling to false"
+            )
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
         if self.training.colocated and self.serving.workers != self.training.ranks:

@@ -24,8 +24,7 @@ from turnwise.rollout import (
 )
 from turnwise.run_folder import Resume, RunFolder
 from turnwise.tasks import task_group
-from turnwise.training.algorithms import has_signal
-from turnwise.training.samples import Made, make_samples
+from turnwise.training.samples import Made, gives_signal, make_samples
 from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
 from turnwise.trajectory import ExactnessReport, audit
 from turnwise.watchdog import Watchdog, waiting
@@ -75,7 +74,7 @@ class TrainingLoop:
             config,
             self._group,
             ProblemStream(machinery.fitting(problems), config.seed),
-            has_signal,
+            lambda group: gives_signal(group, config),
             progress.advance,
         )
         self._step = TrainingStep(config, machinery)
@@ -201,11 +200,10 @@ class TrainingLoop:
         self._folder.write_exactness(self.exactness)
         check_exactness(made.report, self._config)
         metrics = dict(UNTRAINED)
-        samples = [sample for sample in made.samples if sample.trained]
-        if samples:
+        if made.samples:
             self._progress.phase("train")
             started = time.perf_counter()
-            metrics |= await self._step.train(samples)
+            metrics |= await self._step.train(made.samples)
             self._clock.spend("train", started)
         return metrics | describe(made)
 

@@ -11,7 +11,6 @@ import pytest
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, StepError
 from turnwise.rollout import Group, GroupProducer, Problem, ProblemStream
-from turnwise.training.algorithms import has_signal
 from turnwise.trajectory import Trajectory
 
 PROBLEMS = [Problem(f"p{number}", {"number": number}) for number in range(40)]
@@ -38,6 +37,10 @@ def group_of(problem: Problem, *rewards: float) -> Group:
         trajectory.reward = reward
         group.trajectories.append(trajectory)
     return group
+
+
+def has_signal(group: Group) -> bool:
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
 class Groups:

@@ -30,7 +30,7 @@ def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
         assert len({len(share.micro_batches) for share in step}) == 1
         own = [s for share in step for batch in share.micro_batches for s in batch]
         assert {share.total_tokens for share in step} == {sum(s.trained for s in own)}
-        assert {share.total_sequences for share in step} == {sum(s.trained > 0 for s in own)}
+        assert {share.total_trajectories for share in step} == {sum(s.trained > 0 for s in own)}
         seen += [s.sequence for s in own]
     assert sorted(seen) == list(range(len(samples)))
 
@@ -70,10 +70,35 @@ def test_the_samples_of_a_unit_stay_together() -> None:
     assert len(homes) == 10
 
 
+def test_a_trajectory_stays_in_one_update_and_its_branches_part() -> None:
+    samples = [
+        Sample.of([1] * 9, [0] + [1] * 8, [-0.5] * 9, [0] * 9, 1.0, n, trajectory=n // 4)
+        for n in range(24)
+    ]
+    (updates,) = plan(samples, 3, 1, 18, packed=False)
+    for share in updates:
+        assert [len(batch) for batch in share.micro_batches] == [2] * 4
+        homes = {s.trajectory for batch in share.micro_batches for s in batch}
+        assert share.trajectory_tokens == {home: 32 for home in sorted(homes)}
+        assert (share.total_tokens, share.total_trajectories) == (64, 2)
+
+
+def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() -> None:
+    samples = [
+        Sample.of([1] * 5, [0] + [1] * 4, [-0.5] * 5, [0] * 5, 0.0, n, counted_only=n >= 2)
+        for n in range(6)
+    ]
+    (updates,) = plan(samples, 4, 1, 100, packed=False)
+    assert [[s.sequence for s in batch] for u in updates for batch in u.micro_batches] == [[0], [1]]
+    assert [share.total_tokens for share in updates] == [12, 12]
+    assert [share.total_trajectories for share in updates] == [3, 3]
+
+
 def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     samples = [sample(7, 3), sample(4, 5), sample(9, 8)]
-    padded = make_micro_batch(samples, packed=False, device=CPU)
-    packed = make_micro_batch(samples, packed=True, device=CPU)
+    tokens = {3: 5, 5: 9, 8: 6}
+    padded = make_micro_batch(samples, tokens, 3, packed=False, device=CPU)
+    packed = make_micro_batch(samples, tokens, 3, packed=True, device=CPU)
     assert padded.token_ids_BT.shape == (3, 9)
     assert packed.token_ids_BT.shape == (1, 20)
     assert packed.position_ids_BT is not None
@@ -81,8 +106,10 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     for batch in (padded, packed):
         assert batch.token_ids_BT[batch.mask_BT].tolist() == [3] * 5 + [5] * 3 + [8] * 6
         assert batch.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
+        assert batch.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
         assert [(s.start, s.stop) for s in batch.spans()] == [(0, 5), (5, 8), (8, 14)]
-        assert len(batch.engine_logprobs_N) == len(batch.versions_N) == 14
+        assert len(batch.engine_logprobs_N) == len(batch.staleness_N) == 14
+        assert batch.staleness_N.unique().tolist() == [3]
         assert (batch.sequences, batch.tokens) == (3, 20)
 
 
@@ -90,10 +117,10 @@ def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
     shares = plan([sample(9)], 1, 3, 64, packed=False)
     batches = [share.micro_batches for (share,) in shares]
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
-    empty = make_micro_batch([], packed=False, device=CPU)
+    empty = make_micro_batch([], {}, 0, packed=False, device=CPU)
     assert not empty.mask_BT.any()
     assert len(empty.advantages_N) == 0
-    assert Share([[]], 1, 1).micro_batches == [[]]
+    assert Share([[]], {}).micro_batches == [[]]
 
 
 def test_the_first_token_is_never_trained() -> None:

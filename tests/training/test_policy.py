@@ -1,6 +1,7 @@
 """The policy in this process (one rank), and as several ranks in processes of their own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ def test_a_token_outside_of_top_k_keeps_a_finite_logprob(
         assert all(-50 < value <= 0 for value in values)
 
 
+def test_a_temperature_is_the_one_that_vllm_samples_at(
+    make_policy: Callable[..., Policy],
+) -> None:
+    model = model_of(make_policy())
+    ids = torch.randint(0, 600, (40,)).tolist()
+    for temperature in (1e-6, 0.004):
+        assert score(model, ids, 1, temperature=temperature) == score(
+            model, ids, 1, temperature=0.01
+        )
+    greedy = score(model, ids, 1, temperature=0.0, top_k=2, top_p=0.1)
+    assert greedy == score(model, ids, 1)
+
+
 def test_a_step_makes_good_tokens_likelier_and_bad_ones_less(
     make_policy: Callable[..., Policy],
 ) -> None:
@@ -149,6 +163,27 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
         assert (run[2] - first[2]).abs().mean() < 1e-5
 
 
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_a_sample_that_is_only_counted_acts_as_one_of_advantage_0_that_is_computed(
+    make_policy: Callable[..., Policy], reduction: str
+) -> None:
+    steps = []
+    for counted_only in (True, False):
+        policy = make_policy({"reduction": reduction})
+        samples = [
+            replace(s, unit=s.sequence, trajectory=s.sequence)
+            for s in samples_for(model_of(policy))
+        ]
+        silent = [replace(s, advantage=0.0, counted_only=counted_only) for s in samples[4:]]
+        steps.append(train(policy, [*samples[:4], *silent]))
+    counted, computed = steps
+    alone = train(make_policy({"reduction": reduction}), samples[:4])
+    assert counted["grad_norm"] == pytest.approx(computed["grad_norm"], rel=1e-4)
+    assert counted["loss"] == pytest.approx(computed["loss"], abs=1e-6)
+    assert counted["trained_tokens"] == alone["trained_tokens"] < computed["trained_tokens"]
+    assert alone["grad_norm"] > 1.5 * counted["grad_norm"]
+
+
 def test_a_head_in_chunks_gives_the_same_gradients(
     make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +203,7 @@ def test_several_updates_a_step_count_versions_and_warm_up(
     policy = make_policy(updates_per_step=4, warmup_steps=7)
     metrics = train(policy, samples_for(model_of(policy)))
     assert policy.version == 4
-    assert metrics["learning_rate"] == pytest.approx(1e-3 * 5 / 8)
+    assert metrics["learning_rate"] == pytest.approx(1e-3 * 4 / 8)  # of the last of them
     assert metrics["logprob_diff_max"] < 1e-4  # measured before the first of them
     stale = train(policy, samples_for(model_of(policy)))
     assert stale["staleness_max"] == 4
@@ -185,6 +220,21 @@ def test_a_correction_measures_the_engine_against_the_trainer_before_the_step(
     assert metrics["correction"] == pytest.approx(1.5)
     assert metrics["ratio"] == pytest.approx(1, abs=0.05)
     assert metrics["logprob_diff_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_fresh_tokens_are_not_corrected_in_any_update_of_their_step(
+    make_policy: Callable[..., Policy],
+) -> None:
+    """The engine's log-probs are so far off that `mask` leaves out every token that it sees."""
+    kept = []
+    for stale_only in (True, False):
+        correction = {"name": "mask", "stale_only": stale_only}
+        policy = make_policy({"correction": correction}, updates_per_step=4)
+        batch = samples_for(model_of(policy))
+        for sample in batch:
+            sample.logprobs_T[sample.response_mask_T] -= 3.0
+        kept.append(train(policy, batch)["correction"])
+    assert kept == [1.0, 0.0]
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_the_third_ends_the_run(
@@ -207,10 +257,11 @@ def test_the_value_model_learns_before_the_policy_where_it_shall(
     make_policy: Callable[..., Policy],
 ) -> None:
     policy = make_policy({"advantage": {"name": "gae", "warmup_steps": 5, "learning_rate": 0.001}})
-    losses = [train(policy, samples_for(model_of(policy)))["value_loss"] for _ in range(5)]
+    steps = [train(policy, samples_for(model_of(policy))) for _ in range(5)]
     assert policy.version == 0
-    assert losses[-1] < losses[0] / 2
-    train(policy, samples_for(model_of(policy)))
+    assert steps[-1]["value_loss"] < steps[0]["value_loss"] / 2
+    assert steps[-1]["learning_rate"] == 0.0
+    assert train(policy, samples_for(model_of(policy)))["learning_rate"] == 1e-3
     assert policy.version == 1
 
 

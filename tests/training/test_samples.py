@@ -1,10 +1,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.rollout import Group
-from turnwise.training.samples import make_samples
+from turnwise.training.batching import make_micro_batch, plan
+from turnwise.training.samples import gives_signal, make_samples
 from turnwise.trajectory import Trajectory
 
 
@@ -38,12 +40,72 @@ def group(*rewards: float, versions: list[int] | None = None) -> Group:
 
 def test_each_trajectory_becomes_a_sample_with_its_advantage() -> None:
     made = make_samples([group(0.0, 1.0), group(1.0, 1.0)], config(), 5)
-    assert [sample.advantage for sample in made.samples] == pytest.approx([-1, 1], abs=1e-5)
-    assert [sample.trained for sample in made.samples] == [6, 6]
-    assert made.groups_without_signal == 1
+    assert [s.advantage for s in made.samples] == pytest.approx([-1, 1, 0, 0], abs=1e-5)
+    assert [sample.trained for sample in made.samples] == [6, 6, 6, 6]
     assert made.report.tokens_trained == made.report.tokens_exact == 12
+    assert len({sample.unit for sample in made.samples}) == 4
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_it(
+    where: str,
+) -> None:
+    groups = [group(0.0, 1.0), group(1.0, 1.0)]
+    counted = make_samples(groups, config(), 5)
+    assert [sample.counted_only for sample in counted.samples] == [False, False, True, True]
+    assert (counted.groups_without_signal, counted.report.masked) == (1, {"no_signal": 12})
+    computed = make_samples(groups, config(algorithm={"kl": {"coef": 0.1, "where": where}}), 5)
+    assert [sample.counted_only for sample in computed.samples] == [False] * 4
+    assert (computed.groups_without_signal, computed.report.masked) == (1, {})
+    assert computed.report.tokens_trained == computed.report.tokens_exact == 24
+    for made in (counted, computed):
+        assert made.report.tokens_sampled == 24
+        ((share,),) = plan(made.samples, 1, 1, 4096, packed=False)
+        assert (share.total_tokens, share.total_trajectories) == (24, 4)
+    replaced = make_samples(groups, config(algorithm={"dynamic_sampling": True}), 5)
+    assert len(replaced.samples) == 2
+    assert (replaced.groups_without_signal, replaced.report.masked) == (1, {"no_signal": 12})
+
+
+def test_nothing_is_trained_where_no_group_has_signal() -> None:
+    made = make_samples([group(1.0, 1.0), group(0.0, 0.0)], config(), 5)
+    assert made.samples == []
+    assert (made.groups_without_signal, made.report.masked) == (2, {"no_signal": 24})
+
+
+def test_rewards_of_0_are_as_good_as_any_to_a_value_model() -> None:
+    made = make_samples([group(0.0, 0.0)], config(algorithm={"advantage": {"name": "gae"}}), 5)
+    assert [sample.counted_only for sample in made.samples] == [False, False]
+    assert made.groups_without_signal == 0
+
+
+def test_stale_tokens_of_a_group_without_signal_do_not_count() -> None:
+    old = group(1.0, 1.0, versions=[2, 2, 3, 3, 4, 5])
+    made = make_samples([group(0.0, 1.0), old], config(training={"max_staleness": 1}), 5)
+    assert [sample.trained for sample in made.samples] == [6, 6, 2, 2]
     assert made.report.masked == {"no_signal": 12}
-    assert len({sample.unit for sample in made.samples}) == 2
+
+
+def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() -> None:
+    """Two good trajectories of one turn, two bad ones of four turns that each rewrote history."""
+    rewritten = Group("p")
+    for index in range(4):
+        made = Trajectory("p", index)
+        for turn in range(1 if index < 2 else 4):
+            made.add_turn([1 + turn, 2], [3, 4, 5], [-0.1] * 3, [5] * 3, "stop", None)
+        made.reward = 1.0 if index < 2 else 0.0
+        rewritten.trajectories.append(made)
+    samples = make_samples([rewritten], config(), 5).samples
+    assert len({sample.sequence for sample in samples}) == len(samples) == 10
+    ((share,),) = plan(samples, 1, 1, 10, packed=False)
+    weights = {1.0: 0.0, -1.0: 0.0}
+    for own in share.micro_batches:
+        batch = make_micro_batch(own, share.trajectory_tokens, 5, False, torch.device("cpu"))
+        for advantage, tokens in zip(
+            batch.advantages_N.tolist(), batch.trajectory_tokens_N.tolist(), strict=True
+        ):
+            weights[round(advantage)] += 1 / (tokens * share.total_trajectories)
+    assert weights == pytest.approx({1.0: 0.5, -1.0: 0.5})
 
 
 def test_tokens_older_than_the_bound_are_context_only() -> None:
@@ -73,6 +135,7 @@ def test_a_pair_is_the_best_and_the_worst_in_one_unit_the_chosen_first() -> None
     assert [sample.advantage for sample in made.samples] == [1.0, -1.0]
     assert len({sample.unit for sample in made.samples}) == 1
     assert len({sample.sequence for sample in made.samples}) == 2
+    assert len({sample.trajectory for sample in made.samples}) == 1
     assert made.report.masked == {"unpaired": 12, "no_signal": 12}
 
 
@@ -87,6 +150,21 @@ def test_a_nearly_full_context_costs_reward() -> None:
     assert made.overlong == 1
     # 9 of 11 tokens with the last 4 charged: half of the penalty.
     assert [sample.advantage for sample in made.samples] == pytest.approx([-0.25, 0.25])
+
+
+def test_dynamic_sampling_judges_the_rewards_that_are_trained() -> None:
+    algorithm = {"dynamic_sampling": True, "overlong_tokens": 4}
+    short = Trajectory("p", 1)
+    short.add_turn([1, 2], [3], [-0.1], [5], "stop", None)
+    short.reward = 1.0
+    mixed = group(1.0)
+    mixed.trajectories.append(short)
+    penalised = config(max_length=11, algorithm=algorithm)
+    assert gives_signal(mixed, penalised)
+    assert make_samples([mixed], penalised, 5).groups_without_signal == 0
+    assert not gives_signal(mixed, config())
+    short.reward = 0.5  # what the penalty leaves of the other's reward
+    assert not gives_signal(mixed, penalised)
 
 
 def test_a_group_with_one_trajectory_left_trains_nothing() -> None:

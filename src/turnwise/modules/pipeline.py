@@ -304,9 +304,8 @@ class Pipeline:
             **UNTRAINED,
             **describe(made),
         }
-        samples = [sample for sample in made.samples if sample.trained]
-        if samples:
-            metrics |= await opened.step.train(samples)
+        if made.samples:
+            metrics |= await opened.step.train(made.samples)
         return metrics | await opened.step.update_weights()
 
     async def _save(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class GroupProducer:
     Args:
         run_group: Makes the group of a problem under a tag of its own.
         stream: Where problems come from.
-        has_signal: Whether a group's rewards can train anything; asked where
+        has_signal: Whether a group can train anything; asked where
             `algorithm.dynamic_sampling` is set.
         on_group: Told of each group that is done.
     """
@@ -77,7 +77,7 @@ class GroupProducer:
         config: Config,
         run_group: RunGroup,
         stream: ProblemStream,
-        has_signal: Callable[[Sequence[float]], bool],
+        has_signal: Callable[[Group], bool],
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -138,9 +138,8 @@ class GroupProducer:
     def _unfit(self, group: Group) -> str:
         if len(group.trajectories) < min(2, self._config.sampling.n):
             return "failed"
-        if self._config.algorithm.dynamic_sampling:
-            rewards = [t.reward or 0.0 for t in group.trajectories]
-            return "" if self._has_signal(rewards) else "no_signal"
+        if self._config.algorithm.dynamic_sampling and not self._has_signal(group):
+            return "no_signal"
         return ""
 
     def _discard(self, reason: str, group: Group) -> None:

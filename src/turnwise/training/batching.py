@@ -5,7 +5,8 @@ together; those that are computed at the same time are of like size. Which rank 
 changes no result.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,10 +21,17 @@ class Share:
     """One rank's part of one optimizer step, and the totals of the whole."""
 
     micro_batches: list[list[Sample]]
-    total_tokens: int
-    """Trained tokens on all ranks."""
-    total_sequences: int
-    """Sequences with trained tokens on all ranks."""
+    trajectory_tokens: dict[int, int]
+    """Trained tokens of each trajectory, on all ranks; those that are only counted included."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.trajectory_tokens.values())
+
+    @property
+    def total_trajectories(self) -> int:
+        """Trajectories with trained tokens."""
+        return sum(tokens > 0 for tokens in self.trajectory_tokens.values())
 
 
 def plan(
@@ -32,24 +40,33 @@ def plan(
     """For each rank, its share of each optimizer step.
 
     Args:
-        samples: At least one.
-        updates: Optimizer steps; fewer if there are fewer units.
+        samples: At least one that is not only counted.
+        updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Of a micro-batch, padding included; a unit that is longer is alone in one.
     """
-    units: dict[int, list[Sample]] = {}
-    for sample in samples:
-        units.setdefault(sample.unit, []).append(sample)
-    ordered = list(units.values())
-    updates = min(updates, len(ordered))
+    computed = _by_trajectory(sample for sample in samples if not sample.counted_only)
+    counted = _by_trajectory(sample for sample in samples if sample.counted_only)
+    updates = min(updates, len(computed))
     shares: list[list[Share]] = [[] for _ in range(ranks)]
     for index in range(updates):
-        own = ordered[index::updates]  # from all over the batch
-        tokens = sum(s.trained for unit in own for s in unit)
-        sequences = len({s.sequence for unit in own for s in unit if s.trained})
-        dealt = _dealt(_buckets(own, max_tokens, ranks, packed), ranks)
+        own = [s for t in computed[index::updates] for s in t]  # from all over the batch
+        tokens = Counter[int]()
+        for sample in (*own, *(s for t in counted[index::updates] for s in t)):
+            tokens[sample.trajectory] += sample.trained
+        units: dict[int, list[Sample]] = {}
+        for sample in own:
+            units.setdefault(sample.unit, []).append(sample)
+        dealt = _dealt(_buckets(list(units.values()), max_tokens, ranks, packed), ranks)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(Share(micro_batches, tokens, sequences))
+            share.append(Share(micro_batches, dict(tokens)))
     return shares
+
+
+def _by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
+    trajectories: dict[int, list[Sample]] = {}
+    for sample in samples:
+        trajectories.setdefault(sample.trajectory, []).append(sample)
+    return list(trajectories.values())
 
 
 def _buckets(
@@ -107,9 +124,12 @@ class MicroBatch:
     position_ids_BT: torch.Tensor | None
     engine_logprobs_N: torch.Tensor
     """Of the `N` masked tokens, row after row, as all that follow."""
-    versions_N: torch.Tensor
+    staleness_N: torch.Tensor
+    """By the version before the step's first update."""
     advantages_N: torch.Tensor
     sequence_N: torch.Tensor
+    trajectory_tokens_N: torch.Tensor
+    """Trained tokens of the whole trajectory, wherever its samples are."""
     sequences: int
     tokens: int
     """Tokens without padding."""
@@ -126,8 +146,19 @@ class MicroBatch:
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
 
-def make_micro_batch(samples: Sequence[Sample], packed: bool, device: torch.device) -> MicroBatch:
-    """Tensors of samples; of none, a batch of one token that trains nothing."""
+def make_micro_batch(
+    samples: Sequence[Sample],
+    trajectory_tokens: Mapping[int, int],
+    version: int,
+    packed: bool,
+    device: torch.device,
+) -> MicroBatch:
+    """Tensors of samples; of none, a batch of one token that trains nothing.
+
+    Args:
+        trajectory_tokens: That of the share.
+        version: Of the weights that begin the step.
+    """
     if samples:
         token_ids_BT = _joined([s.token_ids_T for s in samples], packed)
         mask_BT = _joined([s.response_mask_T for s in samples], packed)
@@ -150,9 +181,10 @@ def make_micro_batch(samples: Sequence[Sample], packed: bool, device: torch.devi
         mask_BT.to(device),
         positions,
         _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
-        _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
+        version - _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
         spread([s.advantage for s in samples], torch.float32),
         spread([numbers[s.sequence] for s in samples], torch.long),
+        spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),
         sum(s.length for s in samples),
     )

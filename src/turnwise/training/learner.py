@@ -33,6 +33,7 @@ class Learner:
 
     @property
     def rate(self) -> float:
+        """The learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self) -> tuple[float, bool]:

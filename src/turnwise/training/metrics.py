@@ -15,9 +15,10 @@ _PERCENTILES = (1, 50, 99)
 def merge(reports: Sequence["StepReport"]) -> dict[str, Any]:
     """Metrics of a training step.
 
-    Means are over trained tokens, then over the step's updates. `logprob_diff_*` compare the
-    engine's log-probs with the trainer's before the first update; `staleness` counts tokens by
-    the optimizer steps between the weights that sampled them and those that began to train.
+    Means are over trained tokens, then over the step's updates; tokens that are only counted have
+    no part in them. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
+    first update; `staleness` counts tokens by the optimizer steps between the weights that sampled
+    them and those that began to train; `learning_rate` is that of the last update.
     """
     first = reports[0]
     updates = [_update([r.updates[i] for r in reports]) for i in range(len(first.updates))]
@@ -39,7 +40,7 @@ def merge(reports: Sequence["StepReport"]) -> dict[str, Any]:
         "train_seconds": seconds,
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": max(report.memory_gib for report in reports),
-        "learning_rate": first.learning_rate,
+        "learning_rate": first.updates[-1].learning_rate,
     }
 
 

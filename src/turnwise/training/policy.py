@@ -26,14 +26,12 @@ from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import (
-    correction_weights,
     gae,
     kl_N,
     moments,
     normalised,
+    objective,
     reward_penalty,
-    token_loss,
-    token_weights,
     value_loss,
 )
 from turnwise.training.batching import MicroBatch, Share, make_micro_batch
@@ -75,6 +73,8 @@ class UpdateReport:
     """This rank's part of the batch's loss: the parts of all ranks add up to it."""
     grad_norm: float = 0.0
     """Of all ranks together."""
+    learning_rate: float = 0.0
+    """The policy's; 0 where the value model alone learned."""
     skipped: bool = False
 
 
@@ -83,7 +83,6 @@ class StepReport:
     """What one rank saw of one training step."""
 
     version: int
-    learning_rate: float
     updates: list[UpdateReport]
     ratios_N: Array
     staleness: Counter[int]
@@ -173,14 +172,19 @@ class Policy:
         started = time.perf_counter()
         self._steps += 1
         steps = [
-            [make_micro_batch(samples, self._packed, self.device) for samples in s.micro_batches]
+            [
+                make_micro_batch(
+                    samples, s.trajectory_tokens, self.version, self._packed, self.device
+                )
+                for samples in s.micro_batches
+            ]
             for s in shares
         ]
         self._prepare([batch for batches in steps for batch in batches], len(steps))
         staleness = Counter[int]()
         for batches in steps:
             for batch in batches:
-                staleness.update((self.version - batch.versions_N).tolist())
+                staleness.update(batch.staleness_N.tolist())
         ratios: list[torch.Tensor] = []
         updates = [
             self._update(batches, share, ratios)
@@ -188,7 +192,6 @@ class Policy:
         ]
         return StepReport(
             self.version,
-            self._learner.rate,
             updates,
             torch.cat(ratios).cpu().numpy() if ratios else np.zeros(0, np.float32),
             staleness,
@@ -267,6 +270,7 @@ class Policy:
                 report.sums["value_loss"] += float(loss_N.detach().sum())
             report.tokens += len(batch.advantages_N)
         if not warming:
+            report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
             report.skipped = not finite
             self.version += finite
@@ -304,36 +308,30 @@ class Policy:
             batch.advantages_N,
             batch.sequence_N,
             batch.sequences,
-            self.version - batch.versions_N,
+            batch.trajectory_tokens_N,
+            batch.staleness_N,
             batch.reference_logprobs_N,
         )
-        result = token_loss(algorithm.loss, tokens)
-        correction_N = correction_weights(tokens, algorithm.correction)
-        loss_N = result.loss_N * correction_N
-        if batch.reference_logprobs_N is not None and algorithm.kl.coef:
-            divergence_N = kl_N(logprobs_N, batch.reference_logprobs_N, algorithm.kl.estimator)
-            report.sums["kl"] += float(divergence_N.detach().sum())
-            if algorithm.kl.where == "loss":
-                loss_N = loss_N + algorithm.kl.coef * divergence_N
-        weights_N = token_weights(
-            algorithm.reduction if not isinstance(algorithm.loss, Dpo) else "sequence_mean",
+        made = objective(
+            algorithm,
             tokens,
             total_tokens=share.total_tokens,
-            total_sequences=share.total_sequences,
+            total_trajectories=share.total_trajectories,
             constant=self._config.sampling.max_tokens * self._config.rollout.max_turns,
         )
-        loss = (weights_N * loss_N).sum()
-        (loss * self._place.ranks).backward()  # type: ignore[no-untyped-call]
+        (made.loss * self._place.ranks).backward()  # type: ignore[no-untyped-call]
         diff_N = (logprobs_N.detach() - engine_N).abs()
-        report.loss += float(loss.detach())
-        report.sums["ratio"] += float(result.ratio_N.sum())
-        report.sums["clip_fraction"] += float(result.clipped_N.sum())
+        report.loss += float(made.loss.detach())
+        report.sums["ratio"] += float(made.result.ratio_N.sum())
+        report.sums["clip_fraction"] += float(made.result.clipped_N.sum())
         report.sums["entropy"] += float(entropy_N.sum())
-        report.sums["correction"] += float(correction_N.sum())
+        report.sums["correction"] += float(made.correction_N.sum())
+        if made.divergence_N is not None:
+            report.sums["kl"] += float(made.divergence_N.sum())
         report.sums["logprob_diff_mean"] += float(diff_N.sum())
         if len(diff_N):
             report.logprob_diff_max = max(report.logprob_diff_max, float(diff_N.max()))
-        ratios.append(result.ratio_N.float())
+        ratios.append(made.result.ratio_N.float())
 
     def _forward(self, module: nn.Module, *inputs: Any) -> Any:
         # Sharded modules compute in their dtype by themselves.
@@ -355,7 +353,7 @@ class Policy:
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
         none = torch.zeros(0)
-        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, 1, 0)
+        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, 1, 0)
         with torch.no_grad():
             expected, _ = self._forward(self._scorer, canary, _PLAIN)
         return manifest, self._canary, expected.tolist()

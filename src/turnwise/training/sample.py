@@ -23,9 +23,14 @@ class Sample:
     """int64; -1 where the mask is 0."""
     advantage: float
     sequence: int
-    """Samples of one sequence count as one in losses over sequences."""
+    """Samples of one sequence have one ratio and one correction where those are a sequence's."""
     unit: int
     """Samples of one unit stay in one micro-batch: the two sides of a pair."""
+    trajectory: int
+    """Samples of one trajectory count as one in the batch's mean and stay in one update; the two
+    sides of a pair are one. A sequence is part of a unit, a unit is part of a trajectory."""
+    counted_only: bool
+    """Whether nothing is learned from it: it counts in the batch's totals and is not computed."""
 
     @classmethod
     def of(
@@ -37,12 +42,16 @@ class Sample:
         advantage: float,
         sequence: int,
         unit: int | None = None,
+        trajectory: int | None = None,
+        counted_only: bool = False,
     ) -> "Sample":
-        """From plain lists of one length; a sample is its own unit unless told."""
+        """From plain lists of one length; by default a sequence is a unit, and a unit is a
+        trajectory."""
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=bool)
         mask[:1] = False
+        unit = sequence if unit is None else unit
         return cls(
             np.asarray(token_ids, dtype=np.int64),
             mask,
@@ -50,7 +59,9 @@ class Sample:
             np.asarray(weight_versions, dtype=np.int64),
             advantage,
             sequence,
-            sequence if unit is None else unit,
+            unit,
+            unit if trajectory is None else trajectory,
+            counted_only,
         )
 
     @property

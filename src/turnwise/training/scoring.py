@@ -1,7 +1,8 @@
 """The trainer's log-probs of given tokens, under the distribution that the engine samples from.
 
-Temperature, top-k and top-p are applied as the engine applies them. What `min_tokens` and custom
-logits processors forbid is not: it shows in `logprob_diff_max`.
+Temperature, top-k and top-p are applied as vLLM applies them: a temperature between 0 and 0.01 is
+0.01, and temperature 0, greedy, reports plain log-probs without top-k and top-p. What `min_tokens`
+and custom logits processors forbid is not: it shows in `logprob_diff_max`.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwise.config import SamplingConfig
 
+_LOWEST_TEMPERATURE = 0.01
+"""What vLLM's SamplingParams raise a temperature above 0 to."""
 CHUNK_ELEMENTS = 2**25
 """Logits that are made at once: 128 MiB in float32."""
 
@@ -97,8 +100,10 @@ def _processed(
 ) -> torch.Tensor:
     """Temperature, top-k and top-p as the engine applies them. A target that has fallen out of
     the kept set under newer weights stays in, so that its ratio is small but not zero."""
-    if sampling.temperature not in (0.0, 1.0):
-        logits_NV = logits_NV / sampling.temperature
+    if sampling.temperature == 0.0:
+        return logits_NV
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV / max(sampling.temperature, _LOWEST_TEMPERATURE)
     if not 0 < sampling.top_k < logits_NV.shape[-1] and sampling.top_p >= 1.0:
         return logits_NV
     dropped_NV = torch.zeros_like(logits_NV, dtype=torch.bool)

@@ -21,8 +21,11 @@ class Tokens:
     """Which of the `S` sequences a token belongs to; long, never falling."""
     sequences: int
     """S."""
+    trajectory_tokens_N: torch.Tensor
+    """Trained tokens of the trajectory that a token belongs to: of all its sequences, in whatever
+    micro-batch they are."""
     staleness_N: torch.Tensor
-    """Trainer's version minus the token's; long."""
+    """The trainer's version at the step's start minus the token's; long."""
     reference_logprobs_N: torch.Tensor | None = None
     """The starting model's, where a KL penalty or DPO needs them."""
 

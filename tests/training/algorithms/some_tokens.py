@@ -8,7 +8,8 @@ from turnwise.training.tokens import Tokens
 
 
 def some_tokens(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.3) -> Tokens:
-    """Sequences of these lengths; log ratios and advantages are normal, staleness is 0 or 1."""
+    """Sequences of these lengths, each a trajectory; log ratios and advantages are normal,
+    staleness is 0 or 1."""
     count = sum(lengths)
     random = torch.Generator().manual_seed(seed)
 
@@ -23,6 +24,7 @@ def some_tokens(lengths: Sequence[int], *, seed: int = 0, spread: float = 0.3) -
         advantages_N=normal(),
         sequence_N=torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)]).long(),
         sequences=len(lengths),
+        trajectory_tokens_N=torch.tensor([n for n in lengths for _ in range(n)]).double(),
         staleness_N=torch.randint(2, (count,), generator=random),
         reference_logprobs_N=logprobs_N - normal(),
     )
@@ -42,6 +44,9 @@ def tokens_of(
         advantages_N=torch.tensor([a for rows in advantages for a in rows], dtype=torch.float64),
         sequence_N=torch.tensor(sequence, dtype=torch.long),
         sequences=len(log_ratios),
+        trajectory_tokens_N=torch.tensor(
+            [len(rows) for rows in log_ratios for _ in rows], dtype=torch.float64
+        ),
         staleness_N=torch.zeros(len(sequence), dtype=torch.long),
         reference_logprobs_N=minus_one_N,
     )

@@ -59,19 +59,16 @@ def test_reinforce_pp_is_the_standard_score_within_the_batch(rewards: Rewards) -
     mean, deviation = statistics.fmean(flat), statistics.pstdev(flat)
     advantages = group_advantages(ReinforcePP(baseline="none"), rewards)
     for rows, result in zip(rewards, advantages, strict=True):
-        if len(set(flat)) == 1:
-            assert result is None
-        else:
-            expected = [(r - mean) / (deviation + 1e-6) for r in rows]
-            assert result == pytest.approx(expected, abs=1e-9)
+        expected = [(r - mean) / (deviation + 1e-6) for r in rows]
+        assert result == pytest.approx(expected, abs=1e-9)
 
 
 def test_reinforce_pp_with_a_baseline_scales_groups_by_one_common_deviation() -> None:
     rewards = [[0.0, 1.0], [5.0, 5.0], [10.0, 16.0]]
-    deviation = statistics.pstdev([-0.5, 0.5, -3, 3])
+    deviation = statistics.pstdev([-0.5, 0.5, 0, 0, -3, 3])
     first, second, third = group_advantages(ReinforcePP(baseline="group"), rewards)
     assert first == pytest.approx([-0.5 / deviation, 0.5 / deviation], rel=1e-5)
-    assert second is None
+    assert second == [0, 0]
     assert third == pytest.approx([-3 / deviation, 3 / deviation], rel=1e-5)
 
 
@@ -81,10 +78,15 @@ def test_reinforce_pp_without_a_baseline_trains_groups_of_one() -> None:
 
 
 @pytest.mark.parametrize("config", GROUPWISE, ids=lambda c: c.name)
-def test_a_group_without_spread_or_company_gives_no_signal(config: Grpo) -> None:
-    advantages = group_advantages(config, [[1, 1, 1], [0.5], [], [0, 1]])
-    assert advantages[:3] == [None, None, None]
+def test_a_group_without_spread_is_worth_0_and_one_without_company_nothing(config: Grpo) -> None:
+    advantages = group_advantages(config, [[0.1, 0.1, 0.1], [0.5], [], [0, 1]])
+    assert advantages[:3] == [[0, 0, 0], None, None]
     assert advantages[3] is not None
+    assert all(advantages[3])
+
+
+def test_a_batch_without_spread_is_worth_0() -> None:
+    assert group_advantages(ReinforcePP(baseline="none"), [[0.1] * 3, [0.1]]) == [[0] * 3, [0]]
 
 
 @pytest.mark.parametrize("config", GROUPWISE, ids=lambda c: c.name)

@@ -36,7 +36,7 @@ def test_the_mean_over_sequences_is_the_papers_mean_over_pairs(seed: int) -> Non
     slopes = [-pulls[0]] * 3 + [pulls[0]] * 5 + [-pulls[1]] + [pulls[1]] * 2
 
     weights_N = token_weights(
-        "sequence_mean", tokens, total_tokens=11, total_sequences=4, constant=1
+        "sequence_mean", tokens, total_tokens=11, total_trajectories=4, constant=1
     )
     loss = (weights_N * token_loss(Dpo(beta=beta), tokens).loss_N).sum()
     assert loss.item() == pytest.approx(expected)

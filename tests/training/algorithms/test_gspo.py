@@ -11,7 +11,7 @@ from turnwise.training.tokens import Tokens
 
 def sequence_mean(tokens: Tokens, loss_N: torch.Tensor) -> torch.Tensor:
     weights_N = token_weights(
-        "sequence_mean", tokens, total_tokens=0, total_sequences=tokens.sequences, constant=1
+        "sequence_mean", tokens, total_tokens=0, total_trajectories=tokens.sequences, constant=1
     )
     return (weights_N * loss_N).sum()
 

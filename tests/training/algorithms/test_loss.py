@@ -52,7 +52,7 @@ def test_on_policy_the_gradient_is_the_advantage_times_the_weight(
         reduction,  # type: ignore[arg-type]
         tokens,
         total_tokens=8,
-        total_sequences=3,
+        total_trajectories=3,
         constant=5,
     )
     result = token_loss(config, tokens)

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -21,7 +22,7 @@ def weights_of(reduction: Reduction, batch: Sequence[int], cut: int) -> list[tor
             reduction,
             some_tokens(part),
             total_tokens=sum(batch),
-            total_sequences=sum(length > 0 for length in batch),
+            total_trajectories=sum(length > 0 for length in batch),
             constant=CONSTANT,
         )
         for part in (batch[:cut], batch[cut:])
@@ -47,6 +48,25 @@ def test_losses_are_reduced_over_the_whole_batch(batch: list[int], cut: int) -> 
 def test_the_weights_of_a_mean_sum_to_one(batch: list[int], cut: int) -> None:
     for reduction in ("token_mean", "sequence_mean"):
         assert torch.cat(weights_of(reduction, batch, cut)).sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("token_mean", [1 / 10] * 10),
+        ("sequence_mean", [1 / 4] * 2 + [1 / 16] * 8),
+        ("constant", [1 / (2 * CONSTANT)] * 10),
+    ],
+)
+def test_branches_share_the_weight_of_their_trajectory(
+    reduction: Reduction, expected: list[float]
+) -> None:
+    """A trajectory of one branch of two tokens, and one of four branches of two tokens."""
+    tokens = replace(some_tokens([2] * 5), trajectory_tokens_N=torch.tensor([2.0] * 2 + [8.0] * 8))
+    weights = token_weights(
+        reduction, tokens, total_tokens=10, total_trajectories=2, constant=CONSTANT
+    )
+    assert weights.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])

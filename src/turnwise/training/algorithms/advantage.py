@@ -11,8 +11,9 @@ def group_advantages(
 ) -> list[list[float] | None]:
     """The advantage of each trajectory of each group of one step.
 
-    None stands for a group that gives no signal and is not trained. For `gae` these are the
-    rewards themselves: `gae.gae` makes advantages of them, token by token.
+    All are 0 in a group without signal, which counts in the batch's mean all the same. None stands
+    for a group of fewer than two, which has nothing to be compared with and is not trained. For
+    `gae` these are the rewards themselves: `gae.gae` makes advantages of them, token by token.
     """
     match config:
         case Grpo():

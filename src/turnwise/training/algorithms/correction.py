@@ -6,9 +6,16 @@
     mask:          1 where low <= w_t <= high, else 0
 
 Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training" (2025), after Ionides (2008). What differs: with `stale_only`, tokens of the
-newest version weigh 1 and have no part in their sequence's product. Masked tokens still count in
-the totals that a reduction divides by.
+Off-Policy RL Training" (2025), after Ionides (2008). What differs:
+
+- With `stale_only`, tokens of the version that begins the step weigh 1 in all of its updates and
+  have no part in their sequence's product.
+- A sequence is the trained tokens of one branch. What it shares with an earlier branch, and tokens
+  that are too old to train, are its context and have no part in its product.
+- `mask` leaves tokens out one by one by a band around their own weight, and gives those inside
+  weight 1. IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855) and TRL's mask modes keep the
+  weight of those inside. Masked tokens still count in the totals that a reduction divides by.
+- The KL penalty is not multiplied by the weight.
 """
 
 import torch

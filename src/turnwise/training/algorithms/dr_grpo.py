@@ -13,8 +13,10 @@ from turnwise.training.algorithms.dapo import has_signal
 
 
 def advantages(rewards: Sequence[float]) -> list[float] | None:
-    """One group's; None where all rewards are equal or there are fewer than two."""
-    if not has_signal(rewards):
+    """One group's: all 0 where its rewards are equal, None where it has fewer than two."""
+    if len(rewards) < 2:
         return None
+    if not has_signal(rewards):
+        return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
     return [r - mean for r in rewards]

@@ -10,7 +10,8 @@ Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantag
 (arXiv 1506.02438), eq. 16; "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 11 and
 12. The clipped value loss is not in the papers but in their authors' implementation. What differs:
 time runs over the trained tokens of a branch alone, so what a tool says between two of them takes
-no discount.
+no discount. Advantages are normalised by the deviation of the population: divided by the number of
+tokens, not by one less.
 """
 
 import math

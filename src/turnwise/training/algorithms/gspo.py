@@ -8,7 +8,9 @@ Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071), eq. 5 to 
 paper's GSPO-token. Every token has its sequence's ratio as value and its own log-prob's gradient:
 where all tokens of a sequence have one advantage, the sum over them is GSPO's gradient exactly, and
 advantages that differ by token, or weights of a correction, still act on their own tokens. The
-paper's reduction is `sequence_mean`. What differs: log ratios are bounded (see `ratio`).
+paper's reduction is `sequence_mean`. What differs: log ratios are bounded (see `ratio`), and where
+a trajectory has several branches each has a ratio of its own, over the tokens that it trains, while
+the reduction weighs them together as one trajectory.
 """
 
 from turnwise.config import Gspo

@@ -8,10 +8,18 @@ divergence's value on average, k3 is never negative. As a loss, k2's gradient is
 on average and k1's is zero on average. What differs: k3 bounds d to at most 20 (see `ratio`) and
 has no gradient beyond.
 
+The averages are over tokens that the policy itself sampled. On tokens of an older policy a penalty
+in the loss has no weight for that by default; `kl.importance_weight` multiplies it by
+pi(t) / pi_old(t) (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and TRL's default),
+which with k3 has the divergence's gradient on average too.
+
 In the reward (REINFORCE++, Hu et al., arXiv 2501.03262) a token's advantage pays for itself and
 for everything after it:
 
     A_t = A - coef * sum_{i >= t} kl_i
+
+It comes off after the advantages are made: no part of it is in the baseline of RLOO or of any
+other, where TRL's RLOO takes it off the rewards first.
 """
 
 from collections.abc import Sequence

@@ -3,10 +3,12 @@
     loss of the batch = sum over micro-batches and ranks of sum_N(weight_N * loss_N)
 
     token_mean:     1 / tokens of the batch                         (DAPO, arXiv 2503.14476, eq. 8)
-    sequence_mean:  1 / (tokens of the sequence * sequences)        (GRPO, arXiv 2402.03300, eq. 3)
-    constant:       1 / (sequences * constant)                      (Dr. GRPO, arXiv 2503.20783)
+    sequence_mean:  1 / (tokens of the trajectory * trajectories)   (GRPO, arXiv 2402.03300, eq. 3)
+    constant:       1 / (trajectories * constant)                   (Dr. GRPO, arXiv 2503.20783)
 
-The totals are the whole batch's; a sequence without trained tokens is none of its sequences.
+The papers' output is a whole trajectory: its branches share one weight, however many they are.
+The totals are the whole batch's, trajectories with advantage 0 included; a trajectory without
+trained tokens is none of them.
 """
 
 from typing import Literal
@@ -21,15 +23,15 @@ def token_weights(
     tokens: Tokens,
     *,
     total_tokens: int,
-    total_sequences: int,
+    total_trajectories: int,
     constant: int,
 ) -> torch.Tensor:
-    """The weight of each token of a micro-batch that holds its sequences whole: [N]."""
+    """The weight of each token of a micro-batch: [N]."""
     ones_N = torch.ones_like(tokens.logprobs_N, requires_grad=False)
     match reduction:
         case "token_mean":
             return ones_N / total_tokens
         case "sequence_mean":
-            return ones_N / (tokens.sums_S(ones_N)[tokens.sequence_N] * total_sequences)
+            return ones_N / (tokens.trajectory_tokens_N * total_trajectories)
         case "constant":
-            return ones_N / (total_sequences * constant)
+            return ones_N / (total_trajectories * constant)

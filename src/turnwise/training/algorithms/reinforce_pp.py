@@ -5,10 +5,9 @@
     A_i = (a_i - mean(a over the batch)) / (std(a over the batch) + 1e-6)
 
 Hu et al., "REINFORCE++" (arXiv 2501.03262). What differs: the batch's mean and deviation are over
-trajectories, not tokens, so that a long answer counts once; with baseline `group` they leave out
-groups without signal, which are not trained; and the paper takes the KL penalty off before it
-normalises, while `kl.reward_penalty` comes off the normalised advantage, so that `kl.coef` does
-not depend on the scale of the rewards.
+trajectories, not tokens, so that a long answer counts once; and the paper takes the KL penalty off
+before it normalises, while `kl.reward_penalty` comes off the normalised advantage, so that
+`kl.coef` does not depend on the scale of the rewards.
 """
 
 from collections.abc import Sequence
@@ -21,16 +20,17 @@ _EPSILON = 1e-6
 
 
 def advantages(rewards: Sequence[Sequence[float]], config: ReinforcePP) -> list[list[float] | None]:
-    """A step's, by group. None for a group without signal (all rewards of the batch are equal,
-    or, with baseline `group`, all of its own, or it has fewer than two)."""
+    """A step's, by group: all 0 where no reward differs from its baseline. With baseline `group`,
+    None for a group of fewer than two."""
     if config.baseline == "group":
         shifted = [dr_grpo.advantages(group) for group in rewards]
     else:
         shifted = [list(group) for group in rewards]
     batch = [a for group in shifted if group is not None for a in group]
     if not has_signal(batch):
-        return [None] * len(shifted)
-    mean = sum(batch) / len(batch)
+        return [None if group is None else [0.0] * len(group) for group in shifted]
+    # The mean of differences to their groups' means is 0, but for rounding.
+    mean = 0.0 if config.baseline == "group" else sum(batch) / len(batch)
     std = (sum((a - mean) ** 2 for a in batch) / len(batch)) ** 0.5
     return [
         None if group is None else [(a - mean) / (std + _EPSILON) for a in group]
