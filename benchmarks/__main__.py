@@ -30,6 +30,7 @@ from benchmarks.report import Claim, load, markdown, show
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 SCRIPTS = (
+    "start",
     "rollouts",
     "grpo_step",
     "bridge",

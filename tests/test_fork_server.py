@@ -61,14 +61,14 @@ def test_signals_reach_a_fork_and_it_ends_with_the_one_who_asked(
     interrupted.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in interrupted.communicate(timeout=60)[1]
     assert interrupted.returncode == 1
+    before = set(fork_server.forks())
     killed = start(python(), script, "wait")
     assert killed.stdout is not None
     killed.stdout.readline()
-    (fork,) = [p for p in psutil.process_iter() if f"{script} wait" in " ".join(cmdline(p))
-               and p.pid != killed.pid]  # fmt: skip
+    (fork,) = set(fork_server.forks()) - before
     killed.kill()
     killed.communicate(timeout=60)
-    fork.wait(10)
+    assert psutil.wait_procs(running([fork]), timeout=10)[1] == []
 
 
 def test_without_a_server_the_program_is_started_plainly(script: Path, tmp_path: Path) -> None:
@@ -84,15 +84,13 @@ def test_all_forks_end_with_their_server(script: Path) -> None:
     process = start(fork_server.command(server.address), script, "wait")
     assert process.stdout is not None
     process.stdout.readline()
-    forks = [p for p in psutil.process_iter() if f"{script} wait" in " ".join(cmdline(p))]
+    forks = psutil.Process(server.pid).children()
+    assert len(forks) == 1
     server.close()
     process.communicate(timeout=30)
     assert process.returncode == 1
     assert psutil.wait_procs(forks, timeout=10)[1] == []
 
 
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def running(pids: list[int]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

@@ -163,9 +163,6 @@ def share_with_engines() -> bool:
 def main() -> None:
     """The server's process: `python -m turnwise.fork_server LISTENER ALIVE`, two descriptors."""
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    import setproctitle
-
-    setproctitle.setproctitle("turnwise fork server")  # the first call has to be here
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
     gc.disable()
     # Ray reads the environment when it is imported, so each fork does that by itself; vLLM imports
@@ -283,6 +280,8 @@ def _ended() -> list[tuple[int, int]]:
 
 def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     """Become the process that was asked for."""
+    import setproctitle
+
     os.setsid()  # Ray ends its workers by their process groups
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -294,14 +293,10 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     for descriptor in rest:
         os.set_inheritable(descriptor, False)
     os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
+    _set_environment(request["env"])
     _adapt()
     gc.enable()
-    import setproctitle
-
     first, *arguments = request["arguments"]
-    setproctitle.setproctitle(shlex.join(["python", *request["arguments"]]))
     if first == _FORKSERVER:
         listener, alive = rest
         multiprocessing.forkserver.main(listener, alive, [])
@@ -310,6 +305,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         _set_path("")
         exec(arguments[0], {"__name__": "__main__"})
     elif first == "-m":
+        setproctitle.setproctitle(shlex.join(["python", *request["arguments"]]))
         sys.argv = arguments
         _set_path("")
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
@@ -317,6 +313,16 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         sys.argv = [first, *arguments]
         _set_path(str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    """Leave alone what stays the same: titles of processes are written where it lies in memory,
+    and Ray and vLLM look for that place."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _adapt() -> None:
