@@ -161,14 +161,32 @@ def test_tokens_that_were_not_sampled_stop_the_run(file: Path, tmp_path: Path) -
     assert report["exact_percent"] < 100
 
 
-def test_rollouts_run_ahead_by_at_most_the_bound(file: Path, tmp_path: Path) -> None:
+class Diligence(Lottery):
+    """A held-out problem counts as solved from weight version 4 on, and not before."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return super().reward(trajectory) / 2 + (trajectory.turns[0].weight_versions[0] >= 4)
+
+
+def test_rollouts_run_ahead_by_at_most_the_bound_until_the_target_is_reached(
+    file: Path, tmp_path: Path
+) -> None:
     # Fewer rows than a step takes: each comes up several times in it.
-    few = ("data.limit=3", "training.max_staleness=1", "training.steps=4", "name=ahead")
-    done = turnwise("train", file, *few)
+    few = ("data.limit=3", "training.max_staleness=1", "training.steps=50", "name=ahead")
+    target = ("environment=tests.test_cli:Diligence", "eval.target=0.9")
+    done = turnwise("train", file, *few, *target)
     assert done.returncode == 0, done.stderr
-    rows = metrics_of(tmp_path / "runs" / "ahead")
+    run = tmp_path / "runs" / "ahead"
+    rows = metrics_of(run)
     assert max(row["staleness_max"] for row in rows) == 1
     assert [row["trajectories"] for row in rows[1:]] == [16] * 4
+    assert [row["accuracy_heldout"] for row in rows] == [0.0, None, 0.0, None, 1.0]
+    assert "held-out accuracy 1.000 reaches eval.target 0.9: the run ends" in done.stdout
+    assert (run / "checkpoints" / "step-0004" / "model.safetensors").is_file()
+
+    again = turnwise("train", "--resume", run)
+    assert again.returncode == 2
+    assert "the run is complete; eval.target=null goes on to training.steps" in again.stderr
 
 
 def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def test_dynamic_sampling_of_groups_of_one_is_refused(file: Path) -> None:
         {"engine": {"max_num_batched_tokens": 16}},
         {"deterministic": True, "training": {"max_staleness": 1}},
         {"training": {"colocated": True, "ranks": 2}},
+        {"eval": {"target": 0.9}},
+        {"eval": {"target": 0.9, "every": 0}, "data": {"path": "d", "eval_path": "e"}},
         {"algorithm": {"kl": {"coef": 0.1, "estimator": "k1"}}},
         {"algorithm": {"kl": {"where": "reward", "importance_weight": True}}},
         {"rollout": {"rewards": [{"function": "a:b", "model": "m"}]}},

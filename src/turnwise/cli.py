@@ -139,6 +139,13 @@ async def _resume(run: Path, changes: Sequence[str]) -> None:
             f"{resume.checkpoint} is step {resume.step} of {config.training.steps}: the run is "
             "complete; training.steps=N goes on to step N"
         )
+    accuracy = resume.state.get("accuracy_heldout")
+    if config.eval.reached(accuracy):
+        raise InputError(
+            f"{resume.checkpoint} has held-out accuracy {accuracy:.3f} and eval.target is "
+            f"{config.eval.target:g}: the run is complete; eval.target=null goes on to "
+            "training.steps"
+        )
     await _train(config, resume)
 
 

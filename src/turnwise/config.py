@@ -164,8 +164,15 @@ class EvalConfig(Section):
     every: NonNegativeInt = 10
     """Evaluate on data.eval_path before the first step, each so many steps, and at the end;
     0 is never."""
+    target: Fraction | None = None
+    """Accuracy on data.eval_path that ends the run, with a checkpoint, as soon as an evaluation
+    reaches it; unset: the run ends at training.steps."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
     """Sampling in evaluation; greedy unless told."""
+
+    def reached(self, accuracy: float | None) -> bool:
+        """Whether an evaluation, where there was one, ends the run."""
+        return self.target is not None and accuracy is not None and accuracy >= self.target
 
 
 class EngineConfig(Section):
@@ -496,6 +503,10 @@ class Config(Section):
             raise ValueError(
                 "algorithm.dynamic_sampling compares the rewards of a group, and sampling.n 1 has "
                 "nothing to compare: raise sampling.n or set algorithm.dynamic_sampling to false"
+            )
+        if self.eval.target is not None and not (self.eval.every and self.data.eval_path):
+            raise ValueError(
+                "eval.target needs evaluations: set data.eval_path, and eval.every above 0"
             )
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")

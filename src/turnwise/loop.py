@@ -81,16 +81,29 @@ class TrainingLoop:
         self.exactness = ExactnessReport()
         """Of all that was trained so far."""
         self._clock = _Clock()
+        self._accuracy: float | None = None
+        """On held-out problems, after the step under way; None where it is not measured."""
 
     async def run(self) -> None:
-        """Train until step `training.steps`; raises what ended the run early."""
+        """Train until step `training.steps`, or until `eval.target` is reached; raises what ended
+        the run early."""
         async with Watchdog(self._config.watchdog, self._progress.warn), task_group() as tasks:
             watch = tasks.create_task(self._policy.watch())
             first = await self._begin()
-            producing = tasks.create_task(self._producer.run())
-            await self._consume(first)
-            producing.cancel()
+            if not self._reached:
+                producing = tasks.create_task(self._producer.run())
+                await self._consume(first)
+                producing.cancel()
             watch.cancel()
+        if self._reached:
+            self._progress.warn(
+                f"held-out accuracy {self._accuracy:.3f} reaches eval.target "
+                f"{self._config.eval.target:g}: the run ends"
+            )
+
+    @property
+    def _reached(self) -> bool:
+        return self._config.eval.reached(self._accuracy)
 
     async def _group(self, problem: Problem, tag: str) -> Group:
         return await self._machinery.runner.run_group(
@@ -101,6 +114,8 @@ class TrainingLoop:
         """Bring the engines to the trainer's weights; returns the first step."""
         if self._resume is None:
             await self._measure_given_model()
+            if self._reached:
+                await self._save(0)
             return 1
         self._progress.phase("resume")
         state = self._resume.state
@@ -127,6 +142,8 @@ class TrainingLoop:
             await self._report(metrics)
             self._clock = _Clock()
             await self._save(step)
+            if self._reached:
+                break
             await self._producer.advance(step)
 
     async def _wait_for_batch(self, step: int) -> Batch:
@@ -227,6 +244,7 @@ class TrainingLoop:
         return metrics
 
     async def _evaluate(self, step: int) -> Evaluation | None:
+        self._accuracy = None
         every, last = self._config.eval.every, self._config.training.steps
         if not self._heldout or not every or (step % every and step != last):
             return None
@@ -234,6 +252,7 @@ class TrainingLoop:
         evaluation = await evaluate(
             self._machinery, self._heldout, self._config, self._progress, f"eval{step}"
         )
+        self._accuracy = evaluation.accuracy
         self._clock.spend("evaluate", started)
         return evaluation
 
@@ -250,7 +269,7 @@ class TrainingLoop:
     async def _save(self, step: int) -> None:
         """After the step's metrics are written, so that a resumed run lacks none."""
         every, last = self._config.training.checkpoint_every, self._config.training.steps
-        if step != last and not (every and step % every == 0):
+        if step != last and not self._reached and not (every and step % every == 0):
             return
         started = time.perf_counter()
         self._progress.phase("save")
@@ -261,6 +280,7 @@ class TrainingLoop:
                 "step": step,
                 "producer": self._producer.state(),
                 "exactness": self.exactness.to_dict(),
+                "accuracy_heldout": self._accuracy,
             }
             await asyncio.to_thread(self._folder.commit_checkpoint, step, state)
         self._clock.spend("save", started)
