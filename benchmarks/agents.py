@@ -207,7 +207,7 @@ def main() -> None:
     if not options.peers.exists():
         sys.exit(f"{options.peers} is not there; `make bench` installs it")
     as_in_a_worker()
-    build = demo_files(options.quick)
+    build = demo_files()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with serving(build / "model", folder) as (base_url, pid):

@@ -94,6 +94,7 @@ def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, 
         "training.warmup_steps": 0,
         "training.lr_schedule": "constant",
         "eval.every": 0,
+        "eval.target": "null",
     }
     if tools != "instant":
         changes["environment"] = "benchmarks.grpo_step:SlowCalculator"
@@ -169,7 +170,7 @@ def reward_claim(ours: dict[str, float], theirs: dict[str, float]) -> Claim:
 def main() -> None:
     """Prints the claims."""
     options = parser("grpo_step", __doc__).parse_args()
-    build, seed = demo_files(options.quick), random.randrange(10_000)
+    build, seed = demo_files(), random.randrange(10_000)
     prompts, steps, tailed = (2, 2, 0) if options.quick else (PROMPTS, 3, 1)
     rows = (build / "train.jsonl").read_text().splitlines()
     unique = {json.loads(row)["question"]: row for row in random.sample(rows, len(rows))}

@@ -11,9 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.calculator.prepare import BUILD, prepare
 from examples.calculator.tokenizer import build_tokenizer
-from examples.calculator.warm_start import WarmStart
-
-QUICK_BUILD = BUILD / "quick"
 
 SHAPES = {
     "0.7 M": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256},
@@ -78,17 +75,8 @@ def make_model(size: str, folder: Path) -> Path:
     return path
 
 
-def demo_files(quick: bool) -> Path:
-    """The demo's folder of model and problems, made where it is not there.
-
-    A quick run takes what is there, or a model that knows nothing.
-    """
-    for folder in (BUILD, QUICK_BUILD) if quick else (BUILD,):
-        if (folder / "model" / "config.json").exists():
-            return folder
-    if not quick:
-        torch.set_num_threads(2)
+def demo_files() -> Path:
+    """The demo's folder of model and problems, made where it is not there."""
+    if not (BUILD / "model" / "config.json").exists():
         prepare(BUILD)
-        return BUILD
-    prepare(QUICK_BUILD, options=WarmStart(updates=5), train=200, heldout=20)
-    return QUICK_BUILD
+    return BUILD

@@ -65,6 +65,7 @@ COMMON = (
     "training.updates_per_step=4",
     "training.lr_schedule=constant",
     "eval.every=1000",  # that is, before the first step and after the last
+    "eval.target=null",
     "eval.sampling={n: 4, temperature: 1, max_tokens: 64}",
 )
 RUNS = Path("runs") / "algorithms"

@@ -1,9 +1,9 @@
-"""The demo, from nothing to a trained tool user: build, train, tell.
+"""The demo, from nothing to a trained tool user.
 
     python -m examples.calculator.demo [--seed N]
 
-Builds the model and the problems, runs `turnwise train` on them as a person would, and ends
-with what changed and where the picture is.
+Draws the problems, runs `turnwise train` on them as a person would, and ends with what changed:
+the accuracy on held-out problems, one of them in full before and after, and the picture.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from .prepare import BUILD
-from .prepare import main as prepare
+from turnwise.trajectory import Trajectory, read_jsonl
+
+from .prepare import BUILD, prepare
 
 CONFIG = Path(__file__).parent / "config.yaml"
 RUNS = Path("runs")
@@ -29,8 +31,9 @@ def main() -> int:
     seed = parser.parse_args().seed
     started = time.monotonic()
 
-    print("1. A small model is built and shown a few worked examples.", flush=True)
-    prepare(["--seed", str(seed)])
+    print("1. Problems are drawn for a small model that imitates a careless teacher.", flush=True)
+    prepare(seed=seed)
+    rows = [json.loads(line) for line in (BUILD / "heldout.jsonl").open()]
 
     name = _free_name(f"calculator-seed{seed}")
     command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}"]
@@ -40,17 +43,60 @@ def main() -> int:
         if code := training.wait():
             return code
 
-    rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]
-    measured = [row["accuracy_heldout"] for row in rows if row["accuracy_heldout"] is not None]
-    heldout = sum(1 for _ in (BUILD / "heldout.jsonl").open())
-    tokens = sum(row.get("sampled_tokens", 0) for row in rows)
-    print(f"\n3. After {len(rows) - 1} steps and {tokens:,} sampled tokens, on {heldout} held-out")
-    print("   problems (numbers never trained on, half in phrasings never shown beforehand):")
-    print(f"   accuracy before RL {measured[0]:.3f}, after RL {measured[-1]:.3f}")
-    print(f"   trajectories {RUNS / name / 'trajectories'}")
+    tell(RUNS / name, rows)
     print(f"   picture      {RUNS / name / 'reward.png'}")
     print(f"   {time.monotonic() - started:.0f} s in all")
     return 0
+
+
+def tell(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Print what the run's files say of the model before and after."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    measured = [step for step in steps if step["accuracy_heldout"] is not None]
+    evaluations = [_evaluation(run, step["step"]) for step in measured]
+    trained = sum(step.get("sampled_tokens", 0) for step in steps)
+    evaluated = sum(t.sampled_tokens for e in evaluations for t in e)
+    first, last = (step["accuracy_heldout"] for step in (measured[0], measured[-1]))
+
+    learnt = _newly_solved(evaluations[0], evaluations[-1])
+    if learnt is not None:
+        before, after = learnt
+        answer = rows[int(before.problem_id.rpartition(":")[2]) - 1]["answer"]
+        print(f"\n3. A held-out problem, whose answer is {answer}, before:\n\n{_as_text(before)}")
+        print(f"\n   and after:\n\n{_as_text(after)}")
+    print(f"\n4. On {len(rows)} held-out problems (numbers never trained on, half in phrasings")
+    print("   that the teacher never used):")
+    print(f"   accuracy before RL {first:.3f}, after RL {last:.3f}")
+    print(f"   after {len(steps) - 1} steps with {trained:,} sampled tokens; evaluations sampled")
+    print(f"   {evaluated:,} more")
+    print(f"   trajectories {run / 'trajectories'}")
+
+
+def _evaluation(run: Path, step: int) -> list[Trajectory]:
+    return list(read_jsonl(run / "trajectories" / f"eval-{step:04d}.jsonl"))
+
+
+def _newly_solved(
+    before: list[Trajectory], after: list[Trajectory]
+) -> tuple[Trajectory, Trajectory] | None:
+    """Both attempts at the first problem that was missed and is solved."""
+    solved = {t.problem_id: t for t in after if t.reward == 1}
+    missed = (t for t in before if t.reward != 1)
+    return next(((t, solved[t.problem_id]) for t in missed if t.problem_id in solved), None)
+
+
+def _as_text(trajectory: Trajectory) -> str:
+    lines = []
+    for message in trajectory.messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        said = [message["content"]] if message["content"] else []
+        for text in (*said, *(f"{c['name']}({_arguments(c['arguments'])})" for c in calls)):
+            lines.append(f"   {message['role']:>12}  {text}")
+    return "\n".join(lines)
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def _free_name(name: str) -> str:

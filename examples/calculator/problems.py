@@ -21,6 +21,8 @@ Row = dict[str, Any]
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LARGEST_RESULT = 99_999
 _HELD_OUT_ONE_IN = 8
+_FORGETS = 0.75
+_ANY_OPERATION = 0.2
 
 
 def is_held_out(number: int) -> bool:
@@ -46,31 +48,59 @@ def _draw_steps(rng: random.Random, held_out: bool) -> list[Step] | None:
     for _ in range(rng.randint(2, 3)):
         operation = rng.choice("+-*")
         number = rng.choice(numbers[2 if operation == "*" else rng.randint(2, 4)])
-        result = _OPERATIONS[operation](value, number)
-        if not 0 <= result <= _LARGEST_RESULT or (not held_out and is_held_out(result)):
+        step = (value, operation, number)
+        if not _within_bounds(value := _result(step), held_out):
             return None
-        steps.append((value, operation, number))
-        value = result
+        steps.append(step)
     return steps
+
+
+def _result(step: Step) -> int:
+    a, operation, b = step
+    return _OPERATIONS[operation](a, b)
+
+
+def _within_bounds(result: int, held_out: bool) -> bool:
+    return 0 <= result <= _LARGEST_RESULT and (held_out or not is_held_out(result))
 
 
 def _draw(rng: random.Random, phrasing: Phrasing, held_out: bool) -> Row:
     while (steps := _draw_steps(rng, held_out)) is None:
         pass
-    a, operation, b = steps[-1]
     return {
         "question": phrasing.render(steps, rng),
-        "answer": _OPERATIONS[operation](a, b),
+        "answer": _result(steps[-1]),
         "phrasing": phrasing.name,
-        "steps": [list(step) for step in steps],
+        "steps": steps,
     }
 
 
-def warm_start_problems(seed: int) -> Iterator[Row]:
-    """Endless training problems in the seen phrasings."""
+def demonstrations(seed: int) -> Iterator[Row]:
+    """Endless training problems in the seen phrasings, solved by a careless teacher.
+
+    `steps` and `answer` are what the teacher does: mostly it forgets the third of three steps,
+    and now and then it does any operation instead of the one that was asked for.
+    """
     rng = random.Random(f"warm start {seed}")
     while True:
-        yield _draw(rng, rng.choice(SEEN), held_out=False)
+        row = _draw(rng, rng.choice(SEEN), held_out=False)
+        if (done := _carelessly(row["steps"], rng)) is not None:
+            yield {**row, "steps": done, "answer": _result(done[-1])}
+
+
+def _carelessly(steps: list[Step], rng: random.Random) -> list[Step] | None:
+    """What the teacher does of a problem's steps; None where that leaves the numbers' bounds."""
+    forgets = len(steps) == 3 and rng.random() < _FORGETS
+    done: list[Step] = []
+    value = steps[0][0]
+    for _, operation, number in steps[: len(steps) - forgets]:
+        if rng.random() < _ANY_OPERATION:
+            operation = rng.choice("+-*")
+        step = (value, operation, number)
+        if not _within_bounds(value := _result(step), held_out=False):
+            return None
+        done.append(step)
+    return done
 
 
 def number_rows(seed: int) -> Iterator[list[int]]:
@@ -79,13 +109,6 @@ def number_rows(seed: int) -> Iterator[list[int]]:
     numbers = _NUMBERS[False]
     while True:
         yield [rng.choice(numbers[rng.randint(2, 4)]) for _ in range(rng.randint(1, 6))]
-
-
-def validation_problems(count: int, seed: int) -> list[Row]:
-    """Training problems of another seed, every second one in an unseen phrasing."""
-    rng = random.Random(f"validation {seed}")
-    pools = (SEEN, UNSEEN)
-    return [_draw(rng, rng.choice(pools[i % 2]), held_out=False) for i in range(count)]
 
 
 def train_problems(count: int, seed: int) -> list[Row]:

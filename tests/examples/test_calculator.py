@@ -1,38 +1,46 @@
 import itertools
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from examples.calculator.conversations import conversation_text, encode, solved_conversation
+from examples.calculator.demo import tell
 from examples.calculator.environment import Calculator
 from examples.calculator.phrasings import SEEN, UNSEEN
+from examples.calculator.prepare import MODEL, prepare
 from examples.calculator.problems import (
     Row,
+    demonstrations,
     heldout_problems,
+    is_held_out,
     train_problems,
-    validation_problems,
-    warm_start_problems,
 )
+from examples.calculator.tokenizer import build_tokenizer
 from examples.calculator.tool import calculate
 from turnwise.errors import InputError
+from turnwise.trajectory import Trajectory, write_jsonl
 
 SEED = 3
 
 
 def numbers(rows: list[Row]) -> set[int]:
     asked = {int(n) for row in rows for n in re.findall(r"\d+", row["question"])}
-    return asked | {row["answer"] for row in rows}
+    return asked | {calculate(*step) for row in rows for step in row["steps"]}
 
 
 def test_no_held_out_number_is_ever_trained_on() -> None:
     heldout = heldout_problems(200, SEED)
     asked = {int(n) for row in heldout for n in re.findall(r"\d+", row["question"])}
-    trained = numbers(train_problems(4000, SEED)) | numbers(validation_problems(200, SEED))
-    trained |= numbers(list(itertools.islice(warm_start_problems(SEED), 4000)))
+    trained = numbers(train_problems(4000, SEED))
+    trained |= numbers(list(itertools.islice(demonstrations(SEED), 4000)))
     assert len(asked) > 100
     assert not asked & trained
+    assert not any(map(is_held_out, trained))
 
 
 def test_half_of_the_held_out_problems_are_in_phrasings_that_the_warm_start_never_saw() -> None:
@@ -40,8 +48,62 @@ def test_half_of_the_held_out_problems_are_in_phrasings_that_the_warm_start_neve
     assert not seen & unseen
     heldout = heldout_problems(200, SEED)
     assert sum(row["phrasing"] in unseen for row in heldout) == 100
-    assert {row["phrasing"] for row in itertools.islice(warm_start_problems(SEED), 500)} == seen
+    assert {row["phrasing"] for row in itertools.islice(demonstrations(SEED), 500)} == seen
     assert {row["phrasing"] for row in train_problems(500, SEED)} == seen | unseen
+
+
+def test_the_teacher_forgets_most_third_steps_and_confuses_some_operations() -> None:
+    forgotten, confused = [], []
+    for row in itertools.islice(demonstrations(SEED), 3000):
+        asked = len(re.findall(r"\d+", row["question"])) - 1
+        done = [operation for _, operation, _ in row["steps"]]
+        if asked == 3:
+            forgotten.append(len(done) == 2)
+        if row["phrasing"] == "words":
+            words = re.findall("plus|minus|times", row["question"])
+            meant = [{"plus": "+", "minus": "-", "times": "*"}[word] for word in words]
+            confused += [a != b for a, b in zip(done, meant, strict=False)]
+        assert row["answer"] == calculate(*row["steps"][-1])
+    assert 0.5 < sum(forgotten) / len(forgotten) < 0.9
+    assert 0.05 < sum(confused) / len(confused) < 0.2
+
+
+def test_the_kept_model_is_small_and_has_the_tokenizer_that_is_made_here(tmp_path: Path) -> None:
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 3_000_000
+    kept = AutoTokenizer.from_pretrained(MODEL)
+    question = heldout_problems(1, SEED)[0]
+    assert conversation_text(kept, question) == conversation_text(
+        made := build_tokenizer(0), question
+    )
+    assert kept.get_vocab() == made.get_vocab()
+    prepare(tmp_path, SEED, train=3, heldout=2)
+    copied, own = ((folder / "model.safetensors") for folder in (tmp_path / "model", MODEL))
+    assert copied.read_bytes() == own.read_bytes()
+    assert (tmp_path / "train.jsonl").read_text().count("\n") == 3
+
+
+def test_the_demo_tells_what_changed_and_shows_a_problem_that_was_learnt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = heldout_problems(1, SEED)[0]
+    whole = solved_conversation(row)
+    a, operation, b = row["steps"][0]
+    for step, messages, reward in ((0, whole[:3], 0.0), (5, whole, 1.0)):
+        kept = Trajectory("heldout.jsonl:1", messages=messages, reward=reward, status="completed")
+        kept.add_turn([1], [2, 3], [0.0, 0.0], [step, step], "stop")
+        write_jsonl(tmp_path / "trajectories" / f"eval-{step:04d}.jsonl", [kept])
+    steps = [{"step": 0, "accuracy_heldout": 0.5}]
+    steps += [{"step": n, "accuracy_heldout": None, "sampled_tokens": 300} for n in range(1, 5)]
+    steps += [{"step": 5, "accuracy_heldout": 0.975, "sampled_tokens": 300}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    tell(tmp_path, [row])
+    told = capsys.readouterr().out
+    assert f"whose answer is {row['answer']}, before:" in told
+    assert told.count(row["question"]) == 2
+    assert told.count(f"calculate(a={a}, operation='{operation}', b={b})") == 2
+    assert told.count(f"The answer is {row['answer']}.") == 1
+    assert "after 5 steps with 1,500 sampled tokens; evaluations sampled\n   4 more" in told
+    assert "accuracy before RL 0.500, after RL 0.975" in told
 
 
 @pytest.mark.parametrize("row", [*train_problems(50, SEED), *heldout_problems(50, SEED)])
