@@ -21,6 +21,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "BLOCKED_SECONDS", 0.5)
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that other tests left behind are not counted."""
+    monkeypatch.setattr(tasks, "_running", {})
+    monkeypatch.setattr(tasks, "_stuck", {})
+
+
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
     """What blocks waits for it; it opens at the end of the test."""

@@ -7,6 +7,9 @@ The command line prints it and exits with 2; it never shows a traceback for one 
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _LONGEST = 2000
 """Characters of an error's own message that are kept."""
@@ -92,6 +95,15 @@ def describe_error(error: BaseException) -> str:
     return (f"{kind}: {message}" if message else kind) + (f" ({where})" if where else "")
 
 
+def ordinary_error(error: BaseException) -> Exception:
+    """The error, or one in its place if raising it would end more than the call: SystemExit,
+    KeyboardInterrupt, CancelledError, and StopIteration, which no future takes."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    text = f"raised {type(error).__name__}({message_of(error, 200)})"
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
 def message_of(error: BaseException, longest: int) -> str:
     """The beginning of an error's message, whatever its `__str__` does."""
     try:
@@ -99,3 +111,12 @@ def message_of(error: BaseException, longest: int) -> str:
     except Exception as failure:
         return f"(its message cannot be read: __str__ raised {type(failure).__name__})"
     return message if len(message) <= longest else f"{message[:longest]}…"
+
+
+@contextmanager
+def told_when_unwritable(path: Path) -> Iterator[None]:
+    """Turn what the operating system raises, such as on a full disk, into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise TurnwiseError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -17,15 +17,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from turnwise.errors import (
     DeadlineError,
     TurnwiseError,
+    describe_error,
     in_user_code,
-    message_of,
+    ordinary_error,
     short_path,
 )
 
@@ -38,6 +39,7 @@ GRACE_SECONDS = 2.0
 """A cancelled coroutine of user code has this long for its own clean-up."""
 BLOCKED_SECONDS = 10.0
 """A loop of user code that begins nothing for this long is blocked; another takes its place."""
+_STR_SECONDS = 1.0
 _NAMED = 4
 """Names of calls, at most, in one line."""
 
@@ -49,7 +51,15 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled the running task: a CancelledError without that is an error of
+    what the task waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def settle_heap() -> None:
@@ -70,7 +80,7 @@ class _Reply(Generic[_T]):
         self._settle(self.future.set_result, value)
 
     def fail(self, error: BaseException) -> None:
-        self._settle(self.future.set_exception, _ordinary(error))
+        self._settle(self.future.set_exception, ordinary_error(error))
 
     def _settle(self, setter: Callable[[Any], None], value: Any) -> None:
         def settle() -> None:
@@ -79,15 +89,6 @@ class _Reply(Generic[_T]):
 
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             self._loop.call_soon_threadsafe(settle)
-
-
-def _ordinary(error: BaseException) -> Exception:
-    """The error, or one in its place if raising it would end more than the call: SystemExit,
-    KeyboardInterrupt, CancelledError, and StopIteration, which no future takes."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    text = f"raised {type(error).__name__}({message_of(error, 200)})"
-    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
@@ -109,13 +110,17 @@ async def run_in_thread(function: Callable[[], _T]) -> _T:
         else:
             reply.succeed(value)
 
+    _start_in_thread(work)
+    return await reply.future
+
+
+def _start_in_thread(work: Callable[[], None]) -> None:
     try:
         inbox = _idle_threads.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
         threading.Thread(target=_serve, args=[inbox], daemon=True, name="turnwise-call").start()
     inbox.put(work)
-    return await reply.future
 
 
 def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
@@ -169,15 +174,50 @@ async def run_abandonable(make: Callable[[], Awaitable[_T]], name: str) -> _T:
     return value
 
 
-@contextmanager
-def user_code(name: str) -> Iterator[None]:
-    """Count a `with` block, in a thread that may block, among the calls of user code."""
+def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
+    """Call a plain function of the user's from a thread that may wait.
+
+    Raises:
+        Exception: as `call_user_code` does.
+    """
+    answer: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
     call = _Call(name)
-    call.thread = threading.get_ident()
+
+    def work() -> None:
+        try:
+            value = call.run(function)
+        except BaseException as error:
+            failure = ordinary_error(error)
+            answer.put(lambda: _raise(failure))
+        else:
+            answer.put(lambda: value)
+
+    _start_in_thread(work)
     try:
-        yield
-    finally:
-        call.returned()
+        take = answer.get(timeout=seconds)
+    except queue.Empty:
+        call.abandon()
+        raise DeadlineError(f"{name} did not answer within {seconds:g} s") from None
+    return take()
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+async def describe_user_error(error: Exception) -> str:
+    """`errors.describe_error`, away from this event loop: the error's `__str__` is user code."""
+    if isinstance(error, TurnwiseError):
+        return str(error)
+    kind = type(error).__name__
+    try:
+        return str(
+            await call_user_code(
+                describe_error, error, name=f"the __str__ of {kind}", seconds=_STR_SECONDS
+            )
+        )
+    except TurnwiseError:
+        return kind
 
 
 def stuck_calls() -> str:
@@ -216,6 +256,14 @@ class _Call:
         """Identifier of the thread that runs it, once it has begun."""
         _running[self] = None
 
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call the function in this thread."""
+        self.thread = threading.get_ident()
+        try:
+            return function()
+        finally:
+            self.returned()
+
     def returned(self) -> None:
         _running.pop(self, None)
         _stuck.pop(self, None)
@@ -241,16 +289,8 @@ _stuck: dict[_Call, None] = {}
 
 async def _in_user_thread(name: str, function: Callable[[], Any]) -> Any:
     call = _Call(name)
-
-    def work() -> Any:
-        call.thread = threading.get_ident()
-        try:
-            return function()
-        finally:
-            call.returned()
-
     try:
-        return await run_in_thread(work)
+        return await run_in_thread(lambda: call.run(function))
     except asyncio.CancelledError:
         call.abandon()
         raise
@@ -335,11 +375,11 @@ class _Coroutine(_Call):
         try:
             return await self._make()
         except (KeyboardInterrupt, SystemExit) as error:  # would end the loop too
-            raise _ordinary(error) from None
+            raise ordinary_error(error) from None
         except asyncio.CancelledError as error:
             if self._cancelled:
                 raise
-            raise _ordinary(error) from None
+            raise ordinary_error(error) from None
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self.returned()

@@ -3,13 +3,13 @@ import contextlib
 import json
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 
+from tests.blocking import gate, new_gate
 from turnwise import tasks
 from turnwise.errors import InputError, where_in_user_code
 from turnwise.rollout.tools import Toolbox
@@ -62,25 +62,21 @@ def tangle() -> dict[tuple[int, int], int]:
     return {(1, 2): 3}
 
 
-GATE = threading.Event()
-"""What hangs waits for it; it opens at the end of a test."""
-
-
 @pytest.fixture(autouse=True)
 def _gate() -> Iterator[None]:
-    GATE.clear()
+    gate = new_gate()
     yield
-    GATE.set()
+    gate.set()
 
 
 def hang() -> None:
     """Never answer."""
-    GATE.wait()
+    gate().wait()
 
 
 async def hang_async() -> None:
     """Never answer, nor let anybody else."""
-    GATE.wait()
+    gate().wait()
 
 
 async def await_a_cancelled_task() -> None:
@@ -97,7 +93,8 @@ async def leave_async() -> None:
 
 async def swallow() -> None:
     """Ignore being cancelled."""
-    while not GATE.is_set():
+    own = gate()
+    while not own.is_set():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.05)
 
