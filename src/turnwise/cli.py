@@ -44,6 +44,7 @@ Overrides = Annotated[
 ]
 _EXIT_BAD_INPUT = 2
 _END_SECONDS = 10.0
+"""The event loop's own end may take so long where user code was left behind."""
 
 
 @app.command()
@@ -134,9 +135,14 @@ async def _exit_code(make: Callable[[], Coroutine[Any, Any, None]]) -> int:
             text + (f", but {left}" if left else ""), highlight=False, markup=False, soft_wrap=True
         )
     finally:
-        if stuck_calls():  # a task that swallows its cancellation would hold up the end for ever
+        if left := stuck_calls():
+            if code != EXIT_INTERRUPTED:
+                Console(stderr=True).print(
+                    f"turnwise: {left}", highlight=False, markup=False, soft_wrap=True
+                )
+            # One that swallows its cancellation would hold up the end of the event loop for ever.
             sys.stdout.flush()
-            end_by_force_after(_END_SECONDS, code, "user code that does not end was left behind")
+            end_by_force_after(_END_SECONDS, code)
     return code
 
 
@@ -187,8 +193,6 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
                 folder.close()
-    if left := stuck_calls():
-        console.print(left, style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"{exactness}\nrun folder {folder.path}\npicture    {folder.picture}",
         highlight=False,

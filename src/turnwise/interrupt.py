@@ -71,8 +71,8 @@ def _signal_comes(reader: socket.socket) -> bool:
     return False
 
 
-def end_by_force_after(seconds: float, code: int, why: str) -> None:
-    """End this process and all below it, if it still runs then."""
+def end_by_force_after(seconds: float, code: int, why: str = "") -> None:
+    """End this process and all below it if it still runs then, and say why."""
     timer = threading.Timer(seconds, _end_by_force, [code, why])
     timer.daemon = True
     timer.start()
@@ -81,10 +81,11 @@ def end_by_force_after(seconds: float, code: int, why: str) -> None:
 def _end_by_force(code: int, why: str) -> None:
     calls = unreturned_calls()
     kill_children()
-    text = f"turnwise: {why}" + (f"; {calls}" if calls else "") + "\n"
-    if sys.stderr is not None and sys.stderr.isatty():
-        text = _SHOW_CURSOR + text  # a live table hides it
-    os.write(2, text.encode())  # whoever is stuck may hold the lock of sys.stderr
+    if why:
+        text = f"turnwise: {why}" + (f"; {calls}" if calls else "") + "\n"
+        if sys.stderr is not None and sys.stderr.isatty():
+            text = _SHOW_CURSOR + text  # a live table hides it
+        os.write(2, text.encode())  # whoever is stuck may hold the lock of sys.stderr
     os._exit(code)
 
 
