@@ -1,5 +1,7 @@
 """The commands as a person runs them: in a process of their own, on the real stack."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -189,14 +192,27 @@ def test_rollouts_run_ahead_by_at_most_the_bound_until_the_target_is_reached(
     assert "the run is complete; eval.target=null goes on to training.steps" in again.stderr
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+class Stuck(Lottery):
+    """Its reward never returns once two steps and their evaluations are done."""
+
+    given = itertools.count(1)
+
+    def reward(self, trajectory: Trajectory) -> float:
+        if next(self.given) > 16 + 16 + 16 + 16:
+            time.sleep(600)
+        return super().reward(trajectory)
+
+
+def test_sigterm_ends_everything_within_ten_seconds_whatever_user_code_does(
+    file: Path, tmp_path: Path
+) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
+    mark = f"TURNWISE_TEST={uuid4().hex}"
     running = subprocess.Popen(
         # Nothing is shared with this session: all that a person's run starts has to end.
-        [*PLAIN, "train", str(file), "training.steps=10000", "name=endless"],
+        [*PLAIN, "train", str(file), "environment=tests.test_cli:Stuck", "training.steps=10000"],
         cwd=ROOT,
-        env=own_environment(),
+        env=own_environment() | dict([mark.split("=")]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -206,19 +222,28 @@ def test_ctrl_c_ends_everything_within_ten_seconds(file: Path, tmp_path: Path) -
     for line in running.stdout:
         if line.startswith("step    2/"):
             break
+    time.sleep(1)
     pressed = time.monotonic()
-    os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
-    time.sleep(0.3)
-    os.killpg(running.pid, signal.SIGINT)  # the impatient press it twice
+    running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=30)
     assert time.monotonic() - pressed < 10
-    assert running.returncode == 130
+    assert running.returncode == 130, errors
+    assert "turnwise: interrupted" in errors
+    assert "the environment's reward (" in errors
+    assert "at tests/test_cli.py:" in errors
     assert "Traceback" not in errors
-    ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM", "turnwise"))]
-    _, alive = psutil.wait_procs(left, timeout=3)
-    assert not alive
+    assert not still_running(mark)
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def still_running(mark: str) -> list[psutil.Process]:
+    """The processes that have a variable in their environment, after some seconds to end."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(process)
+    return psutil.wait_procs(found, timeout=5)[1]
 
 
 def test_rollout_writes_what_training_would_sample(file: Path, tmp_path: Path) -> None:

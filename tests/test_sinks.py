@@ -71,6 +71,20 @@ def test_the_file_has_everything_and_tensorboard_the_numbers(tmp_path: Path) -> 
     assert scalars(tmp_path) == expected | {(2, "reward_mean"): 0.75}
 
 
+def test_what_is_not_finite_is_null_and_json_for_everybody(tmp_path: Path) -> None:
+    sinks = Sinks(tmp_path, config())
+    sinks.write({"step": 1, "loss": float("nan"), "deep": {"a": [float("inf"), 1.0]}, "x": 2})
+    sinks.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=refuse)
+    assert row == sinks.rows[0] == {"step": 1, "loss": None, "deep": {"a": [None, 1.0]}, "x": 2}
+    assert scalars(tmp_path) == {(1, "x"): 2}
+
+
 def test_a_run_that_goes_on_loses_the_steps_that_it_makes_again(tmp_path: Path) -> None:
     sinks = Sinks(tmp_path, config())
     for step in range(5):

@@ -1,14 +1,13 @@
 """The command line: train, eval, rollout, serve, config.
 
-Every mistake of the user's ends in one sentence on standard error and exit code 2; Ctrl-C ends
-the run, everything that it started, and exits with 130.
+Every mistake of the user's ends in one sentence on standard error and exit code 2; Ctrl-C and
+SIGTERM end the run, everything that it started, and exit with 130.
 """
 
 import asyncio
 import itertools
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -19,7 +18,13 @@ from rich.console import Console
 
 from turnwise.config import Config, explain_config, load_config
 from turnwise.errors import InputError, TrainerError, TurnwiseError
-from turnwise.tasks import run_in_thread
+from turnwise.interrupt import (
+    EXIT_INTERRUPTED,
+    end_by_force_after,
+    interruptible,
+    kill_children,
+)
+from turnwise.tasks import run_in_thread, stuck_calls, unreturned_calls
 
 if TYPE_CHECKING:
     from turnwise.display import Display
@@ -38,7 +43,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
 ]
 _EXIT_BAD_INPUT = 2
-_EXIT_INTERRUPTED = 130
+_END_SECONDS = 10.0
+"""The event loop's own end may take so long where user code was left behind."""
 
 
 @app.command()
@@ -104,29 +110,40 @@ def main() -> None:
 
 
 def _run(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    code = asyncio.run(_exit_code(make))
+    if code:
+        raise typer.Exit(code)
+
+
+async def _exit_code(make: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a command to its end; tell how it ended, and return its exit code."""
+    code = 1
     try:
-        asyncio.run(_interruptible(make()))
+        await interruptible(make())
+        code = 0
     except TurnwiseError as error:
         Console(stderr=True).print(
             f"turnwise: {error}", style="red", highlight=False, markup=False, soft_wrap=True
         )
-        raise typer.Exit(_EXIT_BAD_INPUT) from None
+        code = _EXIT_BAD_INPUT
     except asyncio.CancelledError:
-        Console(stderr=True).print("turnwise: interrupted; everything it started has ended")
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
-
-
-async def _interruptible(run: Coroutine[Any, Any, None]) -> None:
-    """Cancel the run at the first Ctrl-C (or SIGTERM); more of them change nothing."""
-    task = asyncio.ensure_future(run)
-
-    def interrupt() -> None:
-        if not task.cancelling():
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    await task
+        code = EXIT_INTERRUPTED
+        left = unreturned_calls()
+        await asyncio.to_thread(kill_children)
+        text = "turnwise: interrupted; everything it started has ended"
+        Console(stderr=True).print(
+            text + (f", but {left}" if left else ""), highlight=False, markup=False, soft_wrap=True
+        )
+    finally:
+        if left := stuck_calls():
+            if code != EXIT_INTERRUPTED:
+                Console(stderr=True).print(
+                    f"turnwise: {left}", highlight=False, markup=False, soft_wrap=True
+                )
+            # One that swallows its cancellation would hold up the end of the event loop for ever.
+            sys.stdout.flush()
+            end_by_force_after(_END_SECONDS, code)
+    return code
 
 
 async def _resume(run: Path, changes: Sequence[str]) -> None:

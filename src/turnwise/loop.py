@@ -23,10 +23,10 @@ from turnwise.rollout import (
     check_failures,
 )
 from turnwise.run_folder import Resume, RunFolder
-from turnwise.tasks import task_group
+from turnwise.tasks import stuck_calls, task_group
 from turnwise.training.samples import Made, gives_signal, make_samples
 from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
-from turnwise.trajectory import ExactnessReport, audit
+from turnwise.trajectory import ExactnessReport, Trajectory, audit
 from turnwise.watchdog import Watchdog, waiting
 
 
@@ -87,7 +87,7 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raises what ended
         the run early."""
-        async with Watchdog(self._config.watchdog, self._progress.warn), task_group() as tasks:
+        async with Watchdog(self._config.watchdog, self._tell_stall), task_group() as tasks:
             watch = tasks.create_task(self._policy.watch())
             first = await self._begin()
             if not self._reached:
@@ -104,6 +104,10 @@ class TrainingLoop:
     @property
     def _reached(self) -> bool:
         return self._config.eval.reached(self._accuracy)
+
+    def _tell_stall(self, line: str) -> None:
+        stuck = stuck_calls()
+        self._progress.warn(f"{line}; {stuck}" if stuck else line)
 
     async def _group(self, problem: Problem, tag: str) -> Group:
         return await self._machinery.runner.run_group(
@@ -161,7 +165,7 @@ class TrainingLoop:
         evaluation = await self._evaluate(0)
         if evaluation is None:
             return
-        self._folder.write_trajectories("eval", 0, evaluation.trajectories)
+        await self._keep("eval", 0, evaluation.trajectories)
         await self._report(
             {
                 "step": 0,
@@ -214,7 +218,7 @@ class TrainingLoop:
     async def _train_on(self, batch: Batch) -> dict[str, Any]:
         made = await asyncio.to_thread(self._make_samples, batch)
         self.exactness += made.report
-        self._folder.write_exactness(self.exactness)
+        await asyncio.to_thread(self._folder.write_exactness, self.exactness)
         check_exactness(made.report, self._config)
         metrics = dict(UNTRAINED)
         if made.samples:
@@ -260,11 +264,12 @@ class TrainingLoop:
         self, step: int, batch: Batch, evaluation: Evaluation | None
     ) -> None:
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        await asyncio.to_thread(self._folder.write_trajectories, "step", step, trajectories)
+        await self._keep("step", step, trajectories)
         if evaluation is not None:
-            await asyncio.to_thread(
-                self._folder.write_trajectories, "eval", step, evaluation.trajectories
-            )
+            await self._keep("eval", step, evaluation.trajectories)
+
+    async def _keep(self, kind: str, step: int, trajectories: Sequence[Trajectory]) -> None:
+        await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
 
     async def _save(self, step: int) -> None:
         """After the step's metrics are written, so that a resumed run lacks none."""

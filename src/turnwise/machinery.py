@@ -92,8 +92,7 @@ async def open_machinery(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
-    runner = Runner(config, await run_in_thread(lambda: _load_tokenizer(config)))
-    runner.check(problems[:1])  # most mistakes show here, before anything is started
+    runner = await run_in_thread(lambda: _make_runner(config, problems))
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
     prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
@@ -203,6 +202,14 @@ def _load_tokenizer(config: Config) -> Any:
         raise InputError(
             f"model.path: the tokenizer of {path} cannot be loaded: {reason}"
         ) from error
+
+
+def _make_runner(config: Config, problems: Sequence[Problem]) -> Runner:
+    """The runner, with the first problem checked: most mistakes show there, before anything is
+    started. It imports and calls user code."""
+    runner = Runner(config, _load_tokenizer(config))
+    runner.check(problems[:1])
+    return runner
 
 
 def _prepare(runner: Runner, problems: Sequence[Problem]) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Ray with deadlines: starting it, and waiting for an actor's reply by name."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import shlex
@@ -20,6 +21,13 @@ from turnwise.errors import DeadlineError, InputError, TurnwiseError
 _T = TypeVar("_T")
 _CONNECT_SECONDS = 5.0
 _CPU_SHARE = 0.001
+_SIGNAL_HANDLER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(
+    ("PyOS_getsig", ctypes.pythonapi)
+)
+_SET_SIGNAL_HANDLER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+    ("PyOS_setsig", ctypes.pythonapi)
+)
+"""The C handlers, for any thread; Python's `signal` sets them in the main thread alone."""
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
 
@@ -43,6 +51,7 @@ def start_ray(address: str | None) -> float:
     # Ray starts its workers at niceness 15: whatever else runs here would starve the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
+    handler = _SIGNAL_HANDLER(signal.SIGTERM)
     try:
         if address is None:
             # "local": without it Ray would join a cluster that somebody left running here.
@@ -58,6 +67,9 @@ def start_ray(address: str | None) -> float:
     except (OSError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
+    finally:
+        # Ray puts its own in its place, below Python, which prints C++ frames and aborts.
+        _SET_SIGNAL_HANDLER(signal.SIGTERM, handler)
     return float(ray.cluster_resources().get("GPU", 0))
 
 

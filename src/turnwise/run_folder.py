@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import Config, dump_config
-from turnwise.errors import InputError
+from turnwise.errors import InputError, told_when_unwritable
 from turnwise.sinks import Sinks
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
@@ -56,6 +56,8 @@ class RunFolder:
         resume: Where an earlier run in this folder is taken up; what it wrote after that is
             written anew.
 
+    Whatever cannot be written later, as on a full disk, is one sentence (`TurnwiseError`).
+
     Raises:
         InputError: when the folder already holds a run that is not resumed, or cannot be written.
     """
@@ -82,7 +84,9 @@ class RunFolder:
         write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
 
     def write_exactness(self, report: ExactnessReport) -> None:
-        (self.path / "exactness.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        path = self.path / "exactness.json"
+        with told_when_unwritable(path):
+            path.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
 
     def begin_checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step is written until it is whole."""
@@ -115,7 +119,11 @@ class RunFolder:
         return self.path / "reward.png"
 
     def draw(self) -> None:
-        """Draw reward and held-out accuracy against the step."""
+        """Draw reward and held-out accuracy against the step.
+
+        Raises:
+            TurnwiseError: when the picture cannot be written.
+        """
         from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
 
         trained = [row for row in self._sinks.rows if row["step"] > 0]
@@ -140,7 +148,8 @@ class RunFolder:
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
         axes.set_title(self.path.name)
-        figure.savefig(self.picture, dpi=120)
+        with told_when_unwritable(self.picture):
+            figure.savefig(self.picture, dpi=120)
 
     def close(self) -> None:
         self._sinks.close()

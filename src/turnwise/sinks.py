@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from tensorboardX import SummaryWriter
 
 from turnwise.config import Config
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.errors import InputError, told_when_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +61,15 @@ class Sinks:
         """Take one step's metrics, which hold `step`.
 
         A dictionary among them is written as `key/name`; what is no number (None, a text) goes
-        to metrics.jsonl alone.
+        to metrics.jsonl alone, where NaN and infinity are null: JSON has neither.
 
         Raises:
             TurnwiseError: when metrics.jsonl cannot be written.
         """
+        metrics = _finite(metrics)
         self.rows.append(metrics)
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
-        except OSError as error:
-            raise TurnwiseError(f"{self._path} cannot be written: {error.strerror}") from error
+        with told_when_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics, allow_nan=False) + "\n")
         values = dict(_numbers(metrics))
         step = int(values.pop("step"))
         for name, sink in list(self._sinks.items()):
@@ -210,6 +209,15 @@ def _cut(path: Path, after_step: int) -> list[dict[str, Any]]:
     except OSError as error:
         raise InputError(f"{path} cannot be gone on with: {error.strerror}") from error
     return rows
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with None for each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(metrics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

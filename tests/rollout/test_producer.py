@@ -154,6 +154,25 @@ async def test_groups_without_signal_and_failed_ones_are_made_up_for_by_others()
         assert len(groups.started) == 6
 
 
+async def test_a_group_that_is_cancelled_from_within_has_failed() -> None:
+    groups = Groups()
+
+    async def run(problem: Problem, tag: str) -> Group:
+        if tag == "group1":
+            raise asyncio.CancelledError
+        return await groups(problem, tag)
+
+    producer = GroupProducer(config(), run, ProblemStream(PROBLEMS, 0), has_signal)
+    running = asyncio.create_task(producer.run())
+    await groups.let_go(*range(5))
+    async with asyncio.timeout(5):
+        batch = await producer.next_batch()
+    assert batch.discarded_by_reason == {"failed": 1}
+    assert batch.discarded[0][1].dropped == {"cancelled": 2}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_problems_that_never_give_a_signal_end_the_run_with_a_sentence() -> None:
     groups = Groups()
     groups.rewards = lambda tag: (1.0, 1.0)

@@ -116,6 +116,20 @@ async def test_what_is_no_finite_number_drops_the_trajectory(value: Any) -> None
     assert error.value.reason == "reward_error"
 
 
+@pytest.mark.parametrize("value", [1e200, -2e6, 10**7, np.float64(1e7)], ids=repr)
+async def test_a_reward_beyond_the_limit_drops_the_trajectory(value: Any) -> None:
+    with pytest.raises(
+        TrajectoryError, match=r"^the environment gave .* beyond .* ±1e\+06"
+    ) as error:
+        await judge([], {"reward": value})
+    assert error.value.reason == "reward_error"
+    with pytest.raises(TrajectoryError, match=r"^the environment gave .* beyond the limit"):
+        await judge([], {}, told=value)
+    with pytest.raises(TrajectoryError, match=r"^the weighted sum of rewards is beyond the limit"):
+        await judge([{"weight": 1e5}], {"reward": 100})
+    assert (await judge([], {"reward": -1e6})).reward == -1e6
+
+
 async def test_a_part_that_raises_is_named_with_what_it_said() -> None:
     with pytest.raises(TrajectoryError, match="environment gave no reward: KeyError") as error:
         await judge([{}, {"function": f"{HERE}:patient"}], {"patience": 1})

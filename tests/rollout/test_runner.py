@@ -4,19 +4,26 @@ The engine's tokens mean nothing; what the tests look at does not depend on them
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.blocking import gate, new_gate
+from turnwise import tasks
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Completion
 from turnwise.engine.simulated import SimulatedEngine
-from turnwise.errors import EngineError, InputError, StepError
-from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.errors import DeadlineError, EngineError, InputError, StepError
+from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
+from turnwise.rollout.loops.single_turn import SingleTurnLoop
+from turnwise.tasks import stuck_calls
 from turnwise.trajectory import Trajectory
 from turnwise.watchdog import Watchdog
 
@@ -37,6 +44,64 @@ class Desk:
             raise ValueError(f"failure {number}")
         time.sleep(self.row.get("takes", 0.0))
         return 1.0
+
+
+@pytest.fixture
+def _gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tasks, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(tasks, "BLOCKED_SECONDS", 0.3)
+    gate = new_gate()
+    yield
+    gate.set()
+
+
+def misbehave(how: str) -> None:
+    if how == "block":
+        gate().wait()
+    if how == "raise":
+        raise ValueError("the judge is down")
+    if how == "exit":
+        sys.exit(3)
+    if how == "cancel":
+        raise asyncio.CancelledError
+
+
+class Rough:
+    """Does what its row says where its row says it."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.row = row
+        self.at("init")
+
+    def at(self, place: str) -> None:
+        if self.row["where"] == place:
+            misbehave(self.row["how"])
+
+    @property
+    def problem(self) -> list[dict[str, str]]:
+        self.at("problem")
+        return [{"role": "user", "content": "Go."}]
+
+    @property
+    def tools(self) -> list[Any]:
+        self.at("tools")
+        return []
+
+    async def reward(self, trajectory: Trajectory) -> float:
+        self.at("reward")
+        return 1.0
+
+
+class RoughLoop(SingleTurnLoop):
+    async def run(self, environment: Any, context: RolloutContext) -> None:
+        await super().run(environment, context)
+        if environment.row["where"] == "loop":
+            if environment.row["how"] != "block":
+                misbehave(environment.row["how"])
+            own = gate()
+            while not own.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.02)
 
 
 class Listening(SimulatedEngine):
@@ -62,10 +127,13 @@ def run(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., Any
         n: int = 4,
         engine: SimulatedEngine | None = None,
         deterministic: bool = False,
+        environment: str = "Desk",
+        output_dir: str = "",
         **rollout: Any,
     ) -> Group:
         config = make_config(
-            environment=f"{HERE}:Desk",
+            environment=f"{HERE}:{environment}",
+            **({"output_dir": output_dir} if output_dir else {}),
             rollout={"loop": "single_turn", **rollout},
             deterministic=deterministic,
         )
@@ -146,7 +214,7 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
         await run({}, n=3, engine=engine)
     for heard in (
         "2 rewards (environment of rows:1 for ",
-        "3 answers (turn 0 of step1.0-rows:1-0 ",
+        "3 answers (turn 0 of step1.0-rows:1-",
     ):
         assert any(f"waiting for: {heard}" in line for line in told), told
 
@@ -182,6 +250,64 @@ async def test_tools_that_run_together_count_once(
     messages = await answer_calls(parsed, context, 0)
     assert [message["content"] for message in messages] == ["awake"] * 3
     assert 1.0 <= context.seconds["tools"] < 3.0
+
+
+def errors_logged(folder: Path) -> str:
+    (log,) = folder.rglob("errors.log")
+    return log.read_text()
+
+
+@pytest.mark.parametrize("where", ["init", "problem", "tools", "reward", "loop"])
+@pytest.mark.parametrize("how", ["raise", "exit", "cancel", "block"])
+@pytest.mark.usefixtures("_gate")
+async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
+    run: Callable[..., Any], tmp_path: Path, where: str, how: str
+) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    options = {"environment": "Rough", "loop": f"{HERE}:RoughLoop", "output_dir": str(tmp_path)}
+    limit = 0.3 if how == "block" else 20
+    async with asyncio.timeout(20):
+        row = {"where": where, "how": how}
+        group = await run(row, n=2, trajectory_timeout=limit, **options)
+    ticking.cancel()
+    reason = {"reward": "reward_error", "loop": "loop_error"}.get(where, "environment_error")
+    if how == "block":
+        assert group.dropped == {"trajectory_timeout": 2}
+        assert ticks > 5, "the event loop went on"
+        name = {"reward": "the environment's reward", "loop": "the loop "}.get(where)
+        assert (name or f"the environment {HERE}:Rough") in stuck_calls()
+        return
+    said = {
+        "raise": "ValueError: the judge is down",
+        "exit": "RuntimeError: raised SystemExit(3)",
+        "cancel": "RuntimeError: raised CancelledError()",
+    }[how]
+    assert group.dropped == {reason: 2}
+    assert said in group.causes[reason]
+    assert "(tests/rollout/test_runner.py:" in group.causes[reason]
+    log = errors_logged(tmp_path)
+    assert log.count(f"first {reason}: step1.0-rows:1-") == log.count(said) == 1
+    assert "in misbehave" in log
+
+
+@pytest.mark.usefixtures("_gate")
+def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    config = make_config(environment=f"{HERE}:Rough", rollout={"trajectory_timeout": 0.1})
+    runner = Runner(config, tokenizer)
+    with pytest.raises(DeadlineError, match=rf"the environment {HERE}:Rough did not answer within"):
+        runner.fitting([Problem("rows:1", {"where": "init", "how": "block"})])
+    with pytest.raises(InputError, match=r"rows:1: .* ValueError: the judge is down \(tests/"):
+        runner.fitting([Problem("rows:1", {"where": "problem", "how": "raise"})])
 
 
 def rows(*words: int) -> list[Problem]:

@@ -1,13 +1,19 @@
 import asyncio
+import contextlib
 import json
-import threading
+import re
+import sys
 import time
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import pytest
 
-from turnwise.errors import InputError
+from tests.blocking import gate, new_gate
+from turnwise import tasks
+from turnwise.errors import InputError, where_in_user_code
 from turnwise.rollout.tools import Toolbox
+from turnwise.tasks import stuck_calls
 
 
 def add(a: int, b: int = 1) -> int:
@@ -56,9 +62,71 @@ def tangle() -> dict[tuple[int, int], int]:
     return {(1, 2): 3}
 
 
+@pytest.fixture(autouse=True)
+def _gate() -> Iterator[None]:
+    gate = new_gate()
+    yield
+    gate.set()
+
+
 def hang() -> None:
     """Never answer."""
-    threading.Event().wait()
+    gate().wait()
+
+
+async def hang_async() -> None:
+    """Never answer, nor let anybody else."""
+    gate().wait()
+
+
+async def await_a_cancelled_task() -> None:
+    """Await what somebody cancelled."""
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    other.cancel()
+    await other
+
+
+async def leave_async() -> None:
+    """Leave the program."""
+    sys.exit(3)
+
+
+async def swallow() -> None:
+    """Ignore being cancelled."""
+    own = gate()
+    while not own.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+
+def shout_long() -> None:
+    """Fail at length."""
+    raise ValueError("x" * 50_000_000)
+
+
+def unspeakable() -> None:
+    """Fail without words."""
+
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    raise Unspeakable
+
+
+def half() -> str:
+    """Answer with half a character, and a whole one in two halves."""
+    return "a\ud800b\ud83d\ude00"
+
+
+def half_error() -> str:
+    """Fail with half a character."""
+    raise ValueError("a\ud800b")
+
+
+def half_list() -> list[str]:
+    """Answer with half a character in a list."""
+    return ["\ud800"]
 
 
 def lots() -> list[int]:
@@ -132,12 +200,19 @@ async def test_a_call_is_answered_whatever_the_model_did(
         (leave, "SystemExit(3)"),
         (unreachable, "TimeoutError: nobody home"),
         (tangle, "keys must be str"),
+        (await_a_cancelled_task, "CancelledError"),
+        (leave_async, "SystemExit(3)"),
+        (unspeakable, "Unspeakable: (its message cannot be read: KeyError)"),
+        (half_error, "ValueError: a\ufffdb"),
     ],
 )
 async def test_what_a_tool_raises_is_an_answer_whatever_it_is(function: object, text: str) -> None:
     result = await toolbox(function).call(function.__name__, "{}")  # type: ignore[attr-defined]
     assert result.outcome == "error"
     assert text in result.text
+    assert isinstance(result.error, Exception)
+    if function is not tangle:  # which returned well
+        assert where_in_user_code(result.error).startswith("tests/rollout/test_tools.py:")
 
 
 async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None:
@@ -148,6 +223,74 @@ async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None
     assert "hang did not answer within 0.2 s" in results[0].text
     assert (await box.call("add", '{"a": 1}')).text == "2"
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("function", [hang_async, swallow])
+async def test_an_async_tool_that_cannot_be_ended_misses_its_deadline_alone(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(tasks, "BLOCKED_SECONDS", 0.2)
+    box = toolbox(function, shout, timeout=0.1)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    assert (await box.call(function.__name__, "{}")).outcome == "timeout"
+    ticking.cancel()
+    assert ticks > 1, "the event loop went on"
+    assert f"the tool {function.__name__}" in stuck_calls()
+    patient = toolbox(function, shout, timeout=5)
+    assert (await patient.call("shout", '{"text": "hi", "mark": "!"}')).text == "HI!"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [(half, "a\ufffdb😀"), (half_list, '["\ufffd"]'), (half_error, "a\ufffdb")],
+)
+async def test_half_a_character_is_replaced(function: Any, text: str) -> None:
+    result = await toolbox(function).call(function.__name__, "{}")
+    assert text in result.text
+    assert result.text.encode()
+
+
+async def test_a_long_error_is_cut_as_a_result_is() -> None:
+    result = await toolbox(shout_long, max_chars=100).call("shout_long", "{}")
+    assert result.outcome == "error"
+    head = "Error: shout_long failed: ValueError: "
+    assert result.text.startswith(head + "x" * (100 - len(head)) + "\n[")
+    left_out = len(head) + 50_000_000 - 100
+    assert result.text.endswith(f"\n[{left_out} more characters left out]")
+    unknown = await toolbox(max_chars=100).call("y" * 1000, "{}")
+    assert len(unknown.text) < 150
+
+
+async def test_only_the_beginning_of_an_endless_result_is_made() -> None:
+    made = 0
+
+    class Endless(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal made
+            for number in range(10**9):
+                made += 1
+                yield number
+
+        def __bool__(self) -> bool:
+            return True
+
+    def endless() -> list[int]:
+        """Answer without end."""
+        return Endless()
+
+    result = await toolbox(endless, timeout=60, max_chars=10).call("endless", "{}")
+    assert result.outcome == "truncated"
+    assert re.fullmatch(r"\[0, 1, 2, \n\[at least 1\d{6} more characters left out\]", result.text)
+    assert made < 10**6
 
 
 async def test_a_long_result_is_cut_and_says_so() -> None:
@@ -179,6 +322,12 @@ def untyped(a, b: int) -> int:  # type: ignore[no-untyped-def]
 def undescribed(a: int) -> int:
     """Negate."""
     return -a
+
+
+@pytest.mark.parametrize("tool", [{"type": "function"}, "add", None])
+def test_a_tool_that_is_no_function_is_refused(tool: object) -> None:
+    with pytest.raises(InputError, match="a tool is a function with type hints and a docstring"):
+        toolbox(tool)
 
 
 @pytest.mark.parametrize(("function", "argument"), [(untyped, "a"), (undescribed, "a")])

@@ -12,6 +12,7 @@ from turnwise.config import RolloutConfig, SamplingConfig
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
+from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.sessions import SessionStore
@@ -46,12 +47,16 @@ class RolloutContext:
     request_id: str
     row: Row
     """The problem's data."""
+    problem: Sequence[Message] = ()
+    """The messages that the environment opens with."""
     server: SessionServer | None = None
     """The OpenAI server, where agents of their own need one."""
     route: Route | None = None
     """Which trajectory and which group this is, for whoever picks an engine."""
     seed: int | None = None
     """Where the run is deterministic: the seed that each turn's own is derived from."""
+    errors: ErrorLog | None = None
+    """Where the first error of each kind is written."""
     fork_reason: str | None = None
     """Why the prompt made last does not continue the turn before it."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -180,7 +185,8 @@ class AgentLoop(Protocol):
     """Makes one trajectory: records turns in `context.trajectory`, and sets its status.
 
     Chosen in the configuration by a short name or as `package.module:Class`; the class is built
-    without arguments, once for all trajectories.
+    without arguments, once for all trajectories. It runs on the event loop that serves all
+    trajectories: what blocks belongs into `asyncio.to_thread`.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None: ...

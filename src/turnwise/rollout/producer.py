@@ -23,7 +23,7 @@ from turnwise.config import Config
 from turnwise.errors import InputError, StepError
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
-from turnwise.tasks import task_group
+from turnwise.tasks import is_cancelled, task_group
 
 _MAX_ROUNDS = 10
 """Steps' worth of groups that may be thrown away before a step is given up."""
@@ -124,7 +124,14 @@ class GroupProducer:
         self._started[number] = _Started(problem, task)
 
     async def _one(self, number: int, problem: Problem, began: float) -> None:
-        group = await self._run_group(problem, f"group{number}")
+        try:
+            group = await self._run_group(problem, f"group{number}")
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            # Something in it was cancelled; a task group would take that for a success.
+            group = Group(problem.id, causes={"cancelled": "something in it was cancelled"})
+            group.dropped["cancelled"] = self._config.sampling.n
         async with self._changed:
             del self._started[number]
             if reason := self._unfit(group):

@@ -5,25 +5,26 @@ are computed at once. A trajectory of which one part fails, or is no finite numb
 it is dropped under `reward_error`, and the message names the part.
 """
 
-import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.config import RewardConfig
-from turnwise.errors import InputError, TrajectoryError, TurnwiseError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
-from turnwise.tasks import run_in_thread, task_group
+from turnwise.tasks import call_user_code, describe_user_error, task_group
 from turnwise.trajectory import Trajectory
 from turnwise.watchdog import waiting
 
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
-logger = logging.getLogger(__name__)
+MAX_REWARD = 1e6
+"""Rewards beyond it, either way, are errors: squares and sums of them stay far from overflow."""
+_OWN = "the environment's reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ class Rewards:
                 for part in self._parts
             }
         trajectory.reward_parts = {part.name: value.result() for part, value in values.items()}
-        trajectory.reward = sum(part.weight * value.result() for part, value in values.items())
+        reward = sum(part.weight * value.result() for part, value in values.items())
+        if not abs(reward) <= MAX_REWARD:
+            raise TrajectoryError("reward_error", f"the weighted sum of rewards is {_out(reward)}")
+        trajectory.reward = reward
 
     async def _value(
         self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
@@ -86,31 +90,27 @@ class Rewards:
                 value = await self._compute(part, environment, trajectory, row)
         except (InputError, TrajectoryError):
             raise
-        except TurnwiseError as error:
-            raise TrajectoryError("reward_error", f"{part} gave no reward: {error}") from error
         except Exception as error:
-            logger.debug("reward_error", exc_info=True)
-            raise TrajectoryError(
-                "reward_error", f"{part} gave no reward: {type(error).__name__}: {error}"
-            ) from error
-        number = _number(value)
-        if number is None:
-            raise TrajectoryError(
-                "reward_error",
-                f"{part} gave {repr(value)[:80]} as reward, which is not a finite number",
-            )
-        return number
+            described = await describe_user_error(error)
+            raise TrajectoryError("reward_error", f"{part} gave no reward: {described}") from error
+        return value
 
     async def _compute(
         self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
-    ) -> Any:
+    ) -> float:
         if part.function is not None:
-            return await _call(part.function, trajectory, row)
-        if part.kind == "model":
-            return await self.models[part.name].score(trajectory.messages)
-        if trajectory.reward is not None:
-            return trajectory.reward
-        return await _call(environment.reward, trajectory)
+            value = await call_user_code(part.function, trajectory, row, name=str(part))
+        elif part.kind == "model":
+            value = await self.models[part.name].score(trajectory.messages)
+        elif trajectory.reward is not None:
+            value = trajectory.reward
+        else:
+            value = await call_user_code(environment.reward, trajectory, name=_OWN)
+        if type(value) in (bool, int, float):
+            return _number(value, part)
+        # Whatever else it is: making a number of it is the user's code too.
+        number: float = await call_user_code(_number, value, part, name=str(part))
+        return number
 
 
 def _load(part: RewardConfig) -> _Part:
@@ -122,20 +122,29 @@ def _load(part: RewardConfig) -> _Part:
     return _Part("environment", "environment", part.weight)
 
 
-async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A plain function runs in a thread, an async one here."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    value = await run_in_thread(lambda: function(*arguments))
-    return await value if inspect.isawaitable(value) else value
+def _number(value: Any, part: _Part) -> float:
+    """A number of any kind (bool, NumPy's, a tensor of one) as a float.
+
+    Raises:
+        TrajectoryError: when it is none, or beyond `MAX_REWARD`.
+    """
+    number = math.nan
+    if not isinstance(value, str | bytes | bytearray):  # float() would read it
+        # An integer may be too large for a float; a tensor of many raises RuntimeError.
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+    if abs(number) <= MAX_REWARD:
+        return number
+    what = _out(number) if math.isfinite(number) else "not a finite number"
+    raise TrajectoryError("reward_error", f"{part} gave {_shown(value)} as reward, which is {what}")
 
 
-def _number(value: Any) -> float | None:
-    """A number of any kind (bool, NumPy's, a tensor of one); None where it is not finite."""
-    if isinstance(value, str | bytes | bytearray):
-        return None  # float() would read it
+def _shown(value: Any) -> str:
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of many raises the last
-        return None
-    return number if math.isfinite(number) else None
+        return repr(value)[:80]
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def _out(number: float) -> str:
+    return f"beyond the limit of ±{MAX_REWARD:g}; scale it down"

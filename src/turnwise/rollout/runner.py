@@ -8,21 +8,30 @@ ends the run from here.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator, Route
-from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TrajectoryError,
+    TurnwiseError,
+    describe_error,
+)
 from turnwise.rollout.agent_loop import RolloutContext, SessionServer, stable_seed
 from turnwise.rollout.environment import (
     Environment,
     EnvironmentType,
+    OpenEnvironment,
     load_object,
-    make_environment,
+    open_environment,
 )
+from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.group import Group
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.problems import Problem
@@ -30,8 +39,16 @@ from turnwise.rollout.rewards import Rewards
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.template import load_template
 from turnwise.serving.tool_parser import ToolParser
-from turnwise.tasks import task_group
+from turnwise.tasks import (
+    call_and_wait,
+    call_user_code,
+    describe_user_error,
+    is_cancelled,
+    run_abandonable,
+    task_group,
+)
 from turnwise.trajectory import Trajectory
+from turnwise.watchdog import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +63,7 @@ class Runner:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config
         self._environment: EnvironmentType = load_object(config.environment, "environment")
+        self._environment_name = f"the environment {config.environment}"
         self.template = load_template(config, tokenizer)
         """The model's chat template; its `tokenizer` is the model's."""
         self._loop = load_loop(config.rollout.loop)
@@ -54,6 +72,7 @@ class Runner:
         """Its `models` are set by whoever starts them."""
         self.server: SessionServer | None = None
         """Where agents of their own are served; set by whoever runs one."""
+        self._errors = ErrorLog(Path(config.output_dir, config.name, "errors.log"))
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     @cached_property
@@ -93,9 +112,18 @@ class Runner:
 
     def _fits(self, problem: Problem) -> bool:
         """Whether its prompt is within `data.max_prompt_tokens`."""
-        environment = make_environment(self._environment, problem.row, problem.id)
-        tools = self._toolbox(environment).schemas
-        length = len(self.template.render(environment.problem, tools=tools))
+        opened, toolbox = call_and_wait(
+            lambda: self._open(problem),
+            name=self._environment_name,
+            seconds=self._config.rollout.trajectory_timeout,
+        )
+        try:
+            length = len(self.template.render(opened.problem, tools=toolbox.schemas))
+        except Exception as error:  # a template may raise anything
+            raise InputError(
+                f"{problem.id}: the chat template refuses the environment's problem: "
+                f"{describe_error(error)}"
+            ) from error
         limit, room = self._config.data.max_prompt_tokens, self._config.model.max_length
         if limit is not None and length > limit:
             return False
@@ -161,12 +189,18 @@ class Runner:
                 return None
         except TrajectoryError as error:
             failure = error.reason, str(error)
+            if isinstance(error.__cause__, Exception):
+                await self._errors.write(error.reason, name, error.__cause__)
         except DeadlineError as error:
             failure = "engine_timeout", str(error)
         except EngineError as error:
             failure = "engine_error", str(error)
         except TimeoutError:
             failure = "trajectory_timeout", f"not done after {seconds:g} s"
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            failure = "cancelled", "something that it waited for was cancelled"
         logger.info("%s failed (%s): %s", name, *failure)
         return failure
 
@@ -179,43 +213,53 @@ class Runner:
         name: str,
         group: Group,
     ) -> None:
-        with _counted_as("environment_error"):
-            environment = make_environment(self._environment, problem.row, problem.id)
+        try:
+            with waiting(problem.id, "environment"):
+                opened, toolbox = await call_user_code(
+                    self._open, problem, name=self._environment_name
+                )
+        except TurnwiseError as error:
+            raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
         context = RolloutContext(
             trajectory=trajectory,
             engine=engine,
             template=self.template,
             tool_parser=self.tool_parser,
-            toolbox=self._toolbox(environment),
+            toolbox=toolbox,
             rollout=self._config.rollout,
             sampling=sampling,
             max_length=self._config.model.max_length,
             request_id=name,
             row=problem.row,
+            problem=opened.problem,
             server=self.server,
             route=Route(session=name, group=name.rpartition("-")[0]),
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
+            errors=self._errors,
             seconds=group.seconds,
         )
-        with _counted_as("loop_error"):
-            await self._loop.run(environment, context)
+        await self._play(opened.environment, context)
         with context.timed("reward"):
-            await self.rewards.judge(environment, trajectory, problem.row)
+            await self.rewards.judge(opened.environment, trajectory, problem.row)
 
-    def _toolbox(self, environment: Environment) -> Toolbox:
+    async def _play(self, environment: Environment, context: RolloutContext) -> None:
+        """Run the loop, which may be the user's."""
+        name = f"the loop {self._config.rollout.loop}"
+        try:
+            await run_abandonable(lambda: self._loop.run(environment, context), name)
+        except (InputError, TrajectoryError, DeadlineError, EngineError):
+            raise
+        except Exception as error:
+            raise TrajectoryError("loop_error", await describe_user_error(error)) from error
+
+    def _open(self, problem: Problem) -> tuple[OpenEnvironment, Toolbox]:
+        """The environment of a row, and its tools; user code."""
+        opened = open_environment(self._environment, problem.row, problem.id)
         rollout = self._config.rollout
-        return Toolbox(
-            environment.tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars
-        )
-
-
-@contextmanager
-def _counted_as(reason: str) -> Iterator[None]:
-    """Give what a plug-in raises a reason; what already has one passes through."""
-    try:
-        yield
-    except (InputError, TrajectoryError, DeadlineError, EngineError):
-        raise
-    except Exception as error:
-        logger.debug("%s", reason, exc_info=True)
-        raise TrajectoryError(reason, f"{type(error).__name__}: {error}") from error
+        try:
+            toolbox = Toolbox(
+                opened.tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars
+            )
+        except InputError as error:
+            raise InputError(f"{problem.id}: {error}") from error
+        return opened, toolbox

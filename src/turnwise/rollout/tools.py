@@ -1,25 +1,30 @@
 """Tools: plain Python functions, sync or async, offered to the model and called safely.
 
 A call never raises for what the model did: an unknown name, wrong arguments, an exception, a
-missed deadline come back as a text for the model and an outcome for the count. Knows nothing of
-tokens or of the format in which a model writes its calls.
+missed deadline come back as a text for the model and an outcome for the count. Every text is
+bounded and can be encoded, whatever the tool answered or raised. Knows nothing of tokens or of the
+format in which a model writes its calls.
 """
 
-import asyncio
 import inspect
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from transformers.utils import get_json_schema
 
-from turnwise.errors import InputError
-from turnwise.tasks import run_in_thread
+from turnwise.errors import DeadlineError, InputError, TurnwiseError
+from turnwise.tasks import call_user_code
 
 Outcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
+_COUNTED = 1_000_000
+"""Characters of a result's JSON that are written to count what is left out of it."""
+_STR_SECONDS = 1.0
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class ToolResult:
 
     text: str
     outcome: Outcome
+    error: Exception | None = None
+    """What the tool raised; for people, not for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,18 @@ class Toolbox:
         max_chars: Characters of one result that the model gets to see.
 
     Raises:
-        InputError: when an argument has no type hint or no description.
+        InputError: when one is no function, or an argument has no type hint or no description.
     """
 
     def __init__(
         self, functions: Sequence[Callable[..., Any]], *, timeout: float, max_chars: int
     ) -> None:
+        for function in functions:
+            if not callable(function) or not hasattr(function, "__name__"):
+                raise InputError(
+                    f"a tool is a function with type hints and a docstring, not "
+                    f"{repr(function)[:80]}"
+                )
         self._functions = {function.__name__: function for function in functions}
         self._signatures = {
             name: _describe(getattr(function, "__func__", function))
@@ -69,7 +82,8 @@ class Toolbox:
         """Call a tool by name with its arguments as a JSON object."""
         if name not in self._functions:
             names = ", ".join(self._functions) or "none"
-            return ToolResult(f"Error: there is no tool {name!r}; tools: {names}", "unknown")
+            shown = repr(name[: self._max_chars])
+            return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
         function, signature = self._functions[name], self._signatures[name]
         try:
             arguments = signature.arguments.model_validate_json(arguments_json)
@@ -77,32 +91,89 @@ class Toolbox:
             problems = "; ".join(
                 f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()
             )
-            return ToolResult(
-                f"Error: {name} cannot take these arguments: {problems}", "bad_arguments"
-            )
+            return self._failed(f"{name} cannot take these arguments: {problems}", "bad_arguments")
         values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
+        ends = time.monotonic() + self._timeout
+
+        async def run(step: Callable[..., Any], *given: Any) -> Any:
+            left = max(0.0, ends - time.monotonic())
+            return await call_user_code(step, *given, name=f"the tool {name}", seconds=left)
+
         try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                if inspect.iscoroutinefunction(function):
-                    value = await function(**values)
-                else:
-                    value = await run_in_thread(lambda: function(**values))
-            text = value if isinstance(value, str) else _to_json(value)
+            value = await run(partial(function, **values))
+            if type(value) in _PLAIN:
+                text, left_out = _shown(value, self._max_chars)
+            else:  # off the event loop: it may be long, and its __str__ the user's
+                text, left_out = await run(_shown, value, self._max_chars)
+        except DeadlineError:
+            return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
         except Exception as error:
-            if deadline.expired():
-                text = f"Error: {name} did not answer within {self._timeout:g} s"
-                return ToolResult(text, "timeout")
-            return ToolResult(f"Error: {name} failed: {type(error).__name__}: {error}", "error")
-        if len(text) > self._max_chars:
-            left_out = len(text) - self._max_chars
-            return ToolResult(
-                f"{text[: self._max_chars]}\n[{left_out} more characters left out]", "truncated"
-            )
+            message, unseen = await _message(error, self._max_chars)
+            text = f"{name} failed: {type(error).__name__}: {message}"
+            return self._failed(text, "error", error, unseen)
+        if left_out:
+            return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
         return ToolResult(text, "ok")
 
+    def _failed(
+        self, text: str, outcome: Outcome, error: Exception | None = None, unseen: int = 0
+    ) -> ToolResult:
+        """An error as the model reads it; `unseen` characters of it are left out already."""
+        text = f"Error: {text}"
+        left_out = max(0, len(text) - self._max_chars) + unseen
+        text = encodable(text[: self._max_chars])
+        if left_out:
+            text += f"\n[{left_out} more characters left out]"
+        return ToolResult(text, outcome, error)
 
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+
+def encodable(text: str) -> str:
+    """The text with its surrogates paired, and those that have no partner replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+async def _message(error: Exception, longest: int) -> tuple[str, int]:
+    """The beginning of an error's message, and how many more characters it has.
+
+    Its `__str__` may be the user's, and take as long as it likes.
+    """
+    if isinstance(error, TurnwiseError):
+        return str(error), 0
+
+    def read() -> tuple[str, int]:
+        message = str(error)
+        return message[:longest], max(0, len(message) - longest)
+
+    try:
+        message: tuple[str, int] = await call_user_code(
+            read, name=f"the __str__ of {type(error).__name__}", seconds=_STR_SECONDS
+        )
+    except Exception as failure:
+        return f"(its message cannot be read: {type(failure).__name__})", 0
+    return message
+
+
+def _shown(value: Any, longest: int) -> tuple[str, str]:
+    """A tool's value as text of at most `longest` characters, and how many more there are."""
+    if isinstance(value, str):
+        return encodable(value[:longest]), _rest(len(value) - longest)
+    text, length = "", 0
+    # In parts: one call would hold the interpreter, and with it the event loop, until its end.
+    for part in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        if length < longest:
+            text += part[: longest - length]
+        length += len(part)
+        if length > longest + _COUNTED:
+            return encodable(text), f"at least {length - longest}"
+    return encodable(text), _rest(length - longest)
+
+
+def _rest(count: int) -> str:
+    return str(count) if count > 0 else ""
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import TrajectoryError
+from turnwise.errors import TrajectoryError, told_when_unwritable
 
 Message = dict[str, Any]
 Status = Literal["running", "completed", "length", "max_turns", "context_full"]
@@ -323,13 +323,18 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one trajectory a line; the file appears whole or not at all.
+
+    Raises:
+        TurnwiseError: when it cannot be written.
+    """
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for trajectory in trajectories:
-            file.write(trajectory.to_json() + "\n")
-    temporary.replace(path)
+    with told_when_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for trajectory in trajectories:
+                file.write(trajectory.to_json() + "\n")
+        temporary.replace(path)
 
 
 def read_jsonl(path: Path) -> Iterator[Trajectory]:

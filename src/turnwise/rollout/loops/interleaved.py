@@ -16,7 +16,7 @@ class InterleavedLoop:
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
         open_tag, close_tag = context.tool_parser.tags()
-        trajectory.messages = [dict(message) for message in environment.problem]
+        trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
         answer = {"role": "assistant", "content": ""}
         trajectory.messages.append(answer)

@@ -7,7 +7,7 @@ from turnwise.rollout.environment import Environment
 class SingleTurnLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory = context.trajectory
-        trajectory.messages = [dict(message) for message in environment.problem]
+        trajectory.messages = [dict(message) for message in context.problem]
         completion = await context.sample(await context.first_prompt(trajectory.messages))
         if completion is None:
             return

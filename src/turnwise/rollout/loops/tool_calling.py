@@ -6,6 +6,7 @@ from typing import Any
 
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
+from turnwise.rollout.tools import encodable
 from turnwise.serving.tool_parser import ParsedText, ToolCall
 from turnwise.trajectory import Message
 from turnwise.watchdog import waiting
@@ -16,7 +17,7 @@ MALFORMED = "Error: the tool call cannot be read; write one JSON object with nam
 class ToolCallingLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
-        trajectory.messages = [dict(message) for message in environment.problem]
+        trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
         for turn in range(context.rollout.max_turns):
             completion = await context.sample(prompt)
@@ -64,6 +65,8 @@ async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
     context.count("tool_call")
     if result.outcome != "ok":
         context.count(f"tool_{result.outcome}")
+    if result.error is not None and context.errors is not None:
+        await context.errors.write(f"tool_error of {call.name}", context.request_id, result.error)
     return {"name": call.name, "content": result.text}
 
 
@@ -74,8 +77,16 @@ def _assistant_message(parsed: ParsedText, turn: int) -> Message:
             {
                 "type": "function",
                 "id": _call_id(turn, index),
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": _arguments(call)},
             }
             for index, call in enumerate(parsed.calls)
         ]
     return message
+
+
+def _arguments(call: ToolCall) -> Any:
+    """A call's arguments; an escape of half a character (a lone surrogate) is replaced."""
+    arguments = json.loads(call.arguments)
+    if "\\ud" in call.arguments.lower():
+        arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
+    return arguments

@@ -1,0 +1,19 @@
+"""What user code in tests blocks on: a gate that opens at the end of the test.
+
+A module of its own, because an environment's module is imported once by pytest and once by its
+name in a configuration.
+"""
+
+import threading
+
+_gates = [threading.Event()]
+
+
+def new_gate() -> threading.Event:
+    """The gate of one test; `gate` gives it until the next test makes another."""
+    _gates.append(threading.Event())
+    return _gates[-1]
+
+
+def gate() -> threading.Event:
+    return _gates[-1]
