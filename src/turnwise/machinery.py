@@ -118,7 +118,7 @@ async def open_machinery(
         if folder is not None and policy is None:
             policy = own.result()
         if config.rollout.loop == "agent":
-            server = await _start_server(config, manager)
+            server = await _start_server(config, manager, port=0)
             runner.server = server
         yield Machinery(manager, runner, policy, prepared.result())
     finally:
@@ -154,9 +154,11 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
         await asyncio.to_thread(ray.shutdown)
 
 
-async def _start_server(config: Config, manager: AsyncLLMServerManager) -> "OpenAIServer":
+async def _start_server(
+    config: Config, manager: AsyncLLMServerManager, port: int | None = None
+) -> "OpenAIServer":
     module = await run_in_thread(lambda: importlib.import_module("turnwise.serving.openai_server"))
-    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler)
+    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler, port)
     await server.start()
     return server
 
