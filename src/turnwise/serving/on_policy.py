@@ -72,7 +72,7 @@ def give_defaults(request: Any, sampling: SamplingConfig, max_length: int) -> No
             setattr(request, name, getattr(sampling, name))
     limits = [name for name in _LIMITS if name in fields]
     if limits and not any(_says(request, name) for name in limits):
-        for name in limits:  # vLLM's own default of /v1/completions is 16
+        for name in limits:
             setattr(request, name, min(sampling.max_tokens, max_length))
     if "vllm_xargs" in fields and not _says(request, "vllm_xargs"):
         request.vllm_xargs = dict(sampling.logits_processor_args) or None

@@ -112,6 +112,8 @@ class Session:
     _known: list[_Known] = field(default_factory=list)
     _sent: list[Message] = field(default_factory=list)
     """Messages of the last turn, as a view."""
+    _sent_bytes: int = 0
+    """Of those that no turn holds."""
 
     def next_prompt(
         self, messages: Sequence[Message], tools: Any, template: ChatTemplate
@@ -181,10 +183,10 @@ class Session:
             len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
             + len(token_ids) * _SAMPLED_TOKEN_BYTES
             + sum(map(_bytes_of, views[prompt.known :]))
-            + sum(map(_bytes_of, views))
-            - sum(map(_bytes_of, self._sent))
+            - self._sent_bytes
         )
-        self._sent = views
+        self._sent, self._sent_bytes = views, sum(map(_bytes_of, views[: prompt.known]))
+        self.size += self._sent_bytes
 
     def settle(self) -> None:
         """Read the answers that are still to be read, which frees the requests they are from."""

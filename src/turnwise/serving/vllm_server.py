@@ -27,6 +27,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
@@ -126,6 +127,8 @@ async def build(
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     silence(config.rollout.tool_parser)
+    # vLLM writes its default, 16, into requests: none can be told from a client's own.
+    CompletionRequest.model_fields["max_tokens"].default = None
     gate = _Gate(config, remember)
     try:
         front = FrontEnd(config, generator, gate, healthy)
