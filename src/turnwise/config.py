@@ -53,6 +53,9 @@ class ModelConfig(Section):
     """Run model code that comes with the weights."""
     template_args: dict[str, Any] = {}
     """Extra variables for the chat template, such as {enable_thinking: false}."""
+    escape_special_tokens: bool = False
+    """Special tokens (<|im_end|>) in what users and tools say are plain text to the model, so that
+    no tool result can end its turn and open another."""
 
 
 class DataConfig(Section):

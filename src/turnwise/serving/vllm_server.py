@@ -425,7 +425,15 @@ class _Gate:
             return prompt.token_ids
         if prompt.fork_reason == "message_dropped" and call.session.sampling is not None:
             raise VLLMValidationError("the model's chat template leaves out one of these messages")
-        return self._echoed(call, template)
+        return self._echoed(call, template) or await self._escaped(call, template)
+
+    async def _escaped(self, call: Call, template: ChatTemplate) -> list[int] | None:
+        """The prompt of a conversation in which special tokens have to be escaped."""
+        messages = [plain(message) for message in call.messages]
+        others = [message for message in messages if message["role"] != "assistant"]
+        if all(template.escape(m["content"]) == m["content"] for m in others):
+            return None
+        return await off_loop(messages, lambda: template.render(messages, tools=call.tools))
 
     def _spliced(self, call: Call, template: ChatTemplate, required: list[int]) -> list[int]:
         messages = [plain(message) for message in call.messages]
