@@ -102,9 +102,7 @@ if __name__ == "__main__":
     if "fail" in sys.argv:
         sys.exit("the agent's own trouble")
     if "clean" in sys.argv:
-        assert not [
-            name for name in os.environ if name.endswith("SECRET") or "_API_KEY" in name[6:]
-        ]
+        assert not {"TURNWISE_API_KEY", "WANDB_API_KEY", "MY_SECRET"} & os.environ.keys()
         assert os.environ["WANTED"] == "yes"
         assert os.environ["OPENAI_MODEL"] == "model"
         ask_once(OpenAI(), row["question"][:100])  # all that it needs is in the environment

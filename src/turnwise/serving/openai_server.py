@@ -32,6 +32,9 @@ _KEEP_ALIVE_SECONDS = 120
 """For a connection without a request: longer than clients keep theirs (OpenAI's 5 s, aiohttp 15,
 Go 90), or a request can meet a connection that is just being closed."""
 
+_QUEUE = 2_048
+"""Connections that wait to be accepted."""
+
 
 class OpenAIServer:
     """Serves a generator over HTTP.
@@ -82,7 +85,7 @@ class OpenAIServer:
             access_log=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            backlog=Connection.most // 2,
+            backlog=Connection.most // 2,  # connections that asyncio accepts in one go
         )
         self._server = _Server(options)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -154,6 +157,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_QUEUE)  # asyncio takes what it accepts in one go for the queue, too
         self.ready.set()
 
     @contextmanager
@@ -168,7 +173,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(2048)
+        listening.listen(_QUEUE)
     except (OSError, OverflowError) as error:
         raise InputError(
             f"the server cannot listen on {host}:{port} ({error}); choose another serving.port "
