@@ -4,12 +4,14 @@ Before a simulated engine, mostly without a socket.
 """
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 import httpx
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk, Route
@@ -161,6 +163,26 @@ async def test_bodies_in_flight_are_bounded_together(http: httpx.AsyncClient) ->
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
     assert (await http.post("/tokenize", json={"prompt": "x" * 900_000})).status_code == 200
+
+
+async def test_nothing_of_a_request_is_kept_but_its_conversation(
+    http: httpx.AsyncClient, server: OpenAIServer
+) -> None:
+    def requests() -> int:
+        gc.collect()
+        return sum(isinstance(thing, ChatCompletionRequest) for thing in gc.get_objects())
+
+    before, held = requests(), server.sessions._bytes
+    for number in range(12):
+        padded = [{**HELLO[0], "content": f"{number}", "of_the_message": "x" * 200_000}]
+        answer = await chat(http, messages=padded, of_the_request="y" * 200_000)
+        assert answer.status_code == 200
+        previous = {"x-request-id": answer.json()["id"]}
+        said = answer.json()["choices"][0]["message"]["content"]
+        following = [*padded, {"role": "assistant", "content": said}, *HELLO]
+        assert (await chat(http, messages=following, headers=previous)).status_code == 200
+    assert requests() - before <= 1
+    assert 0 < server.sessions._bytes - held < 400_000
 
 
 # Names and paths
