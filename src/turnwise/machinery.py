@@ -29,6 +29,7 @@ from turnwise.rollout import (
 )
 from turnwise.rollout.evaluation import summarize
 from turnwise.rollout.reward_model import start_reward_models
+from turnwise.serving.address import listen
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.tasks import run_in_thread, task_group
@@ -138,6 +139,7 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
+    listen(config.serving.host, config.serving.port).close()  # or it is told when all has started
     await run_in_thread(lambda: _load_tokenizer(config))
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
     try:

@@ -9,7 +9,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from turnwise.config import Config
 from turnwise.engine.protocol import Generator
-from turnwise.errors import DeadlineError, InputError
+from turnwise.errors import DeadlineError
+from turnwise.serving.address import QUEUE, listen, reachable
 from turnwise.serving.connections import Connection
 from turnwise.serving.middleware import ApiKey, BodyLimit, RetryJoin, SessionMiddleware
 from turnwise.serving.routes import add_routes, make_metrics
@@ -31,9 +32,6 @@ _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 120
 """For a connection without a request: longer than clients keep theirs (OpenAI's 5 s, aiohttp 15,
 Go 90), or a request can meet a connection that is just being closed."""
-
-_QUEUE = 2_048
-"""Connections that wait to be accepted."""
 
 
 class OpenAIServer:
@@ -70,7 +68,7 @@ class OpenAIServer:
             InputError: when the address cannot be had, or vLLM refuses the model.
             DeadlineError: when the server is not up in time.
         """
-        listening = _listen(self._config.serving.host, self._port)
+        listening = listen(self._config.serving.host, self._port)
         host, port = listening.getsockname()[:2]
         try:
             app = await self.application()
@@ -97,7 +95,7 @@ class OpenAIServer:
                 f"the OpenAI server at {host}:{port} was not up in {_START_SECONDS:g} s"
             ) from None
         settle_heap()
-        address = _reachable(host)
+        address = reachable(host)
         self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
         return self.base_url
 
@@ -158,39 +156,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(_QUEUE)  # asyncio takes what it accepts in one go for the queue, too
+            listening.listen(QUEUE)  # asyncio takes what it accepts in one go for the queue, too
         self.ready.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio switches Nagle off only where the protocol is said to be TCP.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(_QUEUE)
-    except (OSError, OverflowError) as error:
-        raise InputError(
-            f"the server cannot listen on {host}:{port} ({error}); choose another serving.port "
-            "(0 takes a free one) or serving.host"
-        ) from error
-    return listening
-
-
-def _reachable(host: str) -> str:
-    """The address under which other machines reach a server that listens on `host`."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    outside = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation: nobody is there
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((outside, 9))  # chooses the interface; a datagram socket sends nothing
-        return str(probe.getsockname()[0])
-    with suppress(OSError):
-        return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
-    return "::1" if ":" in host else "127.0.0.1"
