@@ -6,6 +6,7 @@ Before a simulated engine, mostly without a socket.
 import asyncio
 import gc
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -79,7 +80,10 @@ def server(engine: Noting, make_config: Callable[..., Config]) -> OpenAIServer:
 
 @pytest.fixture(scope="module")
 async def app(server: OpenAIServer) -> Any:
-    return await server.application()
+    level = logging.getLogger().level
+    app = await server.application()
+    assert logging.getLogger().level == level  # or warnings of ours would be lost
+    return app
 
 
 @pytest.fixture
@@ -173,7 +177,7 @@ async def test_nothing_of_a_request_is_kept_but_its_conversation(
 ) -> None:
     def requests() -> int:
         gc.collect()
-        return sum(isinstance(thing, ChatCompletionRequest) for thing in gc.get_objects())
+        return sum(type(thing) is ChatCompletionRequest for thing in gc.get_objects())
 
     before, held = requests(), server.sessions._bytes
     for number in range(12):

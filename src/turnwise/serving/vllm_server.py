@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -132,7 +132,8 @@ async def build(
     gate = _Gate(config, remember)
     try:
         front = FrontEnd(config, generator, gate, healthy)
-        app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
+        with _root_logger_kept():
+            app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
         await init_app_state(front, app.state, args, FrontEnd.tasks)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
@@ -140,6 +141,20 @@ async def build(
     app.state.openai_serving_models.is_base_model = lambda name: True
     gate.attach(app.state, front.renderer.tokenizer)
     return app
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Undo what a package for SageMaker, which vLLM's application imports, does to the root logger:
+    it would show nothing below ERROR, warnings of turnwise included."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in handlers:
+            handler.setLevel(own)
 
 
 class FrontEnd(AsyncLLM):  # type: ignore[misc]
