@@ -151,6 +151,17 @@ def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
         assert load_config(path) == config
 
 
+def test_the_servers_key_is_not_written_unless_asked_for(tmp_path: Path) -> None:
+    config = parse_config(minimal(serving={"api_key": "hush-hush", "port": 0}))
+    assert "hush-hush" not in dump_config(config)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path).serving.api_key is None
+    assert load_config(path, ["serving.api_key=other"]).serving.api_key == "other"
+    path.write_text(dump_config(config, secrets=True))
+    assert load_config(path) == config
+
+
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:
     keys = known_keys()
     assert all(keys.values()), [key for key, meaning in keys.items() if not meaning]

@@ -53,6 +53,9 @@ class ModelConfig(Section):
     """Run model code that comes with the weights."""
     template_args: dict[str, Any] = {}
     """Extra variables for the chat template, such as {enable_thinking: false}."""
+    escape_special_tokens: bool = False
+    """Special tokens (<|im_end|>) in what users and tools say are plain text to the model, so that
+    no tool result can end its turn and open another."""
 
 
 class DataConfig(Section):
@@ -129,7 +132,12 @@ class RolloutConfig(Section):
     """Agent loop: tool_calling, single_turn, interleaved, agent, or package.module:Class."""
     agent: str | None = None
     """loop: agent runs this, an agent that knows only an OpenAI base URL and a problem:
-    package.module:async_function, or a command."""
+    package.module:function, or a command."""
+    agent_rewards: bool = False
+    """The agent may read and reward its own session (GET and POST .../reward), and its reward takes
+    the place of the environment's; otherwise it cannot touch its reward."""
+    agent_env: list[str] = []
+    """Environment variables that an agent's command gets, beside PATH, HOME, PYTHON* and such."""
     prompts_per_step: PositiveInt = 16
     """Problems (groups) in one training step."""
     concurrency: PositiveInt = 256
@@ -211,15 +219,26 @@ class ServingConfig(Section):
     health_timeout: PositiveFloat = 20.0
     """Seconds for a worker to answer one; a worker that does not is replaced."""
     host: str = "127.0.0.1"
-    """Address that the OpenAI server listens on."""
+    """Address that the OpenAI server listens on; base URLs carry the node's own where it is
+    0.0.0.0."""
     port: NonNegativeInt = 8000
-    """Its port; 0 takes a free one."""
+    """Port of `turnwise serve`; 0 takes a free one, as the servers of agents and workers do."""
     resources: dict[str, float] = {}
     """Ray resources that each worker asks for, beside its GPU."""
     worker_servers: bool = False
     """Each worker serves its own engine too, on a free port of `host`."""
     api_key: str | None = None
-    """Key that its clients must send as a bearer token; TURNWISE_API_KEY where it is unset."""
+    """Key that its clients must send as a bearer token; TURNWISE_API_KEY where it is unset. It is
+    not written to the run folder."""
+    served_model_name: str | None = None
+    """Name that /v1/models lists; unset: the last part of model.path, and model.path. Requests may
+    name any model."""
+    max_body_mb: PositiveInt = 16
+    """Largest body of a request in MB; larger ones are refused before they are read."""
+    session_idle: PositiveFloat = 14_400.0
+    """Seconds without a request after which a client's session is forgotten."""
+    session_memory_mb: PositiveInt = 512
+    """Memory of all clients' sessions in MB; beyond it the one idle for longest is forgotten."""
     reasoning_parser: str | None = None
     """vLLM's name of the model's reasoning format, where it has one."""
 
@@ -555,9 +574,11 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise InputError("configuration: " + "; ".join(problems)) from None
 
 
-def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+def dump_config(config: Config, *, secrets: bool = False) -> str:
+    """The resolved configuration as YAML that `load_config` reads back; without keys, unless
+    `secrets` asks for them."""
+    exclude: Any = None if secrets else {"serving": {"api_key"}}
+    return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
 
 
 def known_keys() -> dict[str, str]:

@@ -29,6 +29,7 @@ from turnwise.rollout import (
 )
 from turnwise.rollout.evaluation import summarize
 from turnwise.rollout.reward_model import start_reward_models
+from turnwise.serving.address import listen
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.tasks import run_in_thread, task_group
@@ -117,7 +118,7 @@ async def open_machinery(
         if folder is not None and policy is None:
             policy = own.result()
         if config.rollout.loop == "agent":
-            server = await _start_server(config, manager)
+            server = await _start_server(config, manager, port=0)
             runner.server = server
         yield Machinery(manager, runner, policy, prepared.result())
     finally:
@@ -137,6 +138,7 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
+    listen(config.serving.host, config.serving.port).close()  # or it is told when all has started
     await run_in_thread(lambda: _load_tokenizer(config))
     ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
     try:
@@ -153,9 +155,11 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
         await asyncio.to_thread(ray.shutdown)
 
 
-async def _start_server(config: Config, manager: AsyncLLMServerManager) -> "OpenAIServer":
+async def _start_server(
+    config: Config, manager: AsyncLLMServerManager, port: int | None = None
+) -> "OpenAIServer":
     module = await run_in_thread(lambda: importlib.import_module("turnwise.serving.openai_server"))
-    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler)
+    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler, port)
     await server.start()
     return server
 

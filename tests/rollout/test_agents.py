@@ -1,5 +1,6 @@
 """Agents of their own as rollouts: a function, a command, openai-agents; and what can go wrong."""
 
+import asyncio
 import json
 import re
 import sys
@@ -11,9 +12,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from examples.calculator.tool import calculate
+from tests import plain_agents
 from turnwise.config import Config
+from turnwise.engine.simulated import SimulatedEngine
+from turnwise.errors import InputError
 from turnwise.machinery import load_training
-from turnwise.rollout import Group, Runner
+from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.loops.agent import _Command
 from turnwise.serving.openai_server import OpenAIServer
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.trajectory import Trajectory, audit
@@ -92,6 +97,173 @@ async def test_an_agents_trouble_is_counted_with_what_it_said(
     assert group.dropped == {reason: 4}
     assert re.search(words, group.causes[reason]), group.causes
     assert len(server.sessions) == 0
+
+
+@pytest.fixture(scope="module")
+async def simulated(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> AsyncIterator[OpenAIServer]:
+    """A server that wants a key, before a simulated engine."""
+    config = make_config(serving={"api_key": "hush"}, sampling={"max_tokens": 16})
+    server = OpenAIServer(config, SimulatedEngine(vocab_size=len(tokenizer)), port=0)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def keyless(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> AsyncIterator[OpenAIServer]:
+    config = make_config(sampling={"max_tokens": 16})
+    server = OpenAIServer(config, SimulatedEngine(vocab_size=len(tokenizer)), port=0)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def try_agent(
+    agent: str,
+    server: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+    row: dict[str, Any] | None = None,
+    name: str = "rows.jsonl:1",
+    **rollout: Any,
+) -> Group:
+    """Two trajectories of an agent about one problem."""
+    rollout = {"loop": "agent", "agent": agent, "trajectory_timeout": 60, **rollout}
+    config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 16})
+    runner = Runner(config, tokenizer)
+    runner.server = server
+    problem = Problem(name, load_training(config)[0].row | (row or {}))
+    return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
+
+
+@pytest.mark.parametrize("agent_rewards", [False, True])
+async def test_an_agent_touches_its_own_reward_only_where_it_may_and_no_other_session(
+    agent_rewards: bool,
+    keyless: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+) -> None:
+    plain_agents.ANSWERED.clear()
+    users = keyless.sessions.open("a user's")
+    group = await try_agent(
+        "tests.plain_agents:greedy", keyless, make_config, tokenizer, agent_rewards=agent_rewards
+    )
+    assert group.dropped == {}
+    answered = dict(plain_agents.ANSWERED)
+    if agent_rewards:
+        assert [t.reward for t in group.trajectories] == [0.5, 0.5]
+        assert answered["POST OWN/reward"] == answered["GET OWN"] == 200
+    else:
+        assert not {0.5} & {t.reward for t in group.trajectories}
+        assert answered["POST OWN/reward"] == answered["GET OWN"] == 403
+    assert answered["POST OWN/v1/reward"] == 404
+    assert all(len(trajectory.turns) == 1 for trajectory in group.trajectories)
+    listed = {key for key in answered if key.startswith("DELETE")}
+    assert listed <= {"DELETE a user's", "DELETE rollout-train.jsonl:1-0"}
+    assert users.closed  # a server without a key is its clients' own
+
+
+@pytest.mark.parametrize(
+    "name", ["my rows #1.jsonl:1", "rows?.jsonl:1", "rows%41.jsonl:1", "a/b\n.jsonl:1"]
+)
+async def test_an_agents_url_holds_nothing_of_its_row(
+    name: str, simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    agent = "tests.plain_agents:synchronous"
+    group = await try_agent(agent, simulated, make_config, tokenizer, name=name)
+    assert group.dropped == {}  # though the agent spoiled its copy of the row
+    assert all(len(trajectory.turns) == 1 for trajectory in group.trajectories)
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+async def test_a_command_has_what_it_needs_and_no_secrets(
+    padding: int,
+    simulated: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TURNWISE_API_KEY", "WANDB_API_KEY", "MY_SECRET", "WANTED"):
+        monkeypatch.setenv(name, "yes")
+    group = await try_agent(
+        f"{COMMAND} clean",
+        simulated,
+        make_config,
+        tokenizer,
+        row={"padding": "x" * padding},
+        agent_env=["WANTED"],
+    )
+    assert group.causes == {}
+    assert [len(trajectory.turns) for trajectory in group.trajectories] == [1, 1]
+
+
+async def test_a_blocking_agent_stalls_no_run(
+    simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    group = await try_agent(
+        "tests.plain_agents:blocking", simulated, make_config, tokenizer, trajectory_timeout=0.5
+    )
+    ticking.cancel()
+    assert group.dropped == {"trajectory_timeout": 2}
+    assert ticks > 10
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sh -c 'sleep 600 & echo it fails; exit 3'", "exited with 3: it fails"),
+        ("sh -c 'yes no | head -c 50000000; echo; echo the end; exit 4'", "no\nno\nthe end"),
+    ],
+    ids=["a child holds its output", "50 MB of output"],
+)
+async def test_a_command_ends_with_its_own_process_and_the_end_of_its_output(
+    command: str,
+    words: str,
+    simulated: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+) -> None:
+    group = await try_agent(command, simulated, make_config, tokenizer)
+    assert group.dropped == {"agent_error": 2}
+    assert words in group.causes["agent_error"]
+    assert len(group.causes["agent_error"]) < 1_000
+    command_process = _Command()
+    for _ in range(100):
+        command_process.pipe_data_received(1, b"x" * 100_000)
+    assert len(command_process.end) == 2_000
+
+
+@pytest.mark.parametrize(
+    ("agent", "rollout", "words"),
+    [
+        ("no-such-command --x", {}, "rollout.agent: no-such-command --x cannot be started"),
+        ("echo 'x", {}, "cannot be started: No closing quotation"),
+        (COMMAND, {"agent_env": ["NOT_SET"]}, "rollout.agent_env names NOT_SET, which is not set"),
+    ],
+)
+async def test_a_command_that_cannot_be_started_ends_the_run_with_a_sentence(
+    agent: str,
+    rollout: dict[str, Any],
+    words: str,
+    simulated: OpenAIServer,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        await try_agent(agent, simulated, make_config, tokenizer, **rollout)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

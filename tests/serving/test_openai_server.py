@@ -280,8 +280,6 @@ async def test_bad_requests_are_answered_in_openais_shape(
     long: Any = [{"role": "user", "content": "1 2 3 4 " * 400}]
     with pytest.raises(openai.BadRequestError, match="maximum"):
         await client.chat.completions.create(model=model, messages=long)
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        await client.chat.completions.create(model="gpt-9", messages=[QUESTION])  # type: ignore[list-item]
     for body, status in (({"messages": 5}, 400), ({"model": model, "messages": []}, 400)):
         answer = await http.post("/v1/chat/completions", json=body)
         assert answer.status_code == status

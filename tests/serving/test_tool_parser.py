@@ -1,3 +1,5 @@
+import logging
+import logging.config
 from typing import Any
 
 import pytest
@@ -39,6 +41,16 @@ def test_a_call_that_cannot_be_read_is_malformed(parser: ToolParser, text: str) 
     assert parsed.malformed
     assert not parsed.calls
     assert parsed.content == text
+
+
+def test_it_logs_nothing_even_where_logging_was_set_up_since(
+    parser: ToolParser, caplog: pytest.LogCaptureFixture
+) -> None:
+    levels = {"version": 1, "disable_existing_loggers": False, "loggers": {"vllm": {"level": 10}}}
+    logging.config.dictConfig(levels)  # as vLLM does when an engine starts
+    with caplog.at_level(logging.DEBUG):
+        assert parser.parse(CALL.replace("}}", "}"), []).malformed
+    assert caplog.records == []
 
 
 def test_an_unknown_format_is_refused(tokenizer: Any) -> None:

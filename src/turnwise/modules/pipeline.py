@@ -320,7 +320,7 @@ def _load(config: str | Path | Config, overrides: Sequence[str]) -> Config:
         return load_config(config, overrides, _NO_DATA)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
-        path.write_text(dump_config(config))
+        path.write_text(dump_config(config, secrets=True))
         return load_config(path, overrides)
 
 

@@ -26,6 +26,8 @@ class SessionServer(Protocol):
     """What serves agents by HTTP."""
 
     sessions: SessionStore
+    model_name: str
+    """Name of the model for clients."""
 
     def session_url(self, session_id: str) -> str:
         """The base URL of one session."""

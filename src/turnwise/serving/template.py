@@ -12,13 +12,17 @@ _LONG = 16_384
 """Characters that are tokenised in some milliseconds; more of them would delay the others."""
 
 
-def load_template(config: Config, tokenizer: Any, **template_args: Any) -> ChatTemplate:
+def load_template(config: Config, tokenizer: Any) -> ChatTemplate:
     """The template, and the ids at which the model's own settings and ours end a turn.
 
     Raises:
         InputError: when the tokenizer has no template.
     """
-    template = ChatTemplate(tokenizer, **{**config.model.template_args, **template_args})
+    template = ChatTemplate(
+        tokenizer,
+        escape_special_tokens=config.model.escape_special_tokens,
+        **config.model.template_args,
+    )
     template.stop_token_ids |= {*config.sampling.stop_token_ids, *_stops_of(config)}
     return template
 

@@ -8,6 +8,31 @@ from typing import Any
 from turnwise.errors import InputError
 
 
+def silence(name: str) -> Any:
+    """vLLM's parser class of a format, which from now on logs nothing.
+
+    It would log a traceback for each call that it cannot read, which is counted and answered to
+    the model, or goes to the client as text. A filter outlives vLLM's setting of levels.
+
+    Raises:
+        InputError: when vLLM has no parser of that name.
+    """
+    from turnwise.engine import vllm_names as vllm  # seconds to import
+
+    try:
+        parser = vllm.ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        raise InputError(
+            f"rollout.tool_parser: vLLM has no tool parser {name!r}; hermes fits Qwen models"
+        ) from None
+    logging.getLogger(parser.__module__).addFilter(_nothing)
+    return parser
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     name: str
@@ -38,14 +63,7 @@ class ToolParser:
     def __init__(self, name: str, tokenizer: Any) -> None:
         from turnwise.engine import vllm_names as vllm  # seconds to import
 
-        try:
-            parser = vllm.ToolParserManager.get_tool_parser(name)
-        except KeyError:
-            raise InputError(
-                f"rollout.tool_parser: vLLM has no tool parser {name!r}; hermes fits Qwen models"
-            ) from None
-        # An unreadable call is counted and answered to the model; vLLM would log a traceback.
-        logging.getLogger(parser.__module__).setLevel(logging.CRITICAL)
+        parser = silence(name)
         self._name = name
         try:
             self._parser = parser(tokenizer)

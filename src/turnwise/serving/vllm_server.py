@@ -14,8 +14,8 @@ import copy
 import itertools
 import json
 import logging
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -27,6 +27,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind
@@ -39,17 +40,26 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
 from turnwise.engine.vllm_engine import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.serving.on_policy import (
+    RefusedParameter,
+    bound_choices,
+    give_defaults,
+    keep_on_policy,
+)
 from turnwise.serving.sessions import Answer, Prompt, Session, answer, plain
 from turnwise.serving.template import load_template, off_loop
+from turnwise.serving.tool_parser import silence
 from turnwise.trajectory import ChatTemplate, bridge, replace_prefix_tokens
 
+logger = logging.getLogger(__name__)
+
 _TEMPLATES = 16
-"""Sets of template variables to keep what was found out about."""
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+"""Most cached ChatTemplates, one for each set of template variables."""
+_FINISH = {str(reason): reason for reason in FinishReason}
 
 ROUTES = {
     "/health",
@@ -75,8 +85,6 @@ class Call:
     """One HTTP request on its way through vLLM."""
 
     session: Session
-    previous: str = ""
-    """The completion that it says it follows."""
     request: Any = None
     messages: list[Any] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -96,19 +104,21 @@ async def build(
     generator: Generator,
     healthy: Callable[[], bool],
     remember: Callable[[str, Session], None],
+    names: Sequence[str],
 ) -> FastAPI:
     """vLLM's application around `generator`, with the routes in `ROUTES` alone.
 
     Args:
-        remember: Told each chat completion's id and session.
         healthy: Whether anything can be served now.
+        remember: Called with each chat completion's id and session.
+        names: The model's, for clients, the first of which answers carry; requests may name any.
 
     Raises:
         InputError: when vLLM refuses the model, or has no such parser.
     """
     arguments = [
         *("--model", config.model.path),
-        *("--served-model-name", config.model.path),
+        *("--served-model-name", *names),
         *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
     ]
     if config.model.template_args:
@@ -116,18 +126,35 @@ async def build(
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    # A call that cannot be read goes to the client as text; vLLM would log a traceback of each.
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    silence(config.rollout.tool_parser)
+    # vLLM writes its default, 16, into requests: none can be told from a client's own.
+    CompletionRequest.model_fields["max_tokens"].default = None
     gate = _Gate(config, remember)
     try:
         front = FrontEnd(config, generator, gate, healthy)
-        app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
+        with _root_logger_kept():
+            app: FastAPI = build_app(args, FrontEnd.tasks, front.model_config)
         await init_app_state(front, app.state, args, FrontEnd.tasks)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
+    app.state.openai_serving_models.is_base_model = lambda name: True
     gate.attach(app.state, front.renderer.tokenizer)
     return app
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Undo what a package for SageMaker, which vLLM's application imports, does to the root logger:
+    it would show nothing below ERROR, warnings of turnwise included."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in handlers:
+            handler.setLevel(own)
 
 
 class FrontEnd(AsyncLLM):  # type: ignore[misc]
@@ -143,13 +170,7 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
         healthy: Callable[[], bool],
     ) -> None:
         arguments = engine_arguments(config.model, config.engine, config.deterministic)
-        sampling = config.sampling
         arguments["generation_config"] = "vllm"  # no defaults but ours
-        arguments["override_generation_config"] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
         self.vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
         self.model_config = self.vllm_config.model_config
         self.scheduler_config = self.vllm_config.scheduler_config
@@ -161,12 +182,20 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self.engine_core = _Core(generator, self.output_processor, gate)
         self._supported_tasks = self.tasks
+        self._sampling = config.sampling
         self._healthy = healthy
         self._run_output_handler()
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         if params.prompt_logprobs is not None:
             raise VLLMValidationError("log-probs of the prompt (prompt_logprobs) are not served")
+        if (call := CALL.get()) is not None:
+            sampling = call.session.sampling or self._sampling
+            said = () if call.request is None else call.request.model_fields_set
+            if "min_tokens" not in said:
+                params.min_tokens = min(sampling.min_tokens, params.max_tokens)
+            if "ignore_eos" not in said:
+                params.ignore_eos = sampling.ignore_eos
         return await super().add_request(request_id, prompt, params, **options)
 
     async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
@@ -334,7 +363,8 @@ class _Gate:
     def attach(self, state: Any, tokenizer: Any) -> None:
         """Put them into vLLM's application."""
         self._tokenizer = tokenizer
-        self._templates: dict[str, ChatTemplate] = {}
+        self._base_template = load_template(self._config, tokenizer)
+        self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._chat = state.openai_serving_chat
         renderer = state.online_renderer
         renderer.preprocess_chat = self._rendering(renderer.preprocess_chat)
@@ -347,8 +377,9 @@ class _Gate:
             if call is not None:
                 messages = [dict(message) for message in messages]
                 call.request, call.messages, call.tools = request, messages, tools
-                if call.session.sampling is not None:
-                    keep_on_policy(request, call.session.sampling)
+                self._settle_sampling(call)
+                if not getattr(request, "tools", None) and request.tool_choice is None:
+                    request.tool_choice = "none"  # or vLLM takes calls out of the answer's text
                 try:
                     ids = await self._exact_prompt(call)
                 except VLLMError:
@@ -370,11 +401,26 @@ class _Gate:
             call = CALL.get()
             if call is not None:
                 call.request = request
-                if call.session.sampling is not None:
-                    keep_on_policy(request, call.session.sampling)
+                self._settle_sampling(call)
             return await render_completion(request, **kwargs)
 
         return render
+
+    def _settle_sampling(self, call: Call) -> None:
+        """Decide how a request samples.
+
+        Raises:
+            VLLMValidationError: naming the parameter that cannot be served.
+        """
+        own = call.session.sampling
+        try:
+            bound_choices(call.request)
+            if own is not None:
+                keep_on_policy(call.request, own)
+        except RefusedParameter as error:
+            raise VLLMValidationError(str(error), parameter=error.parameter) from error
+        sampling, max_length = own or self._config.sampling, self._config.model.max_length
+        give_defaults(call.request, sampling, max_length)
 
     async def _exact_prompt(self, call: Call) -> list[int] | None:
         """The ids of a conversation that continues what was sampled; None if vLLM may render it.
@@ -394,7 +440,15 @@ class _Gate:
             return prompt.token_ids
         if prompt.fork_reason == "message_dropped" and call.session.sampling is not None:
             raise VLLMValidationError("the model's chat template leaves out one of these messages")
-        return self._echoed(call, template)
+        return self._echoed(call, template) or await self._escaped(call, template)
+
+    async def _escaped(self, call: Call, template: ChatTemplate) -> list[int] | None:
+        """The prompt of a conversation in which special tokens have to be escaped."""
+        messages = [plain(message) for message in call.messages]
+        others = [message for message in messages if message["role"] != "assistant"]
+        if all(template.escape(m["content"]) == m["content"] for m in others):
+            return None
+        return await off_loop(messages, lambda: template.render(messages, tools=call.tools))
 
     def _spliced(self, call: Call, template: ChatTemplate, required: list[int]) -> list[int]:
         messages = [plain(message) for message in call.messages]
@@ -436,13 +490,16 @@ class _Gate:
         return None
 
     def _template(self, request: Any) -> ChatTemplate:
-        own = getattr(request, "chat_template_kwargs", None) or {}
-        kwargs = {**self._config.model.template_args, **own}
-        key = json.dumps(kwargs, sort_keys=True, default=str)
+        """The template with the variables of a request; it shares all else with the others."""
+        own = getattr(request, "chat_template_kwargs", None)
+        if not own:
+            return self._base_template
+        key = json.dumps(own, sort_keys=True, default=str)
         if key not in self._templates:
-            if len(self._templates) >= _TEMPLATES:
-                self._templates.clear()
-            self._templates[key] = load_template(self._config, self._tokenizer, **own)
+            self._templates[key] = self._base_template.with_variables(**own)
+            if len(self._templates) > _TEMPLATES:
+                self._templates.popitem(last=False)
+        self._templates.move_to_end(key)
         return self._templates[key]
 
     def record(self, call: Call, prompt: list[int], chunks: Sequence[Chunk]) -> None:
@@ -471,10 +528,14 @@ class _Gate:
         chat = self._chat
         if chat.parser_cls is None or not hasattr(call.request, "tool_choice"):
             return answer(text, ())
-        parser = chat._make_parser(call.request, self._tokenizer, {})
-        _, content, calls = parser.parse(
-            text, call.request, enable_auto_tools=True, model_output_token_ids=token_ids
-        )
+        try:
+            parser = chat._make_parser(call.request, self._tokenizer, {})
+            _, content, calls = parser.parse(
+                text, call.request, enable_auto_tools=True, model_output_token_ids=token_ids
+            )
+        except Exception:  # the client was told; to the session it is text
+            logger.debug("an answer cannot be read", exc_info=True)
+            return answer(text, ())
         return answer(content, [(call.name, call.arguments) for call in calls or ()])
 
     def _responding(self, create_chat_completion: Any) -> Any:
@@ -500,71 +561,6 @@ class _Gate:
         choice.message.generation_token_ids = choice.token_ids
         choice.message.generation_log_probs = logprobs
         choice.message.weight_versions = versions
-
-
-def keep_on_policy(request: Any, sampling: SamplingConfig) -> None:
-    """Give a request the training's sampling where it says nothing, and refuse other values.
-
-    Raises:
-        VLLMValidationError: naming the value that would make its tokens off-policy.
-    """
-    said = request.model_fields_set
-
-    def refuse(name: str, advice: str) -> None:
-        raise VLLMValidationError(
-            f"{name}={getattr(request, name)!r} would make the tokens of this training session "
-            f"off-policy: {advice}",
-            parameter=name,
-        )
-
-    for name in ("temperature", "top_p", "top_k"):
-        wanted = getattr(sampling, name)
-        if name in said and getattr(request, name) not in (None, wanted):
-            refuse(name, f"leave it out, or set it to {wanted:g}")
-        setattr(request, name, wanted)
-    for name, neutral in _NEUTRAL.items():
-        if getattr(request, name, neutral) not in (None, neutral):
-            refuse(name, f"leave it out, or set it to {neutral!r}")
-    ours = {
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "vllm_xargs": sampling.logits_processor_args or None,
-    }
-    for name, wanted in ours.items():
-        if name in said and getattr(request, name) not in (None, wanted):
-            refuse(name, "leave it out")
-        if hasattr(request, name):
-            setattr(request, name, wanted)
-    if getattr(request, "parallel_tool_calls", True) is False and request.tools:
-        refuse("parallel_tool_calls", "a grammar changes what is sampled; leave it out")
-    for name in ("response_format", "text"):  # the second is Responses'
-        wanted = getattr(request, name, None)
-        wanted = getattr(wanted, "format", wanted)
-        if getattr(wanted, "type", "text") != "text":
-            refuse(name, "a grammar changes what is sampled; leave it out")
-    if getattr(request, "tools", None) and request.tool_choice not in (None, "auto", "none"):
-        refuse("tool_choice", "a forced call changes what is sampled; use auto")
-    for name in ("stop", "stop_token_ids"):
-        if hasattr(request, name) and not getattr(request, name):
-            setattr(request, name, getattr(sampling, name))
-    limits = ("max_completion_tokens", "max_tokens")
-    asked = [value for name in limits if (value := getattr(request, name, None)) is not None]
-    if not asked and hasattr(request, "max_completion_tokens"):
-        request.max_completion_tokens = sampling.max_tokens
-
-
-_NEUTRAL: dict[str, Any] = {
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "bad_words": [],
-    "allowed_token_ids": None,
-    "structured_outputs": None,
-    "use_beam_search": False,
-    "thinking_token_budget": None,
-}
 
 
 def _token_ids(value: Any, name: str) -> list[int]:

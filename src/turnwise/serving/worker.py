@@ -80,9 +80,7 @@ class VllmAsyncGenerationWorker:
         if self._config.serving.worker_servers:
             from turnwise.serving.openai_server import OpenAIServer
 
-            serving = self._config.serving.model_copy(update={"port": 0})
-            config = self._config.model_copy(update={"serving": serving})
-            self._server = OpenAIServer(config, self._engine)
+            self._server = OpenAIServer(self._config, self._engine, port=0)
             await self._server.start()
         settle_heap()
         return os.getpid()

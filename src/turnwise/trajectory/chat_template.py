@@ -4,6 +4,7 @@ The tokenizer is any Hugging Face one; its template decides every id of a prompt
 one turn to the next is in `bridge`.
 """
 
+import copy
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from turnwise.errors import InputError
 from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[dict[str, Any]]
+_GUARD = "\ufdd0"
+"""Stands inside an escaped special token until it becomes ids: a character of no text."""
 
 
 class ChatTemplate:
@@ -24,14 +27,22 @@ class ChatTemplate:
     Args:
         tokenizer: A Hugging Face tokenizer.
         chat_template: Jinja text that takes the place of the tokenizer's own template.
+        escape_special_tokens: A special token (`<|im_end|>`) in the content of a message becomes
+            the ids of its text; only the template itself, and assistants' messages, make control
+            tokens.
         **template_kwargs: Extra variables for the template.
 
     Raises:
-        InputError: when there is no chat template.
+        InputError: when there is no chat template, or the tokenizer cannot escape.
     """
 
     def __init__(
-        self, tokenizer: Any, *, chat_template: str | None = None, **template_kwargs: Any
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        escape_special_tokens: bool = False,
+        **template_kwargs: Any,
     ) -> None:
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
@@ -46,6 +57,19 @@ class ChatTemplate:
         """The ids at which generation stops; add to them what the model's own settings name."""
         self.cache: dict[Any, Any] = {}
         """For `bridge`: what it has found out about the template."""
+        self._special = _special_tokens(tokenizer) if escape_special_tokens else None
+        if escape_special_tokens and not self._can_escape():
+            raise InputError(
+                "model.escape_special_tokens: this model's tokenizer cannot write its special "
+                "tokens as plain text"
+            )
+
+    def with_variables(self, **template_kwargs: Any) -> "ChatTemplate":
+        """The same template with more variables; making it costs next to nothing."""
+        other = copy.copy(self)
+        other._kwargs = {**self._kwargs, **template_kwargs}
+        other.cache = {}
+        return other
 
     def render(
         self,
@@ -74,7 +98,7 @@ class ChatTemplate:
         """
         return str(
             self.tokenizer.apply_chat_template(
-                list(messages),
+                [self._escaped(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -84,7 +108,37 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added around it."""
-        return self._encode(text)
+        if self._special is None or _GUARD not in text:
+            return self._encode(text)
+        return [token for part in text.split(_GUARD) for token in self._encode(part)]
+
+    def escape(self, text: str) -> str:
+        """A text of which `encode` makes no special token, where that is asked for."""
+        if self._special is None:
+            return text
+        text = text.replace(_GUARD, "")
+        return self._special.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
+
+    def _can_escape(self) -> bool:
+        text = "a".join(["", *self.tokenizer.all_special_tokens, ""])
+        ids = self.encode(self.escape(text))
+        return self.decode_all(ids) == text and not {*ids} & {*self.tokenizer.all_special_ids}
+
+    def _escaped(self, message: Message) -> Message:
+        if self._special is None or message["role"] == "assistant":
+            return message
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": self.escape(content)}
+        if isinstance(content, list):
+            parts = [
+                {**part, "text": self.escape(part["text"])}
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+            return {**message, "content": parts}
+        return message
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, markers such as <tool_call> kept, the end token left out."""
@@ -115,6 +169,13 @@ class ChatTemplate:
         """Finds any marker in a text; the longer of two wins."""
         texts = sorted(self.markers.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Finds the tokens that control the model; not others that were added, such as <think>."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:

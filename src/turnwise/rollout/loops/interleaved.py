@@ -39,9 +39,9 @@ class InterleavedLoop:
                 if not parsed.calls:  # the closing tag says that a call was meant
                     parsed = replace(parsed, malformed=True)
                 results = await answer_calls(parsed, context, turn)
-                shown = "".join(
-                    rollout.result_format.format(result=message["content"]) for message in results
-                )
-                answer["content"] += shown
+                said = [str(message["content"]) for message in results]
+                form = rollout.result_format
+                answer["content"] += "".join(form.format(result=text) for text in said)
+                shown = "".join(form.format(result=template.escape(text)) for text in said)
                 prompt = [*prompt, *completion.token_ids, *await context.encode(shown)]
         trajectory.status = "max_turns"
