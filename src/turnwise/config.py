@@ -196,9 +196,11 @@ class ServingConfig(Section):
     """A session leaves its worker at once when that has this many times the mean load, and a few
     requests more; a lasting overload of 5 % moves it too."""
     max_continuations: NonNegativeInt = 3
-    """Times that one turn goes on at another worker because its own failed."""
+    """Times that one turn continues at another worker because its own failed; a request that
+    ends two workers by itself is refused for ten minutes."""
     max_restarts: NonNegativeInt = 3
-    """Times in a row that a dead worker is started again before it is given up."""
+    """Times in a row that a dead worker is started again at once; then it is tried each minute,
+    and less and less often, up to each ten minutes."""
     health_every: PositiveFloat = 2.0
     """Seconds between health checks of a worker."""
     health_timeout: PositiveFloat = 20.0

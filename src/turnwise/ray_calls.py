@@ -3,15 +3,26 @@
 import asyncio
 import logging
 import os
+import secrets
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from turnwise import fork_server
@@ -19,6 +30,13 @@ from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
 _CONNECT_SECONDS = 5.0
+_KNOCK_SECONDS = 1.0
+_PATIENCE, _CLUSTER_PATIENCE = 3, 30
+"""Knocks in a row that Ray's head may miss: our own, and a cluster's, which may be restarted."""
+_RECONNECT_SECONDS = 20
+"""After so long without its head, each process of a Ray that we started ends itself."""
+SECRET = "TURNWISE_SECRET"
+"""The environment variable with the word that this run's processes know each other by."""
 _CPU_SHARE = 0.001
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
@@ -33,7 +51,8 @@ def start_ray(address: str | None) -> float:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    variables = {"PYTHONPATH": paths}
+    secret = os.environ.setdefault(SECRET, secrets.token_hex(16))
+    variables = {"PYTHONPATH": paths, SECRET: secret}
     options["runtime_env"] = {"env_vars": variables}
     # Other machines have no fork server: in a cluster, workers start plainly.
     if address is None and (server := fork_server.address()) is not None:
@@ -45,6 +64,7 @@ def start_ray(address: str | None) -> float:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
     try:
         if address is None:
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
             # "local": without it Ray would join a cluster that somebody left running here.
             ray.init(
                 address="local",
@@ -75,6 +95,55 @@ def _knock(address: str) -> None:
         raise ValueError("give the cluster's own address, host:port or `auto`")
     if port.isdigit():
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+
+
+@asynccontextmanager
+async def watching_ray(address: str | None) -> AsyncIterator[None]:
+    """End the `async with` block when Ray's head process is gone, without which no actor can be
+    started, found or ended.
+
+    Args:
+        address: As `start_ray` got it.
+
+    Raises:
+        TurnwiseError: when the head took no connection for seconds.
+    """
+    task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
+    patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await _until_silent(head, patience)
+        gone = True
+        if task is not None:
+            task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        if gone and task is not None:
+            task.uncancel()
+            raise TurnwiseError(
+                f"Ray's head process (gcs_server at {head}) is gone, and the run with it"
+            ) from None
+
+
+async def _until_silent(address: str, patience: int) -> None:
+    """Return when an address took no connection `patience` times in a row."""
+    host, _, port = address.rpartition(":")
+    failures = 0
+    while failures < patience:
+        await asyncio.sleep(_KNOCK_SECONDS)
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            failures = 0
+        except (OSError, TimeoutError):
+            failures += 1
 
 
 async def reserve(
@@ -121,8 +190,31 @@ async def reply_of(
         if isinstance(error.cause, TurnwiseError):
             raise error.cause from None
         raise failure(f"{who} failed to {what}: {error.cause!r}") from error
-    except RayActorError as error:
-        raise failure(f"the process of {who} died") from error
+    except RayError as error:
+        raise failure(death(who, error)) from error
+
+
+def death(who: str, error: BaseException) -> str:
+    """Ray's words for an actor that will not answer, as a sentence."""
+    kinds = error.__class__.__mro__
+    why = next((why for kind, why in _DEATHS.items() if kind in kinds), "")
+    return f"the process of {who} died{why and f' ({why})'}"
+
+
+def is_death(error: BaseException | None) -> bool:
+    """Whether `reply_of` or `replies_of` raised this because an actor died."""
+    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
+    return isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
+
+
+_DEATHS: dict[type[RayError], str] = {
+    OutOfMemoryError: "its node ran out of memory, and Ray ended it",
+    NodeDiedError: "its node is gone",
+    LocalRayletDiedError: "Ray's own process on its node is gone",
+    ActorUnschedulableError: "no node has room for it",
+    ActorUnavailableError: "its node cannot be reached",
+}
+"""What Ray knows of a death; every `RayError` that an actor did not raise itself is one."""
 
 
 def replies_of(
@@ -141,10 +233,10 @@ def replies_of(
         _, late = ray.wait(references, num_returns=len(references), timeout=0)
         who = ", ".join(name for name, reply in replies.items() if reply in late)
         raise DeadlineError(f"{who} did not {what} within {seconds:g} s") from None
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
-        raise failure("; ".join(filter(None, causes))) from error
+        raise failure("; ".join(filter(None, causes)) or death("Ray", error)) from error
 
 
 def _cause(reply: Any, who: str, what: str) -> str:
@@ -152,6 +244,6 @@ def _cause(reply: Any, who: str, what: str) -> str:
         ray.get(reply)
     except RayTaskError as error:
         return f"{who} failed to {what}: {error.cause!r}"
-    except RayActorError:
-        return f"the process of {who} died"
+    except RayError as error:
+        return death(who, error)
     return ""

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
-from turnwise.ray_calls import reply_of, reserve
+from turnwise.ray_calls import is_death, reply_of, reserve
 from turnwise.serving.worker_host import WorkerHost
 from turnwise.training.batching import Share, plan
 from turnwise.training.metrics import merge
@@ -230,7 +229,7 @@ def _name(rank: int) -> str:
 
 def _rank_of_cause(error: BaseException | None) -> int:
     """Where an error stands among several: a death explains all others."""
-    if isinstance(error, TrainerError) and isinstance(error.__cause__, RayActorError):
+    if is_death(error):
         return 0
     if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):
         return 1
