@@ -470,6 +470,9 @@ class Config(Section):
     """The environment that makes problems, tools and rewards of rows: package.module:Class."""
     sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Where metrics go beside metrics.jsonl and TensorBoard, where these packages are there."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Our lines on the terminal, from this level on; the files in the run folder's `logs` hold
+    those of all processes, vLLM's and Ray's too, from info on, or from debug on."""
     watchdog: PositiveFloat = 60.0
     """Seconds without any progress after which the run says whom it waits for."""
     ray_address: str | None = None

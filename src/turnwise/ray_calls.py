@@ -25,7 +25,7 @@ from ray.exceptions import (
 )
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from turnwise import fork_server
+from turnwise import fork_server, logs
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
@@ -48,7 +48,7 @@ def start_ray(address: str | None) -> float:
     Raises:
         InputError: when no cluster answers at the address.
     """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logs.quiet("ray")}
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     secret = os.environ.setdefault(SECRET, secrets.token_hex(16))
@@ -66,7 +66,7 @@ def start_ray(address: str | None) -> float:
         if address is None:
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
             # "local": without it Ray would join a cluster that somebody left running here.
-            ray.init(
+            context = ray.init(
                 address="local",
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -74,10 +74,11 @@ def start_ray(address: str | None) -> float:
             )
         else:
             _knock(address)
-            ray.init(address=address, **options)
+            context = ray.init(address=address, **options)
     except (OSError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
+    logs.link_ray(context.address_info["session_dir"])
     return float(ray.cluster_resources().get("GPU", 0))
 
 
