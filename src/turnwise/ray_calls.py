@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 5.0
 _KNOCK_SECONDS = 1.0
 _PATIENCE, _CLUSTER_PATIENCE = 3, 30
 """Knocks in a row that Ray's head may miss: our own, and a cluster's, which may be restarted."""
-_RECONNECT_SECONDS = 20
+_RECONNECT_SECONDS = 30
 """After so long without its head, each process of a Ray that we started ends itself."""
 SECRET = "TURNWISE_SECRET"
 """The environment variable with the word that this run's processes know each other by."""
@@ -78,8 +78,14 @@ def start_ray(address: str | None) -> float:
     except (OSError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
+    # Ray prints what its processes report (and the last lines of their logs) past any logger.
+    ray._private.worker.print_to_stdstream = _log
     logs.link_ray(context.address_info["session_dir"])
     return float(ray.cluster_resources().get("GPU", 0))
+
+
+def _log(report: Mapping[str, Any], ignore_prefix: bool) -> None:
+    logging.getLogger("ray").info("%s", "\n".join(map(str, report["lines"])))
 
 
 def join_ray(address: str, namespace: str) -> None:
@@ -196,9 +202,10 @@ async def reply_of(
 
 
 def death(who: str, error: BaseException) -> str:
-    """Ray's words for an actor that will not answer, as a sentence."""
-    kinds = error.__class__.__mro__
-    why = next((why for kind, why in _DEATHS.items() if kind in kinds), "")
+    """Ray's error for an actor that will not answer, as a sentence."""
+    why = next((why for kind, why in _DEATHS.items() if isinstance(error, kind)), "")
+    if "its node has died" in str(error):  # an ActorDiedError says so in words alone
+        why = _DEATHS[NodeDiedError]
     return f"the process of {who} died{why and f' ({why})'}"
 
 

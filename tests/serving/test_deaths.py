@@ -1,0 +1,37 @@
+"""How a fleet takes real deaths: the memory monitor's, a node's, and that of Ray's head."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT, command_environment
+
+
+def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.serving.deaths", str(tmp_path)],
+        cwd=ROOT,
+        env={**command_environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.startswith("{"), done.stderr  # and nothing of Ray's is printed
+    told = json.loads(done.stdout)
+    # The monitor may kill more than once while others on the machine take memory.
+    assert set(told["memory"]) >= {told["killed"]}
+    lost = f"the process of {told['removed']} died (its node is gone)"
+    assert lost in told["node"]
+    assert f"no room for {told['removed']}, whose node is gone; waiting 60 s" in done.stderr
+    for why in (told["killed"], lost):
+        (line,) = {line for line in done.stderr.splitlines() if f"failed ({why})" in line}
+        assert "and is back after" in line
+    assert told["wrong"] == []
+    assert told["continued"] > 0
+    assert "Ray's head process (gcs_server at " in told["head"]
+    assert told["head_seconds"] < 20
+    assert told["alive"] == []
+    assert {p.name for p in tmp_path.rglob("*.log")} == {"worker-0.log", "worker-1.log"}
