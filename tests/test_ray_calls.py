@@ -15,7 +15,7 @@ SENTENCES = {
     "NodeDiedError": r"w died \(its node is gone\)",
     "LocalRayletDiedError": r"w died \(Ray's own process on its node is gone\)",
     "ActorUnschedulableError": r"w died \(no node has room for it\)",
-    "ActorUnavailableError": r"w died \(its node cannot be reached\)",
+    "ActorUnavailableError": r"w died \(it cannot be reached\)",
 }
 KINDS = {kind.__name__: kind for kind in RAY_EXCEPTION_TYPES} | {
     name: getattr(ray_errors, name)

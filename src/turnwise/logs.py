@@ -105,7 +105,7 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
 
     Does nothing where the actor was started without `environment`.
     """
-    if _FILE not in environ:
+    if not environ.get(_FILE):
         return
     path = Path(environ[_FILE])
     try:

@@ -220,7 +220,7 @@ _DEATHS: dict[type[RayError], str] = {
     NodeDiedError: "its node is gone",
     LocalRayletDiedError: "Ray's own process on its node is gone",
     ActorUnschedulableError: "no node has room for it",
-    ActorUnavailableError: "its node cannot be reached",
+    ActorUnavailableError: "it cannot be reached",
 }
 """What Ray knows of a death; every `RayError` that an actor did not raise itself is one."""
 

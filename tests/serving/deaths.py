@@ -114,6 +114,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
         }
     )
     told: dict[str, Any] = {}
+    killed = time.monotonic()
     manager = make_manager(config, 0)
     try:
         async with watching_ray(None):

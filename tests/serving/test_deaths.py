@@ -14,7 +14,7 @@ def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.deaths", str(tmp_path)],
         cwd=ROOT,
-        env={**command_environment(), "PYTHONPATH": str(ROOT)},
+        env=command_environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -23,8 +23,9 @@ def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
     told = json.loads(done.stdout)
     # The monitor may kill more than once while others on the machine take memory.
     assert set(told["memory"]) >= {told["killed"]}
-    lost = f"the process of {told['removed']} died (its node is gone)"
-    assert lost in told["node"]
+    lost, *_ = told["node"]  # which of the two Ray finds first is chance
+    assert f"the process of {told['removed']} died (" in lost
+    assert lost.endswith(("(its node is gone)", "(it cannot be reached)"))
     assert f"no room for {told['removed']}, whose node is gone; waiting 60 s" in done.stderr
     for why in (told["killed"], lost):
         (line,) = {line for line in done.stderr.splitlines() if f"failed ({why})" in line}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig, WeightsConfig
-from turnwise.errors import WeightUpdateError
+from turnwise.errors import EngineError, WeightUpdateError
 from turnwise.machinery import load_training, make_manager
 from turnwise.rollout import Group, Runner
 from turnwise.serving.manager import AsyncLLMServerManager
@@ -103,6 +103,31 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     assert len(manager.engines) == 2
     completion = await manager.engines[0].generate([5, 6, 7], SAMPLING, "back")
     assert completion.token_ids
+
+
+async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
+    fleet: tuple[Config, AsyncLLMServerManager],
+) -> None:
+    _, manager = fleet
+    known = len(manager.losses)
+    poison = SamplingConfig(max_tokens=8, logits_processor_args={"poison": True})
+    long = SamplingConfig(max_tokens=200, ignore_eos=True)
+    honest = [
+        asyncio.create_task(manager.scheduler.generate([5 + i, 6, 7], long, f"honest-{i}"))
+        for i in range(8)
+    ]
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(180):
+        with pytest.raises(EngineError, match=r"poison ended [23] workers \(worker-.*not tried"):
+            await manager.scheduler.generate([5, 6, 7], poison, "poison")
+        with pytest.raises(EngineError, match=r"again is refused for another \d+ s"):
+            await manager.scheduler.generate([5, 6, 7], poison, "again")
+        assert [len(c.token_ids) for c in await asyncio.gather(*honest)] == [200] * 8
+        while len(manager.engines) < 2:
+            await asyncio.sleep(0.1)
+    assert 2 <= len(manager.losses) - known <= 3
+    assert manager.given_up == {}
+    assert all(slot.restarts <= 0 for slot in manager._slots)
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])
