@@ -44,6 +44,9 @@ class LightWorker(VllmAsyncGenerationWorker):
     async def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
+    async def seed(self) -> int:
+        return self._seed
+
     async def grow(self) -> None:
         """Take memory until somebody objects."""
         for _ in range(48):
@@ -84,6 +87,10 @@ class Load:
             task.cancel()
 
 
+async def seeds(manager: Any) -> list[int]:
+    return [await engine.actor.seed.remote() for engine in manager.engines]
+
+
 async def back(manager: Any, losses: int) -> None:
     async with asyncio.timeout(90):
         while len(manager.losses) < losses or len(manager.engines) < 2:
@@ -121,6 +128,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             await manager.start()
             load = Load(manager.scheduler)
             head = cluster.head_node.node_id
+            told["seeds"] = await seeds(manager)
             nodes = {e.name: await e.actor.node.remote() for e in manager.engines}  # type: ignore[attr-defined]
             on_head = next(e for e in manager.engines if nodes[e.name] == head)
             await load.more()
@@ -132,6 +140,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             told["memory"] = [loss.why for loss in manager.losses]
             await load.more()
 
+            told["seeds"] += await seeds(manager)
             known = len(manager.losses)
             told["removed"] = next(name for name in nodes if name != on_head.name)
             second.kill_raylet(check_alive=False)

@@ -30,6 +30,10 @@ def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
     for why in (told["killed"], lost):
         (line,) = {line for line in done.stderr.splitlines() if f"failed ({why})" in line}
         assert "and is back after" in line
+    # Two workers, then one of them and the other's next life: four numbers, one of them twice.
+    assert told["seeds"][:2] == [0, 1]
+    assert told["memory"][1:] or len(set(told["seeds"])) == 3
+    assert told["seeds"][2] != told["seeds"][3]
     assert told["wrong"] == []
     assert told["continued"] > 0
     assert "Ray's head process (gcs_server at " in told["head"]
