@@ -20,7 +20,7 @@ from turnwise.config import Config
 
 _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
-_FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
+FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _OURS = logging.getLogger("turnwise")
 _CHATTER = ("vllm", "ray")
 """Loggers whose lines go to the file alone."""
@@ -56,7 +56,7 @@ def open_logs(config: Config) -> None:
     except OSError as error:
         _OURS.warning("there will be no log in %s: %s", path.parent, error)
         return
-    handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+    handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
     for logger in (_OURS, logging.getLogger(), *map(logging.getLogger, _CHATTER)):
         logger.addHandler(handler)
@@ -119,9 +119,11 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
     os.dup2(file, 2)
     os.close(file)
     handler = logging.StreamHandler(os.fdopen(2, "w", buffering=1, closefd=False))
-    handler.setFormatter(logging.Formatter(_FILE_FORMAT))
-    _OURS.handlers, _OURS.propagate = [handler], False
-    _OURS.setLevel(_file_level(environ.get(_LEVEL, "warning")))
+    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    # In a fork vLLM is imported, and has its levels from the process that was forked.
+    for logger in (_OURS, logging.getLogger("vllm")):
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(_file_level(environ.get(_LEVEL, "warning")))
 
 
 def _file_level(level: str) -> int:

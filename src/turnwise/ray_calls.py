@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import secrets
 import shlex
 import signal
 import socket
@@ -25,7 +24,7 @@ from ray.exceptions import (
 )
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from turnwise import fork_server, logs
+from turnwise import fork_server, logs, secret
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
@@ -35,8 +34,6 @@ _PATIENCE, _CLUSTER_PATIENCE = 3, 30
 """Knocks in a row that Ray's head may miss: our own, and a cluster's, which may be restarted."""
 _RECONNECT_SECONDS = 30
 """After so long without its head, each process of a Ray that we started ends itself."""
-SECRET = "TURNWISE_SECRET"
-"""The environment variable with the word that this run's processes know each other by."""
 _CPU_SHARE = 0.001
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
@@ -48,11 +45,14 @@ def start_ray(address: str | None) -> float:
     Raises:
         InputError: when no cluster answers at the address.
     """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logs.quiet("ray")}
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logs.quiet("ray"),
+        "logging_format": logs.FILE_FORMAT,
+    }
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    secret = os.environ.setdefault(SECRET, secrets.token_hex(16))
-    variables = {"PYTHONPATH": paths, SECRET: secret}
+    variables = {"PYTHONPATH": paths, secret.VARIABLE: secret.make()}
     options["runtime_env"] = {"env_vars": variables}
     # Other machines have no fork server: in a cluster, workers start plainly.
     if address is None and (server := fork_server.address()) is not None:

@@ -2,17 +2,19 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.conftest import ROOT, command_environment
+import pytest
+
+from tests.conftest import ROOT, command_environment, python
 
 
+@pytest.mark.slow
 def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.serving.deaths", str(tmp_path)],
+        [*python(), "-m", "tests.serving.deaths", str(tmp_path)],
         cwd=ROOT,
         env=command_environment(),
         capture_output=True,

@@ -54,11 +54,6 @@ def make_policy(
     return make
 
 
-def store_of(rank: Any) -> str | None:
-    """Where a rank has a place to meet open, if it has."""
-    return rank._store.host if hasattr(rank, "_store") else None
-
-
 @pytest.mark.parametrize("algorithm", [{}, HARD], ids=["grpo", "ppo"])
 async def test_two_ranks_do_what_one_does(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, algorithm: dict[str, Any]
@@ -69,7 +64,10 @@ async def test_two_ranks_do_what_one_does(
     for ranks in (1, 2):
         async with make_policy(algorithm, ranks=ranks, micro_batch_tokens=150) as policy:
             assert len(set(policy.pids)) == ranks
-            assert await policy._actors[0].__ray_call__.remote(store_of) == hosts[ranks]
+            store = await policy._actors[0].__ray_call__.remote(
+                lambda rank: rank._store.host if hasattr(rank, "_store") else None
+            )
+            assert store == hosts[ranks]
             metrics[ranks] = [await policy.train(batch) for _ in range(3)]
             assert policy.version == 6
             folder = tmp_path / f"step-000{ranks}"

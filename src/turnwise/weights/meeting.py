@@ -6,13 +6,12 @@ The secret keeps out mistakes and scanners; whoever can reach the port and speak
 protocol may still list its keys, so nodes that train together belong on a network of their own.
 """
 
-import os
 import socket
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from turnwise.ray_calls import SECRET
+from turnwise import secret
 
 LOOPBACK = "127.0.0.1"
 _DEFAULT = timedelta(seconds=300)
@@ -40,4 +39,4 @@ def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
 
 def private(store: TCPStore) -> Store:
     """The part of a store that this run's processes share."""
-    return PrefixStore(os.environ.get(SECRET, "turnwise"), store)
+    return PrefixStore(secret.known(), store)
