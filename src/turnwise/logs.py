@@ -58,10 +58,11 @@ def open_logs(config: Config) -> None:
         return
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
-    for logger in (_OURS, logging.getLogger(), *map(logging.getLogger, _CHATTER)):
+    for logger in (_OURS, logging.getLogger()):
         logger.addHandler(handler)
     _OURS.setLevel(min(_OURS.level, handler.level))
     for name in _CHATTER:
+        logging.getLogger(name).handlers = [handler]
         quiet(name)
 
 
