@@ -2,7 +2,8 @@
 
 `extra_args={"script": [turn, turn, ...]}`, each turn a list of token ids: the first turn that
 the prompt does not hold yet is sampled, token by token. Over HTTP the turns are one list, with -1
-between them. The engine, its log-probs and its stop conditions stay the real ones.
+between them. The engine, its log-probs and its stop conditions stay the real ones. A request with
+`extra_args={"poison": True}` ends the engine.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ class ForcedTokens(LogitsProcessor):
 def _scripted(
     params: Any, prompt: list[int] | None, sampled: list[int]
 ) -> tuple[list[int], list[int]] | None:
+    if (params.extra_args or {}).get("poison"):
+        raise RuntimeError("a logits processor that cannot stand this request")
     for turn in _turns((params.extra_args or {}).get("script", [])):
         start = _find(prompt or [], turn)
         if start is None:

@@ -6,7 +6,6 @@ SIGTERM end the run, everything that it started, and exit with 130.
 
 import asyncio
 import itertools
-import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from turnwise import logs
 from turnwise.config import Config, explain_config, load_config
 from turnwise.errors import InputError, TrainerError, TurnwiseError
 from turnwise.interrupt import (
@@ -104,8 +104,7 @@ def main() -> None:
     """The command `turnwise`."""
     # Plug-ins are named relative to where the command is run.
     sys.path.insert(0, os.getcwd())
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
+    logs.to_terminal()
     app()
 
 
@@ -182,6 +181,7 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
     run = Path(config.output_dir, config.name)
     for attempt in itertools.count():
         folder = RunFolder(config, resume)
+        logs.open_logs(config)
         with Display(config.name, config.training.steps, console) as display:
             for flaw in resume.flaws if resume is not None else ():
                 display.warn(f"a newer checkpoint is cut short ({flaw}) and is passed over")
@@ -227,6 +227,7 @@ async def _attempt(
 
 
 async def _evaluate(config: Config) -> None:
+    logs.open_logs(config)
     from turnwise.display import Display
     from turnwise.machinery import evaluate, load_heldout, open_machinery
     from turnwise.trajectory import write_jsonl
@@ -250,6 +251,7 @@ async def _evaluate(config: Config) -> None:
 
 
 async def _rollout(config: Config, output: Path | None) -> None:
+    logs.open_logs(config)
     from turnwise.display import Display
     from turnwise.machinery import load_training, open_machinery, run_groups
     from turnwise.rollout import check_failures
@@ -268,7 +270,7 @@ async def _rollout(config: Config, output: Path | None) -> None:
 
 
 async def _serve(config: Config) -> None:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    logs.open_logs(config)
     from turnwise.machinery import open_server
 
     console = Console()

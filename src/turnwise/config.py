@@ -211,9 +211,11 @@ class ServingConfig(Section):
     """A session leaves its worker at once when that has this many times the mean load, and a few
     requests more; a lasting overload of 5 % moves it too."""
     max_continuations: NonNegativeInt = 3
-    """Times that one turn goes on at another worker because its own failed."""
+    """Times that one turn continues at another worker because its own failed; a request that
+    ends two workers by itself is refused for ten minutes."""
     max_restarts: NonNegativeInt = 3
-    """Times in a row that a dead worker is started again before it is given up."""
+    """Times in a row that a dead worker is started again at once; then it is tried each minute,
+    and less and less often, up to each ten minutes."""
     health_every: PositiveFloat = 2.0
     """Seconds between health checks of a worker."""
     health_timeout: PositiveFloat = 20.0
@@ -494,6 +496,9 @@ class Config(Section):
     """The environment that makes problems, tools and rewards of rows: package.module:Class."""
     sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Where metrics go beside metrics.jsonl and TensorBoard, where these packages are there."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Our lines on the terminal, from this level on; the files in the run folder's `logs` hold
+    those of all processes, vLLM's and Ray's too, from info on, or from debug on."""
     watchdog: PositiveFloat = 60.0
     """Seconds without any progress after which the run says whom it waits for."""
     ray_address: str | None = None

@@ -34,6 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from turnwise import logs
+
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = Path(__file__).with_name("fork_client.py")
 _PRELOADED = (
@@ -294,6 +296,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         os.set_inheritable(descriptor, False)
     os.chdir(request["cwd"])
     _set_environment(request["env"])
+    logs.follow()
     _adapt()
     gc.enable()
     first, *arguments = request["arguments"]

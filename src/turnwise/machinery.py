@@ -18,7 +18,7 @@ import ray
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.ray_calls import start_ray
+from turnwise.ray_calls import start_ray, watching_ray
 from turnwise.rollout import (
     Group,
     Problem,
@@ -120,7 +120,8 @@ async def open_machinery(
         if config.rollout.loop == "agent":
             server = await _start_server(config, manager, port=0)
             runner.server = server
-        yield Machinery(manager, runner, policy, prepared.result())
+        async with watching_ray(config.ray_address):
+            yield Machinery(manager, runner, policy, prepared.result())
     finally:
         prepared.cancel()
         await asyncio.wait([ray_started])
@@ -147,7 +148,8 @@ async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
         async with manager.running():
             server = await _start_server(config, manager)
             try:
-                yield server
+                async with watching_ray(config.ray_address):
+                    yield server
             finally:
                 await server.stop()
     finally:

@@ -8,18 +8,33 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from turnwise import fork_server
+from turnwise import fork_server, logs, secret
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
 
 _T = TypeVar("_T")
 _CONNECT_SECONDS = 5.0
+_KNOCK_SECONDS = 1.0
+_PATIENCE, _CLUSTER_PATIENCE = 3, 30
+"""Knocks in a row that Ray's head may miss: our own, and a cluster's, which may be restarted."""
+_RECONNECT_SECONDS = 30
+"""After so long without its head, each process of a Ray that we started ends itself."""
 _CPU_SHARE = 0.001
 _SIGNAL_HANDLER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(
     ("PyOS_getsig", ctypes.pythonapi)
@@ -38,10 +53,14 @@ def start_ray(address: str | None) -> float:
     Raises:
         InputError: when no cluster answers at the address.
     """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logs.quiet("ray"),
+        "logging_format": logs.FILE_FORMAT,
+    }
     # Plug-ins are imported from the working directory, in actors as in this process.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    variables = {"PYTHONPATH": paths}
+    variables = {"PYTHONPATH": paths, secret.VARIABLE: secret.make()}
     options["runtime_env"] = {"env_vars": variables}
     # Other machines have no fork server: in a cluster, workers start plainly.
     if address is None and (server := fork_server.address()) is not None:
@@ -54,8 +73,9 @@ def start_ray(address: str | None) -> float:
     handler = _SIGNAL_HANDLER(signal.SIGTERM)
     try:
         if address is None:
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
             # "local": without it Ray would join a cluster that somebody left running here.
-            ray.init(
+            context = ray.init(
                 address="local",
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -63,14 +83,21 @@ def start_ray(address: str | None) -> float:
             )
         else:
             _knock(address)
-            ray.init(address=address, **options)
+            context = ray.init(address=address, **options)
     except (OSError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "on this machine"
         raise InputError(f"Ray cannot be reached {where}: {error}") from error
     finally:
         # Ray puts its own in its place, below Python, which prints C++ frames and aborts.
         _SET_SIGNAL_HANDLER(signal.SIGTERM, handler)
+    # Ray prints what its processes report (and the last lines of their logs) past any logger.
+    ray._private.worker.print_to_stdstream = _log
+    logs.link_ray(context.address_info["session_dir"])
     return float(ray.cluster_resources().get("GPU", 0))
+
+
+def _log(report: Mapping[str, Any], ignore_prefix: bool) -> None:
+    logging.getLogger("ray").info("%s", "\n".join(map(str, report["lines"])))
 
 
 def join_ray(address: str, namespace: str) -> None:
@@ -87,6 +114,55 @@ def _knock(address: str) -> None:
         raise ValueError("give the cluster's own address, host:port or `auto`")
     if port.isdigit():
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+
+
+@asynccontextmanager
+async def watching_ray(address: str | None) -> AsyncIterator[None]:
+    """End the `async with` block when Ray's head process is gone, without which no actor can be
+    started, found or ended.
+
+    Args:
+        address: As `start_ray` got it.
+
+    Raises:
+        TurnwiseError: when the head took no connection for seconds.
+    """
+    task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
+    patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await _until_silent(head, patience)
+        gone = True
+        if task is not None:
+            task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        if gone and task is not None:
+            task.uncancel()
+            raise TurnwiseError(
+                f"Ray's head process (gcs_server at {head}) is gone, and the run with it"
+            ) from None
+
+
+async def _until_silent(address: str, patience: int) -> None:
+    """Return when an address took no connection `patience` times in a row."""
+    host, _, port = address.rpartition(":")
+    failures = 0
+    while failures < patience:
+        await asyncio.sleep(_KNOCK_SECONDS)
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            failures = 0
+        except (OSError, TimeoutError):
+            failures += 1
 
 
 async def reserve(
@@ -133,8 +209,32 @@ async def reply_of(
         if isinstance(error.cause, TurnwiseError):
             raise error.cause from None
         raise failure(f"{who} failed to {what}: {error.cause!r}") from error
-    except RayActorError as error:
-        raise failure(f"the process of {who} died") from error
+    except RayError as error:
+        raise failure(death(who, error)) from error
+
+
+def death(who: str, error: BaseException) -> str:
+    """Ray's error for an actor that will not answer, as a sentence."""
+    why = next((why for kind, why in _DEATHS.items() if isinstance(error, kind)), "")
+    if "its node has died" in str(error):  # an ActorDiedError says so in words alone
+        why = _DEATHS[NodeDiedError]
+    return f"the process of {who} died{why and f' ({why})'}"
+
+
+def is_death(error: BaseException | None) -> bool:
+    """Whether `reply_of` or `replies_of` raised this because an actor died."""
+    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
+    return isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
+
+
+_DEATHS: dict[type[RayError], str] = {
+    OutOfMemoryError: "its node ran out of memory, and Ray ended it",
+    NodeDiedError: "its node is gone",
+    LocalRayletDiedError: "Ray's own process on its node is gone",
+    ActorUnschedulableError: "no node has room for it",
+    ActorUnavailableError: "it cannot be reached",
+}
+"""What Ray knows of a death; every `RayError` that an actor did not raise itself is one."""
 
 
 def replies_of(
@@ -153,10 +253,10 @@ def replies_of(
         _, late = ray.wait(references, num_returns=len(references), timeout=0)
         who = ", ".join(name for name, reply in replies.items() if reply in late)
         raise DeadlineError(f"{who} did not {what} within {seconds:g} s") from None
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
-        raise failure("; ".join(filter(None, causes))) from error
+        raise failure("; ".join(filter(None, causes)) or death("Ray", error)) from error
 
 
 def _cause(reply: Any, who: str, what: str) -> str:
@@ -164,6 +264,6 @@ def _cause(reply: Any, who: str, what: str) -> str:
         ray.get(reply)
     except RayTaskError as error:
         return f"{who} failed to {what}: {error.cause!r}"
-    except RayActorError:
-        return f"the process of {who} died"
+    except RayError as error:
+        return death(who, error)
     return ""

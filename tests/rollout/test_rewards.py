@@ -245,8 +245,11 @@ def test_batches_are_bounded_and_lose_nothing(max_tokens: int) -> None:
         assert len(made) == 1
 
 
-async def test_models_are_parts_and_a_dead_one_drops_the_trajectory(
-    ray_started: None, make_model: Callable[..., Any], make_config: Callable[..., Config]
+async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_trajectory(
+    ray_started: None,
+    make_model: Callable[..., Any],
+    make_config: Callable[..., Config],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, _ = make_model(seed=1)
     other, _ = make_model(seed=2)
@@ -266,6 +269,12 @@ async def test_models_are_parts_and_a_dead_one_drops_the_trajectory(
     trajectories[0].messages = []
     with pytest.raises(TrajectoryError, match="gave no reward: the trajectory has no messages"):
         await rewards.judge(Desk({"reward": 1}), trajectories[0], {})
+    models[other].kill()
+    scores = await asyncio.gather(*(models[other].score(t.messages) for t in trajectories[1:]))
+    assert scores == pytest.approx([t.reward_parts[other] for t in trajectories[1:]])
+    (line,) = (text for text in caplog.messages if "it is back after" in text)
+    assert f"the process of the reward model {other} died; it is back after" in line
+    models[other]._restarts = config.serving.max_restarts
     models[other].kill()
     with pytest.raises(TrajectoryError, match=f"{other} gave no reward: the process of") as error:
         await rewards.judge(Desk({"reward": 1}), trajectories[1], {})

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig, WeightsConfig
-from turnwise.errors import WeightUpdateError
+from turnwise.errors import EngineError, WeightUpdateError
 from turnwise.machinery import load_training, make_manager
 from turnwise.rollout import Group, Runner
 from turnwise.serving.manager import AsyncLLMServerManager
@@ -40,10 +40,12 @@ async def fleet(
         yield config, manager
 
 
-def engine_process(worker: Any) -> psutil.Process:
+async def engine_process(worker: Any) -> psutil.Process:
     """The process that computes for a worker."""
-    children = psutil.Process(worker.pid).children(recursive=True)
-    return max(children, key=lambda process: process.memory_info().rss)
+    pid = await worker.actor.__ray_call__.remote(
+        lambda self: self._engine._llm.engine_core.resources.engine_manager.processes[0].pid
+    )
+    return psutil.Process(pid)
 
 
 def reference_logprobs(model: Any, token_ids: list[int], mask: list[int]) -> list[float]:
@@ -78,7 +80,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     busy, before = (w := manager.scheduler.workers[victim.name]), w.tokens
     while busy.tokens < before + 700:
         await asyncio.sleep(0.01)
-    os.kill(engine_process(victim).pid, how)
+    os.kill((await engine_process(victim)).pid, how)
     async with asyncio.timeout(120):
         finished = await asyncio.gather(*groups)
     trajectories = [t for group in finished for t in group.trajectories]
@@ -103,6 +105,31 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     assert len(manager.engines) == 2
     completion = await manager.engines[0].generate([5, 6, 7], SAMPLING, "back")
     assert completion.token_ids
+
+
+async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
+    fleet: tuple[Config, AsyncLLMServerManager],
+) -> None:
+    _, manager = fleet
+    known = len(manager.losses)
+    poison = SamplingConfig(max_tokens=8, logits_processor_args={"poison": True})
+    long = SamplingConfig(max_tokens=200, ignore_eos=True)
+    honest = [
+        asyncio.create_task(manager.scheduler.generate([5 + i, 6, 7], long, f"honest-{i}"))
+        for i in range(8)
+    ]
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(180):
+        with pytest.raises(EngineError, match=r"poison ended [23] workers \(worker-.*not tried"):
+            await manager.scheduler.generate([5, 6, 7], poison, "poison")
+        with pytest.raises(EngineError, match=r"again is refused for another \d+ s"):
+            await manager.scheduler.generate([5, 6, 7], poison, "again")
+        assert [len(c.token_ids) for c in await asyncio.gather(*honest)] == [200] * 8
+        while len(manager.engines) < 2:
+            await asyncio.sleep(0.1)
+    assert 2 <= len(manager.losses) - known <= 3
+    assert manager.given_up == {}
+    assert all(slot.restarts <= 0 for slot in manager._slots)
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])
@@ -208,7 +235,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
 
     async def die_and_send(devices: Any) -> None:
         if psutil.pid_exists(victim.pid):  # type: ignore[attr-defined]
-            os.kill(engine_process(victim).pid, signal.SIGKILL)
+            os.kill((await engine_process(victim)).pid, signal.SIGKILL)
         await send(devices)
 
     trainer.send = die_and_send  # type: ignore[method-assign]
@@ -231,6 +258,7 @@ async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
 ) -> None:
     _, manager = fleet
     pids = [engine.pid for engine in manager.engines]  # type: ignore[attr-defined]
+    computing = [(await engine_process(engine)).pid for engine in manager.engines]
     sizes: list[int] = []
     for number in range(100):
         turns = [
@@ -240,7 +268,7 @@ async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
         assert len(await asyncio.gather(*turns)) == 8
         await manager.sleep()
         await manager.wake_up()
-        sizes.append(sum(memory(pid) for pid in [os.getpid(), *pids]))
+        sizes.append(sum(memory(pid) for pid in [os.getpid(), *pids, *computing]))
     assert [engine.pid for engine in manager.engines] == pids  # type: ignore[attr-defined]
     assert max(sizes[-10:]) < 1.05 * max(sizes[20:30]), sizes[::10]
 

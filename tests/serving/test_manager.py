@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
+from contextlib import aclosing
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine.simulated import SimulatedEngine, run_virtually
-from turnwise.errors import EngineError, InputError, WeightUpdateError
+from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.weights.delivery import Delivery
 
@@ -125,12 +128,12 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
     assert "turns continued elsewhere from their tokens" in caplog.text
 
 
-def test_a_worker_that_does_not_come_back_is_given_up_by_name() -> None:
-    starts: list[str] = []
+def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_often() -> None:
+    starts: list[float] = []
 
     def start(name: str) -> Managed:
-        starts.append(name)
-        if len(starts) > 1:
+        starts.append(asyncio.get_running_loop().time())
+        if 1 < len(starts) < 9:
             raise EngineError("no memory left")
         return Managed(name=name)
 
@@ -141,8 +144,100 @@ def test_a_worker_that_does_not_come_back_is_given_up_by_name() -> None:
                 await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")
             assert manager.given_up == {"worker-0": "no memory left"}
             assert len(starts) == 3
+            while not manager.engines:
+                await asyncio.sleep(1.0)
+            waits = [after - before - 5 for before, after in pairwise(starts[2:])]
+            assert waits == pytest.approx([60, 120, 240, 480, 600, 600])
+            assert manager.given_up == {}
+            assert (await manager.scheduler.generate([1, 2, 3], SAMPLING, "r2")).token_ids
 
     run_virtually(work())
+
+
+def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptureFixture) -> None:
+    class Fragile(Managed):
+        async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
+            if 666 in prompt_token_ids:
+                asyncio.get_running_loop().call_later(0.001, self.die)
+            async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def work() -> None:
+        fragile = simulated(1, lambda name: Fragile(name=name), max_restarts=1)
+        async with fragile.running() as manager:
+            for index in range(5):
+                poison = [666, index + 1, *range(1, 200)]
+                with pytest.raises(EngineError, match="ended 2 workers"):
+                    await manager.scheduler.generate(poison, SAMPLING, f"poison{index}")
+                assert (await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")).token_ids
+            assert len(manager.losses) == 10
+            assert manager.given_up == {}
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+    assert "poison0 ended 2 workers (worker-0, worker-0) and is refused for 600 s" in caplog.text
+
+
+def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
+    class Choosy(Managed):
+        async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
+            if 667 in prompt_token_ids:
+                await asyncio.sleep(1.0)
+                raise DeadlineError(f"{self.name} did not finish request bomb in 1 s")
+            async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def work() -> None:
+        async with simulated(2, lambda name: Choosy(name=name)).running() as manager:
+            honest = asyncio.create_task(
+                manager.scheduler.generate(list(range(1, 99)), SAMPLING, "honest")
+            )
+            with pytest.raises(DeadlineError, match="bomb failed 2 times on workers that are well"):
+                await manager.scheduler.generate([667, 1], SAMPLING, "bomb")
+            assert (await honest).token_ids
+            assert [w.usable for w in manager.scheduler.workers.values()] == [True, True]
+            assert sum((w.lost for w in manager.scheduler.workers.values()), Counter()) == {
+                "moved": 1
+            }
+            await asyncio.sleep(60)
+            assert manager.losses == []
+
+    run_virtually(work())
+
+
+def test_no_error_ends_the_watch_and_an_unexpected_one_is_the_workers_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Odd(Managed):
+        async def check_health(self) -> None:
+            await super().check_health()
+            if self.name in odd:
+                odd.remove(self.name)
+                raise RuntimeError("as nobody expected")
+
+        def kill(self) -> None:
+            raise OSError("the process is somebody else's")
+
+    odd: list[str] = []
+
+    async def work() -> None:
+        async with simulated(2, lambda name: Odd(name=name)).running() as manager:
+            for round_ in range(1, 3):
+                odd.append("worker-1")
+                while len(manager.losses) < round_:
+                    await asyncio.sleep(1.0)
+            manager.engines[1].die()
+            await asyncio.sleep(30)
+            assert [loss.worker for loss in manager.losses] == ["worker-1"] * 3
+            assert len(manager.engines) == 2
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+    why = "its health check failed: RuntimeError('as nobody expected')"
+    assert f"worker-1 failed ({why}) and is back after" in caplog.text
+    assert "worker-1 could not be ended" in caplog.text
 
 
 def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import random
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -165,13 +167,105 @@ def test_a_dead_worker_attracts_nothing_until_it_is_restored() -> None:
     run_virtually(work())
 
 
+class Fragile(SimulatedEngine):
+    """Dies soon after it gets a prompt that holds `POISON`, and fails one that holds `BAD`."""
+
+    async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
+        if POISON in prompt_token_ids:
+            asyncio.get_running_loop().call_later(0.001, self.die)
+        if BAD in prompt_token_ids:
+            raise EngineError(f"{self.name} cannot compute this")
+        async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+POISON, BAD = 666, 667
+
+
+def fragile(workers: int, **serving: int) -> Scheduler:
+    scheduler = Scheduler(ServingConfig(**serving), 60.0)  # type: ignore[arg-type]
+    for index in range(workers):
+        scheduler.add(f"worker-{index}", Fragile(name=f"worker-{index}"))
+    return scheduler
+
+
 def test_a_turn_is_continued_at_most_so_often() -> None:
     async def work() -> None:
-        scheduler, engines = fleet(4, max_continuations=2)
-        for engine in engines:
+        scheduler = fragile(4, max_continuations=0)
+        with pytest.raises(EngineError, match="r0 failed on 1 workers; the last: worker-0 died"):
+            await scheduler.generate([POISON, *PROMPT], SAMPLING, "r0")
+
+    run_virtually(work())
+
+
+def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
+    async def work() -> None:
+        scheduler = fragile(5)
+        poison = [POISON, *PROMPT]
+        with pytest.raises(EngineError, match=r"ended 2 workers \(worker-0, worker-1\) and is not"):
+            await scheduler.generate(poison, SAMPLING, "r0")
+        with pytest.raises(EngineError, match=r"r1 is refused for another 600 s: the same prompt"):
+            await scheduler.generate(poison, SAMPLING, "r1")
+        assert [w.usable for w in scheduler.workers.values()] == [False, False, True, True, True]
+        await scheduler.generate(PROMPT, SAMPLING, "honest")
+        await asyncio.sleep(600.0)
+        with pytest.raises(EngineError, match=r"r2 ended 2 workers \(worker-"):
+            await scheduler.generate(poison, SAMPLING, "r2")
+        assert scheduler.events["quarantined"] == 2
+
+    run_virtually(work())
+
+
+def test_what_is_known_of_such_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.serving.scheduler._QUARANTINED", 2)
+
+    async def work() -> None:
+        scheduler = fragile(8)
+        for index in range(3):
+            with pytest.raises(EngineError, match="ended 2 workers"):
+                await scheduler.generate([POISON, index + 1], SAMPLING, f"r{index}")
+        assert len(scheduler._quarantine) == 2
+        with pytest.raises(EngineError, match="ended 2 workers"):  # forgotten, so it is tried
+            await scheduler.generate([POISON, 1], SAMPLING, "again")
+
+    run_virtually(work())
+
+
+def test_those_who_die_with_it_finish_all_the_same() -> None:
+    async def work() -> None:
+        scheduler = fragile(1)
+
+        async def renew() -> None:
+            for _ in range(1000):
+                await asyncio.sleep(0.5)
+                if not scheduler.workers["worker-0"].usable:
+                    scheduler.add("worker-0", Fragile(name="worker-0"))
+
+        renewing = asyncio.create_task(renew())
+        honest = [
+            asyncio.create_task(scheduler.generate([*PROMPT, index + 1], SAMPLING, f"r{index}"))
+            for index in range(8)
+        ]
+        with pytest.raises(EngineError, match="poison ended 3 workers"):
+            await scheduler.generate([POISON, *PROMPT], SAMPLING, "poison")
+        for index, turn in enumerate(honest):
+            expected = SimulatedEngine().expected([*PROMPT, index + 1], SAMPLING.max_tokens)
+            assert (await turn).token_ids == expected
+        assert scheduler.events["quarantined"] == 1
+        renewing.cancel()
+
+    run_virtually(work())
+
+
+def test_a_turn_that_came_to_a_dead_worker_did_not_end_it() -> None:
+    async def work() -> None:
+        scheduler, engines = fleet(4)
+        for engine in engines[:3]:
             engine.die()
-        with pytest.raises(EngineError, match="r0 failed on 3 workers; the last: worker-"):
-            await scheduler.generate(PROMPT, SAMPLING, "r0")
+        completion = await scheduler.generate(PROMPT, SAMPLING, "r0")
+        assert completion.token_ids == engines[3].expected(PROMPT, SAMPLING.max_tokens)
+        assert scheduler.events["quarantined"] == 0
 
     run_virtually(work())
 

@@ -1,16 +1,22 @@
+import io
 import json
+import pickle
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tests.conftest import ROOT, command_environment, python
-from turnwise.config import Config, dump_config
+from turnwise.config import Config, TrainingConfig, dump_config
 from turnwise.errors import InputError
 from turnwise.training import checkpoint
+from turnwise.training.learner import Learner
 
 
 def make(checkpoints: Path, step: int) -> Path:
@@ -95,3 +101,53 @@ def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
     )
     assert "state cannot be written: the disk did not take it all" in done.stdout, done.stderr
     assert checkpoint.newest_whole(tmp_path) == (tmp_path / "step-0001", [])
+
+
+class Evil:
+    """A pickle of it makes a file named `ran` where it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.folder / "ran",)
+
+
+def learners() -> dict[str, Any]:
+    module = torch.nn.Linear(4, 4)
+    return {"policy": Learner(module, TrainingConfig(), 1e-3, 10)}
+
+
+def test_a_checkpoint_runs_no_code_that_somebody_put_into_it(tmp_path: Path) -> None:
+    place = checkpoint.begin(tmp_path / "step-0001")
+    saved = learners()
+    checkpoint.save_state(place, 0, saved, {"version": 7})
+    loaded = learners()
+    assert checkpoint.load_state(place, 0, loaded)["version"] == 7
+    weights = [ls["policy"].module.weight for ls in (saved, loaded)]
+    assert torch.equal(*weights)
+
+    metadata = place / "state" / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Evil(tmp_path)))
+    with pytest.raises(InputError, match=r"cannot be loaded: \.metadata names .* no metadata"):
+        checkpoint.load_state(place, 0, learners())
+    metadata.write_bytes(whole)
+
+    class Spiked(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            if isinstance(data, io.BytesIO):  # what is no tensor, such as the learning rate
+                data = io.BytesIO()
+                torch.save(Evil(tmp_path), data)
+            return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = checkpoint.save
+        patch.setattr(checkpoint, "save", lambda *a, **k: plain(*a, planner=Spiked(), **k))
+        checkpoint.save_state(place, 0, learners(), {})
+    with pytest.raises(
+        InputError, match=r"cannot be loaded: policy\.optimizer\.\S+ holds more than plain values"
+    ):
+        checkpoint.load_state(place, 0, learners())
+    assert not (tmp_path / "ran").exists()

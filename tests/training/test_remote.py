@@ -58,11 +58,16 @@ def make_policy(
 async def test_two_ranks_do_what_one_does(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
+    hosts = {1: None, 2: "127.0.0.1"}
     metrics: dict[int, list[dict[str, Any]]] = {}
     exported: dict[int, Any] = {}
     for ranks in (1, 2):
         async with make_policy(algorithm, ranks=ranks, micro_batch_tokens=150) as policy:
             assert len(set(policy.pids)) == ranks
+            store = await policy._actors[0].__ray_call__.remote(
+                lambda rank: rank._store.host if hasattr(rank, "_store") else None
+            )
+            assert store == hosts[ranks]
             metrics[ranks] = [await policy.train(batch) for _ in range(3)]
             assert policy.version == 6
             folder = tmp_path / f"step-000{ranks}"

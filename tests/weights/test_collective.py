@@ -13,6 +13,7 @@ from tests.weights.trainer import Named
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.weights.collective import CollectiveReceiver, CollectiveSender, Group
+from turnwise.weights.meeting import open_store
 
 HERE = "127.0.0.1"
 
@@ -141,8 +142,10 @@ def test_ranks_are_taken_once_and_lie_within_the_group() -> None:
     port = free_port()
     with pytest.raises(InputError, match="rank 2 lies beyond the process group of 2"):
         Group(2, HERE, port, 2, 1, CPU, 1)
-    store = dist.TCPStore(HERE, port, None, True, wait_for_workers=False)
-    store.add("joined/1", 1)
+    store = open_store(HERE, port)
+    store.add("joined/0", 1)  # a stranger's word, which does not have the run's secret
+    with pytest.raises(DeadlineError, match="trainer rank 0 did not join the process group"):
+        Group(1, HERE, port, 2, 1, CPU, 1)
     with pytest.raises(InputError, match="rank 1 has joined already"):
         Group(1, HERE, port, 2, 1, CPU, 1)
     with pytest.raises(InputError, match=f"no process group could be made at {HERE}:{port}"):

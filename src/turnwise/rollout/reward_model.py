@@ -7,6 +7,7 @@ are scored together. Knows nothing of the policy or of its tokens.
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import Any
 
 import ray
 
+from turnwise import logs
 from turnwise.config import Config
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.ray_calls import reply_of
+from turnwise.ray_calls import is_death, reply_of
 from turnwise.tasks import task_group
 from turnwise.trajectory import Message
+
+logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 4096
 _NO_LIMIT = 10**9
@@ -120,12 +124,21 @@ class RewardModel:
 
 
 class RemoteRewardModel:
-    """A reward model's actor, started and held."""
+    """A reward model's actor, started and held; one that dies is started again.
 
-    def __init__(self, actor: Any, name: str, seconds: float) -> None:
-        self.name = name
-        self._actor = actor
-        self._seconds = seconds
+    Args:
+        path: Of the model; errors call it by this name.
+        num_gpus: Of the actor.
+    """
+
+    def __init__(self, path: str, config: Config, num_gpus: float = 0) -> None:
+        self.name = path
+        self._config = config
+        self._num_gpus = num_gpus
+        self._actor: Any = None
+        self._starting = asyncio.Lock()
+        self._restarts = 0
+        """In a row: since the last score."""
 
     @classmethod
     async def start(cls, path: str, config: Config, *, num_gpus: float = 0) -> "RemoteRewardModel":
@@ -135,7 +148,14 @@ class RemoteRewardModel:
             InputError: when it cannot be loaded, or is no reward model.
             DeadlineError: when it is not loaded after `engine.start_timeout` seconds.
         """
+        remote = cls(path, config, num_gpus)
+        await remote._start()
+        return remote
+
+    async def _start(self) -> None:
+        config, num_gpus = self._config, self._num_gpus
         environment = {
+            **logs.environment(config, f"reward-{Path(self.name).name}"),
             "OMP_NUM_THREADS": str(config.engine.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
@@ -144,27 +164,53 @@ class RemoteRewardModel:
         actor = RewardModelActor.options(  # type: ignore[attr-defined]
             **options, runtime_env={"env_vars": environment}
         ).remote()
-        remote = cls(actor, path, config.rollout.trajectory_timeout)
         try:
-            await remote._wait(
-                actor.start.remote(path, config, num_gpus > 0),
+            await self._wait(
+                actor.start.remote(self.name, config, num_gpus > 0),
                 "start",
                 config.engine.start_timeout,
             )
         except BaseException:
-            remote.kill()
+            ray.kill(actor)
             raise
-        return remote
+        self._actor = actor
 
     async def score(self, messages: Sequence[Message]) -> float:
         """The model's output for a conversation.
 
         Raises:
-            TurnwiseError: when the actor died or cannot score this one.
+            TurnwiseError: when it cannot score this one, or the actor died with it twice, or
+                died more than `serving.max_restarts` times in a row.
             DeadlineError: when it did not within `rollout.trajectory_timeout` seconds.
         """
-        reply = self._actor.score.remote(list(messages))
-        return float(await self._wait(reply, "score a trajectory", self._seconds))
+        actor = self._actor
+        try:
+            return await self._score(actor, messages)
+        except TurnwiseError as error:
+            if not is_death(error):
+                raise
+            await self._replace(actor, error)
+        return await self._score(self._actor, messages)
+
+    async def _score(self, actor: Any, messages: Sequence[Message]) -> float:
+        seconds = self._config.rollout.trajectory_timeout
+        reply = actor.score.remote(list(messages))
+        score = float(await self._wait(reply, "score a trajectory", seconds))
+        self._restarts = 0
+        return score
+
+    async def _replace(self, dead: Any, error: TurnwiseError) -> None:
+        """Start another actor, unless somebody did; all who waited for the dead one come here."""
+        async with self._starting:
+            if self._actor is not dead:
+                return
+            if self._restarts >= self._config.serving.max_restarts:
+                raise error
+            self._restarts += 1
+            started = asyncio.get_running_loop().time()
+            await self._start()
+            seconds = asyncio.get_running_loop().time() - started
+            logger.warning("%s; it is back after %.1f s", error, seconds)
 
     def kill(self) -> None:
         ray.kill(self._actor)
@@ -179,6 +225,7 @@ class RewardModelActor:
 
     async def start(self, path: str, config: Config, gpu: bool) -> int:
         """Load the model; returns this process's id."""
+        logs.follow()
         self._model = await asyncio.to_thread(
             lambda: RewardModel(
                 path,

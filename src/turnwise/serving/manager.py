@@ -1,7 +1,8 @@
 """Keeps a fleet of workers alive: start, health, restart, weights, sleep and wake.
 
-A worker that dies or hangs is ended and started anew, and gets the current weights before it
-serves; its turns go on elsewhere meanwhile. Each loss is told in one line when the worker is back.
+A worker that dies or hangs is ended and started again, and gets the current weights before it
+serves; its turns continue elsewhere meanwhile. Each loss is one line in the log when the worker is
+back. A worker that does not come back is tried again later, ever less often.
 """
 
 import asyncio
@@ -16,13 +17,17 @@ from typing import Any, Protocol
 from turnwise.config import ServingConfig, WeightsConfig
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError, WeightUpdateError
-from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.scheduler import Scheduler, Worker
 from turnwise.tasks import task_group
 from turnwise.weights.delivery import WeightSource
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
+"""Between attempts to start a worker that was given up: the first wait, doubled up to the last."""
+_JUDGE_SECONDS = 1.0
+"""How long a restart waits for the scheduler to find out which request ended the worker."""
 _SETTLED_CHECKS = 10
 
 
@@ -50,7 +55,8 @@ class _Slot:
     checking: asyncio.Task[None] | None = None
     failure: str = ""
     restarts: int = 0
-    """In a row: since it last served for `_SETTLED_CHECKS` health checks."""
+    """In a row: since it last served for `_SETTLED_CHECKS` health checks. Less those after deaths
+    that were a request's doing, which is known before or after the restart."""
     checks: int = 0
 
 
@@ -95,10 +101,10 @@ class AsyncLLMServerManager:
         weights: WeightsConfig,
         turn_timeout: float,
     ) -> None:
-        self.scheduler = Scheduler(serving, turn_timeout, self._on_failure)
+        self.scheduler = Scheduler(serving, turn_timeout, self._on_failure, self._on_culprit)
         self.losses: list[Loss] = []
         self.given_up: dict[str, str] = {}
-        """Workers that did not come back, and why."""
+        """Workers that did not come back yet, and why; they are tried again later."""
         self._start = start
         self._serving = serving
         self._weights = weights
@@ -255,6 +261,9 @@ class AsyncLLMServerManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.scheduler.close("the fleet was shut down")
+        for name in list(self.scheduler.workers):
+            self.scheduler.remove(name)
         await asyncio.gather(*(e.shutdown() for e in self.engines), return_exceptions=True)
         for slot in self._slots:
             slot.engine = None
@@ -266,11 +275,19 @@ class AsyncLLMServerManager:
                 await self._check(slot)
 
     def _on_failure(self, name: str, why: str) -> None:
-        """The scheduler tells of a failed turn: find out at once whether the worker lives."""
-        slot = next(slot for slot in self._slots if slot.name == name)
+        """A request failed on a worker: find out at once whether the worker lives."""
+        slot = self._slot(name)
         slot.failure = why
         if slot.checking is None or slot.checking.done():
             slot.checking = asyncio.create_task(self._check(slot))
+
+    def _on_culprit(self, names: Sequence[str]) -> None:
+        """One request ended these workers: that says nothing about them."""
+        for name in names:
+            self._slot(name).restarts -= 1
+
+    def _slot(self, name: str) -> _Slot:
+        return next(slot for slot in self._slots if slot.name == name)
 
     async def _check(self, slot: _Slot) -> None:
         engine = slot.engine
@@ -285,6 +302,10 @@ class AsyncLLMServerManager:
             self._lose(slot, f"no answer to health checks in {seconds:g} s", engine)
         except (EngineError, DeadlineError) as error:
             self._lose(slot, slot.failure or str(error), engine)
+        except Exception as error:
+            # Nothing may end the watch: a worker that cannot be asked is lost, whatever the reason.
+            logger.exception("%s: its health check failed unexpectedly", slot.name)
+            self._lose(slot, f"its health check failed: {error!r}", engine)
         else:
             if slot.engine is engine:
                 slot.failure = ""
@@ -309,29 +330,53 @@ class AsyncLLMServerManager:
             return  # somebody else has noticed
         logger.info("%s is lost: %s", slot.name, why)
         dead, slot.engine = slot.engine, None
-        lost = self.scheduler.remove(slot.name).lost
-        dead.fail(f"{slot.name} failed: {why}")
-        dead.kill()
-        slot.restarting = asyncio.create_task(self._restart(slot, why, lost))
+        worker = self.scheduler.remove(slot.name)
+        slot.restarting = asyncio.create_task(self._restart(slot, why, worker))
+        try:
+            dead.fail(f"{slot.name} failed: {why}")
+            dead.kill()
+        except Exception:
+            logger.exception("%s could not be ended", slot.name)
 
-    async def _restart(self, slot: _Slot, why: str, lost: Counter[str]) -> None:
+    async def _restart(self, slot: _Slot, why: str, dead: Worker) -> None:
         clock = asyncio.get_running_loop().time
-        started, last = clock(), ""
-        while slot.restarts < self._serving.max_restarts:
-            await asyncio.sleep(_RETRY_SECONDS * slot.restarts)
-            slot.restarts += 1
+        started = clock()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JUDGE_SECONDS):
+                while dead.in_flight:  # noqa: ASYNC110 (one of them may be the cause)
+                    await asyncio.sleep(_JUDGE_SECONDS / 100)
+        last = ""
+        for pause in self._pauses(slot):
+            if slot.restarts >= self._serving.max_restarts:
+                self._give_up(slot, why, last, pause)
+            await asyncio.sleep(pause)
+            slot.restarts = min(slot.restarts + 1, self._serving.max_restarts)
             try:
                 await self._fill(slot)
-            except Exception as error:  # whatever it is, it is told when the worker is given up
+                break
+            except Exception as error:  # it is in the log when the worker is given up
                 last = str(error) or type(error).__name__
-                continue
-            slot.failure, slot.checks = "", 0
-            loss = Loss(slot.name, why, clock() - started, Counter(lost))
-            self.losses.append(loss)
-            logger.warning("%s", loss)
-            return
+        self.given_up.pop(slot.name, None)
+        slot.failure, slot.checks = "", 0
+        loss = Loss(slot.name, why, clock() - started, Counter(dead.lost))
+        self.losses.append(loss)
+        logger.warning("%s", loss)
+
+    def _pauses(self, slot: _Slot) -> Iterator[float]:
+        """Seconds before each attempt to start a worker."""
+        while slot.restarts < self._serving.max_restarts:
+            yield _RETRY_SECONDS * max(0, slot.restarts)
+        pause = _GIVEN_UP_SECONDS
+        while True:
+            yield pause
+            pause = min(2 * pause, _GIVEN_UP_MOST_SECONDS)
+
+    def _give_up(self, slot: _Slot, why: str, last: str, pause: float) -> None:
+        logger.error(
+            "%s failed (%s) and is not back: %s; it is tried again in %g s",
+            *(slot.name, why, last or "it has no restarts left", pause),
+        )
         self.given_up[slot.name] = last or why
-        logger.error("%s failed (%s) and is given up: %s", slot.name, why, last or "no restarts")
         if len(self.given_up) == len(self._slots):
             self.scheduler.close(f"{slot.name} failed: {why}")
 

@@ -1,15 +1,29 @@
-"""Where workers run: one placement group, a bundle for each worker."""
+"""Where workers run: one placement group, a bundle for each worker.
+
+When a node dies, Ray looks for another one for the bundles that were there.
+"""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import ray
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
+from turnwise.errors import DeadlineError
 from turnwise.ray_calls import reserve
 from turnwise.serving.colocated import on_actors
 from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.tasks import run_in_thread
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_SEEDS = 2**32
 
 
 class WorkerStarter:
@@ -26,13 +40,16 @@ class WorkerStarter:
         self._hosts = hosts
         self._group: Any = None
         self._making = asyncio.Lock()
+        self._lives: Counter[int] = Counter()
+        """How often each worker was started."""
 
     async def __call__(self, name: str) -> RemoteWorker:
-        """Start `worker-N` in bundle N.
+        """Start `worker-N` in bundle N, with a seed that no other worker and no other life of it
+        has: two that begin alike would sample the same.
 
         Raises:
-            DeadlineError: when the cluster has no room for all workers, or the engine is not up,
-                within `engine.start_timeout` seconds.
+            DeadlineError: when the cluster has no room for all workers (or for this one, whose
+                node is gone), or the engine is not up, within `engine.start_timeout` seconds.
             InputError: when vLLM refuses the model or an argument.
         """
         async with self._making:
@@ -47,7 +64,10 @@ class WorkerStarter:
                     self._config.engine.start_timeout,
                 )
         index = int(name.rpartition("-")[2])
+        await self._wait_for_place(name, index)
         config, gpus = self._config, self._gpus
+        seed = config.seed + index + self._lives[index] * config.serving.workers
+        self._lives[index] += 1
         if self._hosts is not None:
             host = list(self._hosts)[index]
             seconds = config.training.step_timeout  # the host may be training
@@ -58,5 +78,27 @@ class WorkerStarter:
             name=name,
             num_gpus=gpus,
             fraction_of_gpus=gpus if 0 < gpus < 1 else 1.0,
+            seed=seed % _SEEDS,
             placement=PlacementGroupSchedulingStrategy(self._group, index),
         )
+
+    async def _wait_for_place(self, name: str, index: int) -> None:
+        """Wait until the worker's bundle is on a node that is there."""
+        seconds = self._config.engine.start_timeout
+        lacking = f"the cluster has no room for {name}, whose node is gone"
+        warned = False
+        try:
+            async with asyncio.timeout(seconds):
+                while not await run_in_thread(lambda: self._has_place(index)):
+                    if not warned:
+                        warned = True
+                        logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{lacking}, and none turned up within {seconds:g} s (serving.resources, GPUs)"
+            ) from None
+
+    def _has_place(self, index: int) -> bool:
+        node = placement_group_table(self._group)["bundles_to_node_id"].get(index)
+        return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())

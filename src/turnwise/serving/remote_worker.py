@@ -8,13 +8,13 @@ millisecond) is paid per engine step and not per request.
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
+from turnwise import logs
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import (
     Chunk,
@@ -25,7 +25,7 @@ from turnwise.engine.protocol import (
     collect,
 )
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
-from turnwise.ray_calls import reply_of
+from turnwise.ray_calls import death, reply_of
 from turnwise.serving.worker import Submission, VllmAsyncGenerationWorker
 from turnwise.watchdog import made_progress
 
@@ -83,8 +83,8 @@ class RemoteWorker:
             DeadlineError: when the engine is not up after `engine.start_timeout` seconds.
         """
         environment = {
+            **logs.environment(config, name),
             "OMP_NUM_THREADS": str(config.engine.threads),
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TOKENIZERS_PARALLELISM": "false",
@@ -185,9 +185,11 @@ class RemoteWorker:
         while self._failure is None and self._inboxes:
             try:
                 events = await self.actor.collect.remote()
-            except RayError as error:
+            except Exception as error:  # whatever it is, no chunk comes any more
+                known = isinstance(error, RayError) and not isinstance(error, RayTaskError)
                 logger.debug("%s", error)
-                self.fail(f"the process of {self.name} died")
+                why = death(self.name, error) if known else f"{self.name} failed: {error!r}"
+                self.fail(why)
                 return
             made_progress()
             for request_id, event in events:
@@ -196,9 +198,9 @@ class RemoteWorker:
 
     def fail(self, why: str) -> None:
         """Raise `EngineError` from every request under way, and from every later one."""
-        self._failure = why
+        self._failure = self._failure or why
         for inbox in self._inboxes.values():
-            inbox.put_nowait(EngineError(why))
+            inbox.put_nowait(EngineError(self._failure))
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
@@ -246,6 +248,8 @@ class RemoteWorker:
         await self._call("reset_prefix_cache")
 
     async def check_health(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
         await self._call("check_health")
 
     async def load(self) -> int:

@@ -3,15 +3,21 @@
 The scheduler is a `Generator` like a single engine. A session stays on the worker that holds its
 cache unless that is overloaded; a group's first turns go together; all else goes to the least
 loaded. A turn whose worker died or hung goes on at another from the tokens that it already has.
+
+A request that ends its worker must not end the next ones too. After its second death it is failed,
+and refused for a while, if nobody else can have been the cause; where others died with it twice,
+each of them is tried by itself.
 """
 
+import array
 import asyncio
 import copy
+import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.config import SamplingConfig, ServingConfig
-from turnwise.engine.protocol import Chunk, Completion, Generator, Route, collect
+from turnwise.engine.protocol import Chunk, Completion, Engine, Route, collect
 from turnwise.errors import DeadlineError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +44,27 @@ _AVERAGE_WEIGHT = 32
 """How much the average load counts beside the present one where a session finds its worker."""
 _TIE = 1e-9
 """What a turn served counts for: it decides only between workers that are loaded alike."""
+_OWN_FAILURES = 2
+"""A request that failed so often on workers that are well is failed."""
+_QUARANTINED = 1024
+_QUARANTINE_SECONDS = 600.0
+"""How many requests that ended workers are remembered, and for how long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One turn and what befell it."""
+
+    request_id: str
+    deaths: list[str] = field(default_factory=list)
+    """Workers that died while they had it."""
+    failures: int = 0
+    """Its own: on workers that are well."""
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Others died with it twice: it runs while no other such turn does."""
+        return len(self.deaths) > 1
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +72,7 @@ class Worker:
     """One engine as the scheduler sees it."""
 
     name: str
-    engine: Generator
+    engine: Engine
     usable: bool = True
     """False from its first failure until its manager has found it well."""
     load: float = 0.0
@@ -60,6 +87,11 @@ class Worker:
     """The integral of `load` over time."""
     lost: Counter[str] = field(default_factory=Counter)
     """What became of the turns that failed here."""
+    in_flight: set[_Turn] = field(default_factory=set)
+    suspects: list[_Turn] = field(default_factory=list)
+    """When it was lost: its turns with which another worker had died before."""
+    verdict: "asyncio.Future[bool] | None" = None
+    """Whether it is lost, from its first failure until its manager has found out."""
     _changed: float = field(default_factory=time.monotonic)
 
     def add(self, weight: float, now: float) -> None:
@@ -74,7 +106,9 @@ class Scheduler:
     Args:
         serving: Bounds of stickiness and of continuations.
         turn_timeout: Seconds that a turn may wait for a worker.
-        on_failure: Called with the name of a worker that has failed, once until it is restored.
+        on_failure: Called with the name of a worker on which a request failed, once until it is
+            restored or removed; without it, each failure is the worker's death.
+        on_culprit: Called with the names of the workers that one request has ended.
     """
 
     def __init__(
@@ -82,14 +116,19 @@ class Scheduler:
         serving: ServingConfig,
         turn_timeout: float,
         on_failure: Callable[[str, str], None] | None = None,
+        on_culprit: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
         self.events: Counter[str] = Counter()
         """How often what happened: turns, sticky, moved_overload, moved_gone, aborted_by_update,
-    continued, began_anew, moved (the last three after a failure)."""
+    continued, began_anew, moved (these three after a failure), quarantined."""
         self.workers: dict[str, Worker] = {}
         self._serving = serving
         self._turn_timeout = turn_timeout
         self._on_failure = on_failure
+        self._on_culprit = on_culprit
+        self._trial = asyncio.Lock()
+        self._quarantine: OrderedDict[bytes, float] = OrderedDict()
+        """Digests of requests that ended workers, and until when they are refused."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._groups: OrderedDict[str, str] = OrderedDict()
         self._usable: list[Worker] = []
@@ -98,24 +137,29 @@ class Scheduler:
         self._joined = asyncio.Event()
         self._closed = ""
 
-    def add(self, name: str, engine: Generator) -> None:
+    def add(self, name: str, engine: Engine) -> None:
         """Let a worker take turns; one of the same name is replaced."""
         if name in self.workers:
             self.remove(name)
         self.workers[name] = Worker(name, engine, _changed=asyncio.get_running_loop().time())
         self._take_stock()
+        self._closed = ""
         self._joined.set()
 
     def restore(self, name: str) -> None:
-        """Trust a worker again that had failed."""
+        """Trust a worker again: the request that failed on it failed by itself."""
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
+            _settle(worker, lost=False)
             self._take_stock()
             self._joined.set()
 
     def remove(self, name: str) -> Worker:
         """Give a worker no more turns; those that it has go on until they fail."""
         worker = self.workers.pop(name)
+        if worker.verdict is None:
+            worker.suspects = _suspects(worker)
+        _settle(worker, lost=True)
         self._take_stock()
         worker.place = -1
         return worker
@@ -134,7 +178,7 @@ class Scheduler:
             self._turns[place] = worker.turns
 
     def close(self, why: str) -> None:
-        """No worker will come back: fail the turns that wait for one."""
+        """No worker is there and none is near: fail turns that wait for one until one is added."""
         self._closed = why
         self._joined.set()
 
@@ -185,14 +229,16 @@ class Scheduler:
         """The turn's chunks, on as many workers as it takes; None: all before it is void."""
         prompt = list(prompt_token_ids)
         sampled: list[int] = []
-        rest, failures, aborts = sampling, 0, 0
+        turn = _Turn(request_id)
+        rest, aborts = sampling, 0
         self.events["turns"] += 1
+        if self._quarantine:
+            self._refuse(request_id, _digest(prompt, sampling, seed))
         while True:
-            worker = await self._pick(route, request_id)
-            attempt = f"{request_id}~{failures + aborts}" if failures + aborts else request_id
-            weight = 1 + len(prompt) / _TOKENS_PER_REQUEST
-            try:
-                with self._in_flight(worker, weight):
+            attempts = len(turn.deaths) + turn.failures + aborts
+            attempt = f"{request_id}~{attempts}" if attempts else request_id
+            async with self._attempt(turn, route, 1 + len(prompt) / _TOKENS_PER_REQUEST) as worker:
+                try:
                     stream = worker.engine.stream(
                         prompt + sampled if sampled else prompt, rest, attempt, seed, route
                     )
@@ -206,19 +252,21 @@ class Scheduler:
                                     return
                             elif chunk.token_ids:
                                 yield _unfinished(chunk)
-                aborts += 1  # by a weight update: what was sampled is kept
-                self.events["aborted_by_update"] += 1
-            except (EngineError, DeadlineError) as error:
-                self._failed(worker, str(error))
-                failures += 1
-                if failures > self._serving.max_continuations:
-                    raise EngineError(
-                        f"{request_id} failed on {failures} workers; the last: {error}"
-                    ) from error
-                lost = "continued" if remaining(sampling, len(sampled), seed) else "began_anew"
-                lost = lost if sampled else "moved"
-                worker.lost[lost] += 1
-                self.events[lost] += 1
+                    aborts += 1  # by a weight update: what was sampled is kept
+                    self.events["aborted_by_update"] += 1
+                except (EngineError, DeadlineError) as error:
+                    if await self._is_lost(worker, str(error)):
+                        is_cause = turn.is_on_trial or worker.suspects == [turn]
+                        turn.deaths.append(worker.name)
+                        if is_cause:
+                            self._convict(turn, _digest(prompt, sampling, seed))
+                    else:
+                        turn.failures += 1
+                    self._give_up(turn, error)
+                    lost = "continued" if remaining(sampling, len(sampled), seed) else "began_anew"
+                    lost = lost if sampled else "moved"
+                    worker.lost[lost] += 1
+                    self.events[lost] += 1
             following = remaining(sampling, len(sampled), seed)
             if following is None:
                 sampled.clear()
@@ -296,26 +344,130 @@ class Scheduler:
         mean_average = float(np.add.reduce(self._averages)) / len(self._usable)
         return bool(self._averages[home.place] > _LASTING * mean_average)
 
+    @asynccontextmanager
+    async def _attempt(self, turn: _Turn, route: Route, weight: float) -> AsyncIterator[Worker]:
+        """A turn's time on the worker that is picked for it."""
+        on_trial = turn.is_on_trial
+        if on_trial:
+            await self._wait_for_trial(turn.request_id)
+        try:
+            worker = await self._pick(route, turn.request_id)
+            while turn.deaths and not await self._is_well(worker):
+                worker = await self._pick(route, turn.request_id)
+            with self._in_flight(worker, turn, weight):
+                yield worker
+        finally:
+            if on_trial:
+                self._trial.release()
+
+    async def _wait_for_trial(self, request_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._turn_timeout):
+                await self._trial.acquire()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{request_id}, with which workers died, could not be tried by itself within "
+                f"{self._turn_timeout:g} s"
+            ) from None
+
     @contextmanager
-    def _in_flight(self, worker: Worker, weight: float) -> Iterator[None]:
+    def _in_flight(self, worker: Worker, turn: _Turn, weight: float) -> Iterator[None]:
+        worker.in_flight.add(turn)
         self._add(worker, weight)
         try:
             yield
         finally:
             self._add(worker, -weight)
+            worker.in_flight.discard(turn)
 
     def _add(self, worker: Worker, weight: float) -> None:
         worker.add(weight, asyncio.get_running_loop().time())
         if worker.place >= 0:
             self._loads[worker.place] = worker.load
 
-    def _failed(self, worker: Worker, why: str) -> None:
-        if worker.usable and self.workers.get(worker.name) is worker:
+    async def _is_well(self, worker: Worker) -> bool:
+        """Whether a worker lives: one that had died before a turn came did not die of it."""
+        try:
+            async with asyncio.timeout(self._serving.health_timeout):
+                await worker.engine.check_health()
+        except (EngineError, DeadlineError, TimeoutError) as error:
+            return not await self._is_lost(worker, str(error) or "no answer to a health check")
+        return True
+
+    async def _is_lost(self, worker: Worker, why: str) -> bool:
+        """Whether the worker of a failed request is lost: its manager asks it.
+
+        Meanwhile it gets no turns, which takes milliseconds where it is well.
+        """
+        if self.workers.get(worker.name) is not worker:
+            return True
+        if worker.usable:
             worker.usable = False
+            worker.suspects = _suspects(worker)
             self._take_stock()
             logger.debug("%s: %s", worker.name, why)
             if self._on_failure is not None:
+                worker.verdict = asyncio.get_running_loop().create_future()
                 self._on_failure(worker.name, why)
+        if worker.verdict is None:
+            return True
+        try:
+            async with asyncio.timeout(self._turn_timeout):
+                return await asyncio.shield(worker.verdict)
+        except TimeoutError:
+            return True
+
+    def _give_up(self, turn: _Turn, error: EngineError | DeadlineError) -> None:
+        """Raise where a turn has failed too often."""
+        if len(turn.deaths) > self._serving.max_continuations:
+            raise EngineError(
+                f"{turn.request_id} failed on {len(turn.deaths)} workers; the last: {error}"
+            ) from error
+        if turn.failures >= _OWN_FAILURES:
+            raise type(error)(
+                f"{turn.request_id} failed {turn.failures} times on workers that are well; "
+                f"the last: {error}"
+            ) from error
+
+    def _convict(self, turn: _Turn, digest: bytes) -> None:
+        until = asyncio.get_running_loop().time() + _QUARANTINE_SECONDS
+        self._quarantine[digest] = until
+        if len(self._quarantine) > _QUARANTINED:
+            self._quarantine.popitem(last=False)
+        self.events["quarantined"] += 1
+        if self._on_culprit is not None:
+            self._on_culprit(turn.deaths)
+        why = f"{turn.request_id} ended {len(turn.deaths)} workers ({', '.join(turn.deaths)})"
+        logger.warning("%s and is refused for %g s", why, _QUARANTINE_SECONDS)
+        raise EngineError(f"{why} and is not tried again")
+
+    def _refuse(self, request_id: str, digest: bytes) -> None:
+        until = self._quarantine.get(digest)
+        if until is None:
+            return
+        if (left := until - asyncio.get_running_loop().time()) > 0:
+            raise EngineError(
+                f"{request_id} is refused for another {left:.0f} s: the same prompt and sampling "
+                "ended two workers"
+            )
+        del self._quarantine[digest]
+
+
+def _suspects(worker: Worker) -> list[_Turn]:
+    return [turn for turn in worker.in_flight if turn.deaths]
+
+
+def _settle(worker: Worker, *, lost: bool) -> None:
+    """Tell the turns that wait for the verdict on a worker."""
+    verdict, worker.verdict = worker.verdict, None
+    if verdict is not None and not verdict.done():
+        verdict.set_result(lost)
+
+
+def _digest(prompt: Sequence[int], sampling: Any, seed: int | None) -> bytes:
+    """What two requests have in common that would end a worker alike."""
+    text = repr((sampling, seed)).encode()
+    return hashlib.blake2b(array.array("q", prompt).tobytes() + text, digest_size=16).digest()
 
 
 def remaining(sampling: Any, sampled: int, seed: int | None = None) -> Any:

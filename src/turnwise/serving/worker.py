@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from turnwise import logs
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import EngineError, InputError, TurnwiseError
@@ -61,6 +62,7 @@ class VllmAsyncGenerationWorker:
         Raises:
             InputError: when vLLM refuses the model or an argument.
         """
+        logs.follow()
         from turnwise.engine.vllm_engine import VllmEngine
 
         engine = self._config.engine

@@ -8,12 +8,14 @@
         files.json               every file and its size: written last, so its presence and
                                  agreement mean that the checkpoint is whole
 
-A checkpoint is written to `step-NNNN.tmp` and renamed.
+A checkpoint is written to `step-NNNN.tmp` and renamed. Loading one runs no code that comes with it.
 """
 
 import errno
+import io
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -34,6 +40,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training.learner import Learner
 
 _FILES = "files.json"
+_METADATA = ".metadata"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 2**20
 """Free bytes below which a failed write is put down to the disk."""
@@ -125,8 +132,15 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
     state = folder / "state"
     try:
         states = _states(learners)
+        reader = _Reader(state)
+        reader.read_metadata()  # torch would hide what is wrong with it behind errors of its own
         with _alone():
-            load(states, checkpoint_id=state, no_dist=not dist.is_initialized())
+            load(
+                states,
+                storage_reader=reader,
+                planner=_Planner(),
+                no_dist=not dist.is_initialized(),
+            )
         for name, learner in learners.items():
             set_state_dict(
                 learner.module,
@@ -138,8 +152,16 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
         extra: dict[str, Any] = torch.load(own if own.exists() else state / "rank-0.pt")
         for name, learner in learners.items():
             learner.schedule.load_state_dict(extra["schedules"][name])
-    except (OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        pickle.UnpicklingError,
+        CheckpointException,
+    ) as error:
+        causes = [c for c in _causes(error) if isinstance(c, pickle.UnpicklingError)]
+        reason = str(causes[0] if causes else error).strip().partition("\n")[0]
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
 
@@ -150,6 +172,65 @@ def _states(learners: Mapping[str, Learner]) -> dict[str, Any]:
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
         states[name] = {"model": model, "optimizer": optimizer}
     return states
+
+
+class _Reader(filesystem.FileSystemReader):
+    """Reads `.metadata`, a pickle, and runs nothing that it may hold beside metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / _METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names that torch's metadata is made of, and no others."""
+
+    _KNOWN = frozenset(
+        {
+            ("pathlib", "PosixPath"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self._KNOWN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is no metadata")
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor (rates, flags) as torch reads weights: without running it."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        try:
+            torch.save(torch.load(value, weights_only=True), plain)
+        except pickle.UnpicklingError:
+            name = read_item.dest_index.fqn
+            raise pickle.UnpicklingError(f"{name} holds more than plain values") from None
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 def export(

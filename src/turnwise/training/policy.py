@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
@@ -47,6 +46,7 @@ from turnwise.training.model import (
 from turnwise.training.sample import Array
 from turnwise.training.tokens import Tokens
 from turnwise.weights.canary import canary_prompt
+from turnwise.weights.meeting import join_store, private
 from turnwise.weights.outlet import make_outlet
 
 _PLAIN = SamplingConfig()
@@ -427,7 +427,7 @@ def _join(place: Place, device: torch.device, seconds: float) -> None:
     host, _, port = place.address.rpartition(":")
     limit = timedelta(seconds=seconds)
     try:
-        store = TCPStore(host, int(port), None, False, limit)
+        store = private(join_store(host, int(port), limit))
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
         )

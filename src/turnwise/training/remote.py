@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from turnwise import logs
 from turnwise.config import Config
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
-from turnwise.ray_calls import reply_of, reserve
+from turnwise.ray_calls import is_death, reply_of, reserve
 from turnwise.serving.worker_host import WorkerHost
 from turnwise.training.batching import Share, plan
 from turnwise.training.metrics import merge
 from turnwise.training.sample import Sample
+from turnwise.weights.meeting import LOOPBACK
 
 _GRACE_SECONDS = 5.0
 """How long after one rank's error the others' are waited for: one of them may be the cause."""
@@ -31,13 +32,19 @@ _PING_SECONDS = 2.0
 class PolicyActor(WorkerHost):
     """Hosts one rank of the policy; on request an engine's worker too."""
 
-    def address(self) -> str:
-        """Open a place on this machine for the ranks to meet at; returns its host:port."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    def __init__(self) -> None:
+        logs.follow()
 
-        host = ray.util.get_node_ip_address()
+    def node(self) -> str:
+        """The address of this rank's node."""
+        return str(ray.util.get_node_ip_address())
+
+    def open_store(self, host: str) -> str:
+        """Open a place for the ranks to meet at, on one address of this node; returns host:port."""
+        from turnwise.weights.meeting import open_store
+
         # Open from here on: a port that is only looked up may be somebody else's a moment later.
-        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        self._store = open_store(host, 0)
         return f"{host}:{self._store.port}"
 
     def start(self, config: Config, place: Any, folder: str) -> tuple[int, int, bool]:
@@ -105,13 +112,13 @@ class RemotePolicy:
                 num_cpus=0,
                 num_gpus=num_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
-                runtime_env={"env_vars": environment},
+                runtime_env={"env_vars": environment | logs.environment(config, f"policy-{rank}")},
             ).remote()
             for rank in range(training.ranks)
         ]
         remote = cls(config, actors)
         try:
-            address = await remote._one(0, actors[0].address.remote(), "tell its address")
+            address = await remote._meeting_place() if len(actors) > 1 else ""
             started = await remote._all(
                 "start",
                 lambda rank, actor: actor.start.remote(
@@ -124,6 +131,13 @@ class RemotePolicy:
         remote.pids = [pid for pid, _, _ in started]
         _, remote.parameters, remote.packed = started[0]
         return remote
+
+    async def _meeting_place(self) -> str:
+        """Where the ranks meet: nobody else reaches it where all are on one node."""
+        nodes = await self._all("tell its address", lambda _, actor: actor.node.remote())
+        host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
+        opened = self._actors[0].open_store.remote(host)
+        return str(await self._one(0, opened, "open a meeting place"))
 
     @property
     def actors(self) -> dict[str, Any]:
@@ -230,7 +244,7 @@ def _name(rank: int) -> str:
 
 def _rank_of_cause(error: BaseException | None) -> int:
     """Where an error stands among several: a death explains all others."""
-    if isinstance(error, TrainerError) and isinstance(error.__cause__, RayActorError):
+    if is_death(error):
         return 0
     if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):
         return 1

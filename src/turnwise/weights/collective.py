@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError
+from turnwise.weights.meeting import join_store, open_store, private
 from turnwise.weights.stream import (
     BUFFER_BYTES,
     WAIT_SECONDS,
@@ -82,7 +83,8 @@ class Group:
         if rank:
             self._knock(ip, port, seconds)
         try:
-            self._store = TCPStore(ip, port, None, rank == 0, limit, wait_for_workers=False)
+            store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
+            self._store = private(store)
             if self._store.add(f"joined/{rank}", 1) > 1:
                 raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
             while not self._joined(range(world_size)):
@@ -94,7 +96,7 @@ class Group:
                     )
                 time.sleep(_STORE_POLL_SECONDS)
             self._group: Any = _process_group(self._store, rank, world_size, device, limit)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise InputError(
                 f"no process group could be made at {self.where}: {_first_line(error)}"
             ) from error
@@ -426,7 +428,7 @@ class CollectiveReceiver(Receiver):
 
 
 def _process_group(
-    store: TCPStore, rank: int, world_size: int, device: torch.device, limit: timedelta
+    store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
 ) -> Any:
     """A group that torch's registry knows nothing of, so that it disturbs no default group."""
     if device.type == "cuda":

@@ -1,0 +1,44 @@
+"""How a fleet takes real deaths: the memory monitor's, a node's, and that of Ray's head."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, command_environment, python
+
+
+@pytest.mark.slow
+def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [*python(), "-m", "tests.serving.deaths", str(tmp_path)],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.startswith("{"), done.stderr  # and nothing of Ray's is printed
+    told = json.loads(done.stdout)
+    # The monitor may kill more than once while others on the machine take memory.
+    assert set(told["memory"]) >= {told["killed"]}
+    lost, *_ = told["node"]  # which of the two Ray finds first is chance
+    assert f"the process of {told['removed']} died (" in lost
+    assert lost.endswith(("(its node is gone)", "(it cannot be reached)"))
+    assert f"no room for {told['removed']}, whose node is gone; waiting 60 s" in done.stderr
+    for why in (told["killed"], lost):
+        (line,) = {line for line in done.stderr.splitlines() if f"failed ({why})" in line}
+        assert "and is back after" in line
+    # Two workers, then one of them and the other's next life: four numbers, one of them twice.
+    assert told["seeds"][:2] == [0, 1]
+    assert told["memory"][1:] or len(set(told["seeds"])) == 3
+    assert told["seeds"][2] != told["seeds"][3]
+    assert told["wrong"] == []
+    assert told["continued"] > 0
+    assert "Ray's head process (gcs_server at " in told["head"]
+    assert told["head_seconds"] < 20
+    assert told["alive"] == []
+    assert {p.name for p in tmp_path.rglob("*.log")} == {"worker-0.log", "worker-1.log"}
