@@ -231,7 +231,8 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of trajectories with reward 1 or more; dropped ones count as wrong."""
+        """The share of trajectories whose reward is `eval.success_reward` or more; dropped ones
+        count as wrong."""
         return self.summary["accuracy"]
 
     @property
@@ -275,7 +276,7 @@ async def evaluate(
     seconds = time.perf_counter() - started
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
     trajectories = [t for group in groups for t in group.trajectories]
-    summary = summarize(groups, config.eval.sampling.n)
+    summary = summarize(groups, config.eval.sampling.n, config.eval.success_reward)
     return Evaluation(trajectories, dropped, seconds, summary)
 
 
