@@ -18,6 +18,7 @@ import ray
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
+from turnwise.hub import may_be_on_hub, why_offline
 from turnwise.ray_calls import start_ray
 from turnwise.rollout import (
     Group,
@@ -189,15 +190,22 @@ def _load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
     path, folder = config.model.path, Path(config.model.path).expanduser()
-    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not (folder / "config.json").is_file():
-        raise InputError(
-            f"model.path: there is no model in {path} (a folder with config.json, weights and "
-            "tokenizer, or a Hugging Face name)"
-        )
+    is_local, offline = folder.exists(), ""
+    if not (folder / "config.json").is_file():
+        if is_local or not may_be_on_hub(path):
+            raise InputError(
+                f"model.path: there is no model in {path} (a folder with config.json, weights and "
+                "tokenizer, or a Hugging Face name)"
+            )
+        offline = why_offline()
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:
+        if offline:
+            raise InputError(
+                f"model.path: there is no folder {path}, {offline}, and the Hugging Face cache on "
+                "this machine has no such model"
+            ) from error
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
             f"model.path: the tokenizer of {path} cannot be loaded: {reason}"
