@@ -204,6 +204,8 @@ def test_the_defaults_mark_what_must_be_set(tmp_path: Path) -> None:
         load_config(path)
     changes = ["environment=a:B", "model.path=m", "data.path=d"]
     assert load_config(path, changes) == parse_config(minimal())
+    unneeded = {"environment": "a:B", "data": {"path": "d"}}
+    assert load_config(path, ["model.path=m"], unneeded) == parse_config(minimal())
 
 
 def test_a_key_of_several_kinds_prints_each_with_its_meaning() -> None:

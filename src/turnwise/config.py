@@ -622,7 +622,7 @@ def load_config(
 ) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides (values are YAML), and check it all.
 
-    `defaults` fill in for top-level keys that a command does not need.
+    `defaults` fill in for required keys that a command does not need.
 
     Raises:
         InputError: naming the file, the override, or every key that is unknown, missing or
@@ -638,7 +638,7 @@ def load_config(
         raise InputError(f"the configuration file {path} must hold keys and values")
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config({**(defaults or {}), **tree})
+    return parse_config(_filled(tree, defaults or {}))
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -735,6 +735,17 @@ def _describe(kind: type[Section], section: Section | None, depth: int, lines: l
         text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
         text = "" if required else text.removesuffix("\n").removesuffix("...").strip()
         lines += [f"{indent}{name}: {text}".rstrip()]
+
+
+def _filled(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The tree with defaults where a key is missing or empty."""
+    filled = {**tree}
+    for key, value in defaults.items():
+        if filled.get(key) is None:
+            filled[key] = value
+        elif isinstance(value, dict) and isinstance(filled[key], dict):
+            filled[key] = _filled(filled[key], value)
+    return filled
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -160,6 +160,11 @@ class RunFolder:
         return f"step-{max(measured)[1]:04d}" if measured else None
 
     @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """The metrics of every step so far, those before a resume included."""
+        return self._sinks.rows
+
+    @property
     def picture(self) -> Path:
         return self.path / "reward.png"
 

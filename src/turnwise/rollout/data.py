@@ -13,8 +13,8 @@ from typing import Any
 
 from turnwise.config import DataConfig
 from turnwise.errors import InputError
-from turnwise.hub import may_be_on_hub, why_offline
 from turnwise.rollout.problems import Row
+from turnwise.sources import DATA_FILES, check_data, why_offline
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -35,6 +35,7 @@ def load_rows(
         InputError: when there is no such file, dataset or split, it cannot be read, or it has
             no row; the message names the line of a row that is wrong.
     """
+    check_data(path)
     file = Path(path).expanduser()
     if (read := _READERS.get(file.suffix)) and not file.is_dir():
         rows = _read_file(file, read)
@@ -60,8 +61,6 @@ def load_eval_rows(data: DataConfig) -> tuple[str, list[Row]]:
 def _read_file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
     try:
         yield from read(path)
-    except FileNotFoundError:
-        raise InputError(f"there is no data file {path}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"the data file {path} is not UTF-8: {error}") from error
     except OSError as error:
@@ -117,32 +116,20 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
-    except FileNotFoundError:
-        raise
     except (OSError, arrow.ArrowException) as error:
         raise InputError(
             f"the data file {path} is not a whole Parquet file: {_first_line(error)}"
         ) from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_jsonl,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-}
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = dict(
+    zip(DATA_FILES, (_read_jsonl, _read_jsonl, _read_csv, _read_csv, _read_parquet), strict=True)
+)
 
 
 def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
-    folder, offline = Path(path).expanduser(), ""
-    if not folder.is_dir():
-        kinds = f"{', '.join(_READERS)}, a folder of a dataset, or a Hugging Face name"
-        if folder.exists():
-            raise InputError(f"data: {path} is no kind of file that can be read ({kinds})")
-        if not may_be_on_hub(path):
-            raise InputError(f"data: there is no {path} ({kinds})")
-        offline = why_offline()
+    folder = Path(path).expanduser()
+    offline = "" if folder.is_dir() else why_offline()
     import datasets  # a second to import, and only needed here
 
     try:
@@ -155,9 +142,9 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
             raise InputError(
                 f"data: there is no file or folder {path}, {offline}, and the Hugging Face cache "
                 "on this machine has no such dataset"
-            ) from error
+            ) from None
         raise InputError(
-            f"data: {path} is neither a file ({', '.join(_READERS)}) nor a dataset that can be "
+            f"data: {path} is neither a file ({', '.join(DATA_FILES)}) nor a dataset that can be "
             f"loaded: {_first_line(error)}"
         ) from error
     if isinstance(dataset, dict):

@@ -1,20 +1,65 @@
-"""The Hugging Face Hub: which names may be on it, and whether it can be reached.
+"""Where models and data come from: this disk, the Hugging Face Hub, or its cache.
 
-Its own libraries try for half a minute where there is no network; one look that takes at most
-`_SECONDS` decides instead whether they ask the Hub or only its cache on this machine.
+What is nowhere is said at once, before anything slow is imported. Hugging Face's own libraries try
+for half a minute where there is no network; one look of at most `_SECONDS` decides instead whether
+they ask the Hub or its cache alone.
 """
 
 import os
 import re
 import sys
 import threading
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from turnwise.errors import InputError
+
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""What the names of data files end with."""
 _NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _SECONDS = 3.0
 _TRUE = ("1", "ON", "YES", "TRUE")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def check_model(path: str) -> None:
+    """See that `model.path` is a model's folder, or a name that the Hub or its cache may have.
+
+    Raises:
+        InputError: when it is neither.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return
+    if folder.exists() or not may_be_on_hub(path):
+        raise InputError(
+            f"model.path: there is no model in {path} (a folder with config.json, weights and "
+            "tokenizer, or a Hugging Face name)"
+        )
+    if (offline := why_offline()) and not _is_cached(path):
+        raise InputError(
+            f"model.path: there is no folder {path}, {offline}, and the Hugging Face cache on "
+            "this machine has no such model"
+        )
+
+
+def check_data(path: str) -> None:
+    """See that a path of data is a file or folder, or a name that the Hub may have.
+
+    Raises:
+        InputError: when it is neither.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir() or (file.exists() and file.suffix in DATA_FILES):
+        return
+    if file.suffix in DATA_FILES:
+        raise InputError(f"there is no data file {path}")
+    kinds = f"{', '.join(DATA_FILES)}, a folder of a dataset, or a Hugging Face name"
+    if file.exists():
+        raise InputError(f"data: {path} is no kind of file that can be read ({kinds})")
+    if not may_be_on_hub(path):
+        raise InputError(f"data: there is no {path} ({kinds})")
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -34,6 +79,12 @@ def why_offline() -> str:
         return ""
     _go_offline()
     return f"{endpoint} cannot be reached"
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache  # a third of a second to import
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _answers(url: str) -> bool:

@@ -5,16 +5,15 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from turnwise import hub
-from turnwise.config import parse_config
+from turnwise import sources
 from turnwise.errors import InputError
-from turnwise.hub import may_be_on_hub, why_offline
-from turnwise.machinery import _load_tokenizer
 from turnwise.rollout import load_rows
+from turnwise.sources import check_model, may_be_on_hub, why_offline
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def silent() -> Iterator[str]:
 def nobody(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's address is one where no answer comes."""
     monkeypatch.setenv("HF_ENDPOINT", silent)
-    monkeypatch.setattr(hub, "_SECONDS", 0.1)
+    monkeypatch.setattr(sources, "_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "openai/gsm8k", "a_b/c.d-e_1"])
@@ -82,11 +81,28 @@ def test_a_dataset_that_is_nowhere_fails_at_once() -> None:
 
 @pytest.mark.usefixtures("nobody")
 def test_a_model_that_is_nowhere_fails_at_once() -> None:
-    config = parse_config(
-        {"environment": "a:B", "model": {"path": "no/where"}, "data": {"path": "d"}}
-    )
     message = (
         "model.path: there is no folder no/where, http://.* cannot be reached, and the .* cache"
     )
     with pytest.raises(InputError, match=message):
-        _load_tokenizer(config)
+        check_model("no/where")
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_model_in_the_cache_is_used_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--some--model"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    check_model("some/model")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(InputError, match=rf"model\.path: there is no model in {path} \(a fold"):
+            check_model(str(path))
