@@ -66,6 +66,10 @@ _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _END_SECONDS = 10.0
 """The event loop's own end may take so long where user code was left behind."""
+_NO_SIGNAL = (
+    "; the problems may be too easy or too hard for this model, or the reward may not tell its "
+    "answers apart"
+)
 _LOADING = "importing libraries and reading the data"
 
 
@@ -290,9 +294,9 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
             finally:
                 folder.close()
     if why := why_untrained(folder.rows):
+        no_signal = any(row.get("groups_without_signal") for row in folder.rows)
         console.print(
-            f"nothing was trained: {why}; the problems may be too easy or too hard for this model, "
-            "or the reward may not tell its answers apart",
+            f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}",
             style="yellow",
             highlight=False,
             soft_wrap=True,
