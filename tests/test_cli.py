@@ -5,11 +5,14 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,8 +20,11 @@ from uuid import uuid4
 import psutil
 import pytest
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT, SHARED, command_environment, own_environment, python
+from turnwise.cli import _Command, app
 from turnwise.config import Config, dump_config
 from turnwise.trajectory import Trajectory, read_jsonl
 
@@ -108,6 +114,15 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     measured = [row["step"] for row in rows if row["accuracy_heldout"] is not None]
     assert measured == [0, 2, 3]
     assert done.stdout.count("step ") == 4
+    for part in (
+        "starting Ray",
+        "rendering 80 prompts",
+        "starting 1 engine",
+        "starting the trainer",
+    ):
+        assert re.search(rf"^{part} \.\.\.$", done.stdout, re.MULTILINE)
+        assert re.search(rf"^{part}: \d+\.\d s$", done.stdout, re.MULTILINE)
+    assert "held-out accuracy (reward ≥ 1) " in done.stdout
 
     for step in (1, 2, 3):
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
@@ -274,12 +289,128 @@ def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model
     assert len(list(read_jsonl(path))) == 8
 
 
+def in_process(*arguments: object) -> Result:
+    """A command that ends before Ray or vLLM is started."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
 def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
-    done = turnwise("config", file, "training.steps=77")
-    assert done.returncode == 0
+    done = in_process("config", file, "training.steps=77")
+    assert done.exit_code == 0
     assert "  # Training steps; one step consumes" in done.stdout
     assert "  steps: 77\n" in done.stdout
     assert yaml.safe_load(done.stdout)["training"]["steps"] == 77
+
+
+def test_config_without_a_file_prints_the_defaults() -> None:
+    done = in_process("config")
+    assert done.exit_code == 0
+    assert yaml.safe_load(done.stdout)["training"]["steps"] == 100
+    assert yaml.safe_load(done.stdout)["model"]["path"] is None
+    assert "  # (required) Folder or Hugging Face name of the model" in done.stdout
+    assert in_process("config", "training.steps=3").exit_code == 2
+
+
+def test_the_version_is_the_packages() -> None:
+    done = in_process("--version")
+    assert (done.exit_code, done.stdout) == (0, f"turnwise {version('turnwise')}\n")
+
+
+def test_the_shell_completes_keys() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from turnwise.cli import app; app(prog_name='turnwise')"],
+        env={
+            **command_environment(),
+            "_TURNWISE_COMPLETE": "complete_bash",
+            "COMP_WORDS": "turnwise train my.yaml training.st",
+            "COMP_CWORD": "3",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.split() == ["training.steps=", "training.stale=", "training.step_timeout="]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout", "serve"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=/no/such/model", "model.path: there is no model in /no/such/model"),
+        ("training.lr=3", "there is no key training.lr; did you mean training.learning_rate?"),
+    ],
+)
+def test_what_is_wrong_on_its_face_is_one_sentence_and_leaves_nothing(
+    file: Path, tmp_path: Path, command: str, override: str, message: str
+) -> None:
+    done = in_process(command, file, override)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
+def test_data_that_is_nowhere_is_one_sentence(file: Path, command: str) -> None:
+    done = in_process(command, file, "data.path=few.csv", "data.eval_path=few.csv")
+    assert (done.exit_code, done.stderr) == (2, "turnwise: there is no data file few.csv\n")
+
+
+def test_eval_needs_no_training_data(file: Path) -> None:
+    done = in_process("eval", file, "data.path=few.csv", "environment=nothing")
+    assert done.stderr == "turnwise: environment reads package.module:Name, not 'nothing'\n"
+
+
+def test_a_port_in_use_is_told_before_anything_starts(file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = in_process("serve", file, f"serving.port={port}", "model.path=/no/such/model")
+    assert done.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port} " in done.stderr
+    assert "choose another serving.port" in done.stderr
+
+
+class Collapsing(Lottery):
+    """Cannot be built."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        raise ValueError("the judge is down")
+
+
+def test_the_traceback_of_user_code_goes_to_the_run_folder_or_with_debug_to_the_terminal(
+    file: Path, tmp_path: Path
+) -> None:
+    broken = ("train", file, "environment=tests.test_cli:Collapsing", "name=broken")
+    log = tmp_path / "runs" / "broken" / "errors.log"
+    done = in_process(*broken)
+    assert done.exit_code == 2
+    said, where = done.stderr.splitlines()
+    assert said.startswith("turnwise: train.jsonl:1")
+    assert "ValueError: the judge is down (tests/test_cli.py:" in said
+    assert where == f"traceback: {log} (or --debug)"
+    assert 'raise ValueError("the judge is down")' in log.read_text()
+
+    done = in_process(*broken, "--debug")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[0] == said
+    assert 'raise ValueError("the judge is down")' in done.stderr
+    assert log.read_text().count("Traceback") == 4, "each error and its cause"
+
+
+def test_an_error_that_nobody_expected_is_one_sentence_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = _Command(debug=False, folder=tmp_path)
+    with pytest.raises(ZeroDivisionError) as raised:
+        raise ZeroDivisionError("division by zero")
+    assert command.fail(raised.value) == 1
+    assert _Command(debug=False).fail(raised.value) == 1
+    known, unknown = capsys.readouterr().err.split("turnwise: ")[1:]
+    assert known.startswith("unexpected ZeroDivisionError: division by zero (tests/test_cli.py:")
+    assert known.endswith(f"traceback: {tmp_path / 'errors.log'} (or --debug)\n")
+    assert "Traceback" in unknown, "where there is no folder, it is printed"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +438,8 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_running(
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    _, *more = done.stderr.strip().splitlines()
+    assert not more or (len(more) == 1 and more[0].startswith(f"traceback: {tmp_path}"))
     ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
     left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM"))]
     _, alive = psutil.wait_procs(left, timeout=5)

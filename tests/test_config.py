@@ -8,6 +8,8 @@ import yaml
 
 import turnwise
 from turnwise.config import (
+    ALIASES,
+    LOOP_NAMES,
     REPLACED_KEYS,
     dump_config,
     explain_config,
@@ -49,6 +51,13 @@ def test_an_override_reaches_its_key_as_yaml(file: Path) -> None:
         ("samplng", "sampling"),
         ("temperature", "sampling.temperature"),
         ("eval.sampling.topp", "eval.sampling.top_p"),
+        ("eval.sampling.max_new_tokens", "eval.sampling.max_tokens"),
+        ("training.lr", "training.learning_rate"),
+        ("training.batch_size", "rollout.prompts_per_step"),
+        ("training.epochs", "training.steps"),
+        ("rollout.n", "sampling.n"),
+        ("num_generations", "sampling.n"),
+        ("training.kl_coef", "algorithm.kl.coef"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant: str) -> None:
@@ -63,7 +72,7 @@ def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant:
         (["algorithm.loss.clip_hihg=1"], r"did you mean algorithm\.loss\.clip_high\?"),
         (
             ["algorithm.loss={name: gspo, dual_clip: 3}"],
-            r"there is no key algorithm\.loss\.dual_clip",
+            r"algorithm\.loss\.dual_clip belongs to ppo_clip, not to gspo",
         ),
         (["algorithm.advantage={name: gae, lam: 2}"], r"algorithm\.advantage\.lam: .* less than"),
     ],
@@ -87,6 +96,41 @@ def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -
         load_config(file, ["engine.extra={swap_space: 4}"])
 
 
+def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:
+    known = known_keys()
+    assert [alias for alias, key in ALIASES.items() if key not in known] == []
+    assert [alias for alias in ALIASES if alias in known] == []
+
+
+def test_a_key_that_resembles_nothing_gets_no_suggestion(file: Path) -> None:
+    with pytest.raises(InputError, match=r"no key xyzzy; `turnwise config` prints all keys$"):
+        load_config(file, ["xyzzy=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.loop=toolcalling",
+            f"{', '.join(LOOP_NAMES)}, or package.module:Class, not 'toolc",
+        ),
+        ("training=3", "training is a section with keys of its own, not 3"),
+        ("training.steps=many", "training.steps: .* valid integer.*, not 'many'"),
+        ("data.path=", r"data\.path must be set \(Training rows"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(file: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config(file, [override])
+
+
+def test_loops_of_ones_own_and_sections_without_keys_are_accepted(file: Path) -> None:
+    assert load_config(file, ["rollout.loop=my.loops:Mine"]).rollout.loop == "my.loops:Mine"
+    assert load_config(file, ["training="]) == load_config(file)
+    file.write_text(file.read_text() + "training:\n")
+    assert load_config(file, ["training.steps=3"]).training.steps == 3
+
+
 def test_every_mistake_is_named_at_once(file: Path) -> None:
     with pytest.raises(InputError) as error:
         load_config(file, ["training.steps=many", "sampling.top_p=2", "no.such=1"])
@@ -99,7 +143,7 @@ def test_every_mistake_is_named_at_once(file: Path) -> None:
     [
         ("a: [", "cannot be read"),
         ("- 1", "must hold keys and values"),
-        ("environment: a:B\ndata: {path: d}", r"model must be set"),
+        ("environment: a:B\ndata: {path: d}", r"model\.path must be set"),
         ("model: {}\nenvironment: a:B\ndata: {path: d}", r"model\.path must be set"),
     ],
 )
@@ -160,6 +204,30 @@ def test_the_servers_key_is_not_written_unless_asked_for(tmp_path: Path) -> None
     assert load_config(path, ["serving.api_key=other"]).serving.api_key == "other"
     path.write_text(dump_config(config, secrets=True))
     assert load_config(path) == config
+
+
+def test_the_defaults_mark_what_must_be_set(tmp_path: Path) -> None:
+    text = explain_config()
+    marked = [line for line in text.splitlines() if "# (required)" in line]
+    assert len(marked) == text.count("(required)") == 3
+    assert "  # (required) Folder or Hugging Face name of the model" in text
+    path = tmp_path / "defaults.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"environment must be set .*; model\.path must be set"):
+        load_config(path)
+    changes = ["environment=a:B", "model.path=m", "data.path=d"]
+    assert load_config(path, changes) == parse_config(minimal())
+    unneeded = {"environment": "a:B", "data": {"path": "d"}}
+    assert load_config(path, ["model.path=m"], unneeded) == parse_config(minimal())
+
+
+def test_a_key_of_several_kinds_prints_each_with_its_meaning() -> None:
+    text = explain_config(parse_config(minimal()))
+    assert "  #   rloo: r - the mean of the group's others.\n" in text
+    assert "  #   cispo: Clipped importance weights" in text
+    meaning = known_keys()["algorithm.loss.name"]
+    assert all(f"{name}: " in meaning for name in ("ppo_clip", "gspo", "cispo", "dpo"))
+    assert "# Precision of the weights, in the engine and in the trainer. Values: float32" in text
 
 
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:

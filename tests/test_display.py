@@ -1,8 +1,12 @@
 import io
+import time
+from typing import Any
 
+import pytest
 from rich.console import Console
 
-from turnwise.display import Display
+from turnwise import display as module
+from turnwise.display import Display, why_untrained
 
 STEP = {
     "step": 1,
@@ -13,13 +17,21 @@ STEP = {
     "step_seconds": 2.0,
     "accuracy_heldout": None,
     "dropped": {},
+    "trained_tokens": 99,
+    "groups_without_signal": 0,
+    "stale_groups": 0,
 }
+UNTRAINED = {**STEP, "trained_tokens": 0}
+
+
+def opened(out: io.StringIO, *, terminal: bool = False, steps: int = 4) -> Display:
+    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
+    return Display("demo", steps, console, 0.75)
 
 
 def shown(terminal: bool) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
-    with Display("demo", 4, console) as display:
+    with opened(out, terminal=terminal) as display:
         display.phase("rollout", 16)
         display.advance()
         display.step({**STEP, "step": 0, "accuracy_heldout": 0.25})
@@ -30,7 +42,7 @@ def shown(terminal: bool) -> str:
 def test_without_a_terminal_each_step_is_a_plain_line() -> None:
     first, second = shown(terminal=False).splitlines()
     assert first.startswith("step    0/4")
-    assert "held-out accuracy 0.250" in first
+    assert "held-out accuracy (reward ≥ 0.75) 0.250" in first
     for part in (
         "step    1/4",
         "reward 0.500",
@@ -45,3 +57,88 @@ def test_on_a_terminal_a_table_tells_what_happens_now() -> None:
     text = shown(terminal=True)
     for part in ("turnwise · demo", "rollout 1/16", "0.250", "4,321", "1,234", "left"):
         assert part in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_part_of_the_start_is_named_and_then_its_seconds(terminal: bool) -> None:
+    out = io.StringIO()
+    with opened(out, terminal=terminal) as display:
+        with display.part("starting Ray"), display.part("rendering 4,000 prompts"):
+            time.sleep(0.05)
+        with pytest.raises(ValueError, match="no"), display.part("starting 2 engines"):
+            raise ValueError("no")
+    text = out.getvalue()
+    found = [text.index(line) for line in ("starting Ray ...", "rendering 4,000 prompts ...")]
+    found += [text.index(line) for line in ("rendering 4,000 prompts: 0.", "starting Ray: 0.")]
+    assert found == sorted(found)
+    assert "starting 2 engines ..." in text
+    assert "starting 2 engines: " not in text, "it never was up"
+
+
+def test_what_does_not_train_shows_no_columns_of_training() -> None:
+    out = io.StringIO()
+    with opened(out, terminal=True, steps=0) as display:
+        display.phase("evaluate", 3)
+    assert "evaluate 0/3" in out.getvalue()
+    assert "staleness" not in out.getvalue()
+
+
+def lines_until(out: io.StringIO, count: int) -> list[str]:
+    """The lines as soon as there are as many; the test's own deadline bounds the wait."""
+    while len(lines := out.getvalue().splitlines()) < count:
+        time.sleep(0.01)
+    return lines
+
+
+@pytest.mark.timeout(60)
+def test_without_a_terminal_a_quiet_start_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.02)
+    out = io.StringIO()
+    with opened(out) as display:
+        with display.part("starting Ray"), display.part("starting 2 engines"):
+            told = lines_until(out, 3)[2]
+        display.phase("evaluate", 200)
+        display.advance()
+        lines_until(out, len(out.getvalue().splitlines()) + 2)
+    assert told == "0 s: starting Ray (0 s), starting 2 engines (0 s)"
+    assert out.getvalue().splitlines()[-1] == "0 s: evaluate 1/200 (0 s)"
+    ended = out.getvalue()
+    time.sleep(0.1)
+    assert out.getvalue() == ended
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([], ""),
+        ([{**UNTRAINED, "step": 0}], ""),
+        ([STEP, {**UNTRAINED, "groups_without_signal": 4}], ""),
+        (
+            [{**UNTRAINED, "groups_without_signal": 1}],
+            "1 group without signal (all rewards of a group equal, 0.500 on average)",
+        ),
+        (
+            [
+                {**UNTRAINED, "groups_without_signal": 2000},
+                {**UNTRAINED, "groups_without_signal": 48, "reward_mean": 0.0, "stale_groups": 3},
+            ],
+            "2,048 groups without signal (all rewards of a group equal), "
+            "3 groups too old (training.max_staleness)",
+        ),
+        ([UNTRAINED], "no group has two trajectories to compare (sampling.n, dropped)"),
+    ],
+)
+def test_why_nothing_was_trained(steps: list[dict[str, Any]], why: str) -> None:
+    assert why_untrained(steps) == why
+
+
+def test_a_step_that_trains_nothing_says_so() -> None:
+    out = io.StringIO()
+    with opened(out) as display:
+        display.step(STEP)
+        display.step({**UNTRAINED, "step": 2, "groups_without_signal": 4})
+    first, second = out.getvalue().splitlines()
+    assert "nothing trained" not in first
+    assert "nothing trained: 4 groups without signal (all rewards of a group equal" in second

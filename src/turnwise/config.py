@@ -6,13 +6,22 @@ imports no torch, vLLM or Ray.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from turnwise.errors import InputError
 
@@ -33,6 +42,85 @@ REPLACED_KEYS = {
     "engine.kv_cache_gib enough room",
 }
 
+# What other trainers call a key of ours, by the last part of its name.
+ALIASES = {
+    "actor_lr": "training.learning_rate",
+    "adv_estimator": "algorithm.advantage.name",
+    "batch_size": "rollout.prompts_per_step",
+    "beta": "algorithm.kl.coef",
+    "clip_eps": "algorithm.loss.clip_high",
+    "clip_grad": "training.max_grad_norm",
+    "clip_ratio": "algorithm.loss.clip_high",
+    "context_length": "model.max_length",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "env": "environment",
+    "epochs": "training.steps",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "eval_dataset": "data.eval_path",
+    "eval_freq": "eval.every",
+    "eval_interval": "eval.every",
+    "eval_steps": "eval.every",
+    "gradient_checkpointing": "training.activation_checkpointing",
+    "group_size": "sampling.n",
+    "grad_clip": "training.max_grad_norm",
+    "kl_beta": "algorithm.kl.coef",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "logger": "sinks",
+    "logging": "sinks",
+    "loss_type": "algorithm.loss.name",
+    "lr": "training.learning_rate",
+    "lr_scheduler": "training.lr_schedule",
+    "lr_scheduler_type": "training.lr_schedule",
+    "max_completion_length": "sampling.max_tokens",
+    "max_model_len": "model.max_length",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "max_seq_len": "model.max_length",
+    "max_seq_length": "model.max_length",
+    "max_steps": "training.steps",
+    "micro_batch_size": "training.micro_batch_tokens",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "num_engines": "serving.workers",
+    "num_epochs": "training.steps",
+    "num_generations": "sampling.n",
+    "num_gpus": "training.ranks",
+    "num_rollouts": "sampling.n",
+    "num_samples": "sampling.n",
+    "num_steps": "training.steps",
+    "num_train_epochs": "training.steps",
+    "num_workers": "serving.workers",
+    "output": "output_dir",
+    "per_device_train_batch_size": "training.micro_batch_tokens",
+    "ppo_epochs": "training.updates_per_step",
+    "report_to": "sinks",
+    "reward": "rollout.rewards",
+    "reward_fn": "rollout.rewards",
+    "reward_funcs": "rollout.rewards",
+    "rollout_n": "sampling.n",
+    "run_name": "name",
+    "save_freq": "training.checkpoint_every",
+    "save_interval": "training.checkpoint_every",
+    "save_steps": "training.checkpoint_every",
+    "save_total_limit": "training.keep_last",
+    "test_freq": "eval.every",
+    "total_steps": "training.steps",
+    "train_batch_size": "rollout.prompts_per_step",
+    "train_dataset": "data.path",
+    "train_file": "data.path",
+    "train_files": "data.path",
+    "val_file": "data.eval_path",
+    "val_files": "data.eval_path",
+    "warmup": "training.warmup_steps",
+}
+
+LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent")
+"""The agent loops that come with turnwise; `rollout.loops` has them."""
+
 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, docstrings are the help text."""
@@ -40,6 +128,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, tree: Any) -> Any:
+        """A required key or a section with nothing behind its colon is not set."""
+        if not isinstance(tree, dict):
+            return tree
+        return {
+            key: value
+            for key, value in tree.items()
+            if value is not None
+            or (field := cls.model_fields.get(key)) is None
+            or not (field.is_required() or _sections(field.annotation))
+        }
 
 
 class ModelConfig(Section):
@@ -60,8 +162,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """Training rows: a .jsonl or .parquet file, a folder that `save_to_disk` wrote, or the name of
-    a Hugging Face dataset."""
+    """Training rows: a .jsonl, .csv, .tsv (every value of these two is text) or .parquet file, a
+    folder that `save_to_disk` wrote, or the name of a Hugging Face dataset."""
     eval_path: str | None = None
     """Held-out rows for evaluation; without it `turnwise eval` takes data.path."""
     subset: str | None = None
@@ -167,6 +269,15 @@ class RolloutConfig(Section):
     result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """interleaved: how a result is put into the assistant's turn."""
 
+    @field_validator("loop")
+    @classmethod
+    def _known_loop(cls, loop: str) -> str:
+        if loop not in LOOP_NAMES and ":" not in loop:
+            raise ValueError(
+                f"an agent loop is {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
+            )
+        return loop
+
 
 class EvalConfig(Section):
     every: NonNegativeInt = 10
@@ -175,8 +286,10 @@ class EvalConfig(Section):
     target: Fraction | None = None
     """Accuracy on data.eval_path that ends the run, with a checkpoint, as soon as an evaluation
     reaches it; unset: the run ends at training.steps."""
+    success_reward: float = 1.0
+    """Reward from which a trajectory counts as right in accuracy, pass@k and mean@k."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
-    """Sampling in evaluation; greedy unless told."""
+    """Sampling in evaluation; greedy unless set."""
 
     def reached(self, accuracy: float | None) -> bool:
         """Whether an evaluation, where there was one, ends the run."""
@@ -266,28 +379,24 @@ class Grpo(Section):
     """(r - mean) / std within the group."""
 
     name: Literal["grpo"] = "grpo"
-    """Which of them this is."""
 
 
 class DrGrpo(Section):
     """r - mean within the group."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Which of them this is."""
 
 
 class Rloo(Section):
     """r - the mean of the group's others."""
 
     name: Literal["rloo"] = "rloo"
-    """Which of them this is."""
 
 
 class ReinforcePP(Section):
     """r, less its group's mean if `baseline` is group, normalised over the batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    """Which of them this is."""
     baseline: Literal["none", "group"] = "group"
     """What is taken off a reward first."""
 
@@ -296,7 +405,6 @@ class Gae(Section):
     """PPO's: generalised advantage estimation with a value model, normalised over the batch."""
 
     name: Literal["gae"] = "gae"
-    """Which of them this is."""
     gamma: Fraction = 1.0
     """Discount of a token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -313,7 +421,6 @@ class PpoClip(Section):
     """Clipped ratio per token."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
-    """Which of them this is."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
@@ -326,7 +433,6 @@ class Gspo(Section):
     """Clipped ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
-    """Which of them this is."""
     clip_low: PositiveFloat = 3e-4
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
@@ -337,7 +443,6 @@ class Cispo(Section):
     """Clipped importance weights; every token keeps its gradient."""
 
     name: Literal["cispo"] = "cispo"
-    """Which of them this is."""
     clip_low: PositiveFloat = 1.0
     """The weight is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
@@ -348,7 +453,6 @@ class Dpo(Section):
     """Online DPO: each group's best and worst trajectory are a pair; advantages are not used."""
 
     name: Literal["dpo"] = "dpo"
-    """Which of them this is."""
     beta: PositiveFloat = 0.1
     """How strongly the policy is held to the reference model."""
 
@@ -396,9 +500,9 @@ class AlgorithmConfig(Section):
     advantage: Annotated[Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")] = (
         Grpo()
     )
-    """What a trajectory's reward says of its tokens: grpo, dr_grpo, rloo, reinforce_pp, gae."""
+    """What a trajectory's reward says of its tokens."""
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
-    """The loss: ppo_clip, gspo, cispo, dpo."""
+    """What the trainer minimises."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """The batch's loss: the mean over tokens (DAPO), over trajectories of each one's mean (GRPO;
     dpo always), or the sum over trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO).
@@ -542,7 +646,9 @@ class Config(Section):
         return self
 
 
-_CHOICES = ("algorithm.advantage", "algorithm.loss")
+_CHOICES = {
+    f"algorithm.{name}": AlgorithmConfig.model_fields[name] for name in ("advantage", "loss")
+}
 """Keys whose value is one of several kinds."""
 
 
@@ -551,7 +657,7 @@ def load_config(
 ) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides (values are YAML), and check it all.
 
-    `defaults` fill in for top-level keys that a command does not need.
+    `defaults` fill in for required keys that a command does not need.
 
     Raises:
         InputError: naming the file, the override, or every key that is unknown, missing or
@@ -567,7 +673,7 @@ def load_config(
         raise InputError(f"the configuration file {path} must hold keys and values")
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config({**(defaults or {}), **tree})
+    return parse_config(_filled(tree, defaults or {}))
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -591,20 +697,25 @@ def known_keys() -> dict[str, str]:
     return dict(_keys(Config, ""))
 
 
-def explain_config(config: Config) -> str:
-    """The resolved configuration as YAML, each key under its meaning."""
+def explain_config(config: Config | None = None) -> str:
+    """A configuration as YAML, each key under its meaning; without one, the defaults, in which
+    keys that must be set are marked and empty."""
     lines: list[str] = []
-    _describe(config, 0, lines)
+    _describe(Config, config, 0, lines)
     return "\n".join(lines) + "\n"
 
 
-def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in section.model_fields.items():
         parts = _sections(field.annotation)
+        if len(parts) > 1:
+            yield f"{prefix}{name}.name", f"{_meaning(field)} {'; '.join(_kinds(parts))}"
         for part in parts:
-            yield from _keys(part, f"{prefix}{name}.")
+            for key, meaning in _keys(part, f"{prefix}{name}."):
+                if meaning:
+                    yield key, meaning
         if not parts:
-            yield prefix + name, " ".join((field.description or "").split())
+            yield prefix + name, _meaning(field)
 
 
 def _sections(kind: Any) -> list[type[Section]]:
@@ -615,17 +726,63 @@ def _sections(kind: Any) -> list[type[Section]]:
     return []
 
 
-def _describe(section: Section, depth: int, lines: list[str]) -> None:
+def _kinds(parts: Sequence[type[Section]]) -> list[str]:
+    """The names of a key's possible kinds, each with its meaning."""
+    return [f"{part.model_fields['name'].default}: {part.__doc__}" for part in parts]
+
+
+def _meaning(field: FieldInfo) -> str:
+    """A key's docstring in one line, with the values it may have where that does not name them."""
+    text = " ".join((field.description or "").split())
+    values = [str(value) for value in _literals(field.annotation)]
+    if text and not all(re.search(rf"\b{value}\b", text) for value in values):
+        text += f" Values: {', '.join(values)}."
+    return text
+
+
+def _required(section: str) -> list[str]:
+    """The keys of a top-level section that must be set."""
+    field = Config.model_fields.get(section)
+    parts = _sections(field.annotation) if field is not None else []
+    return [name for part in parts for name, f in part.model_fields.items() if f.is_required()]
+
+
+def _literals(kind: Any) -> Iterator[Any]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    else:
+        for part in get_args(kind):
+            yield from _literals(part)
+
+
+def _describe(kind: type[Section], section: Section | None, depth: int, lines: list[str]) -> None:
     indent = "  " * depth
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            lines += ["", f"{indent}{name}:"]
-            _describe(value, depth + 1, lines)
-        else:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-            lines += [f"{indent}# {' '.join((field.description or '').split())}"]
-            lines += [f"{indent}{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}"]
+    for name, field in kind.model_fields.items():
+        default = None if field.is_required() else field.default
+        value = default if section is None else getattr(section, name)
+        meaning, parts = _meaning(field), _sections(field.annotation)
+        if parts:
+            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
+            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
+            lines += [f"{indent}{name}:"]
+            _describe(parts[0] if value is None else type(value), value, depth + 1, lines)
+            continue
+        required = "(required) " if section is None and field.is_required() else ""
+        lines += [f"{indent}# {required}{meaning}"] if meaning else []
+        text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+        text = "" if required else text.removesuffix("\n").removesuffix("...").strip()
+        lines += [f"{indent}{name}: {text}".rstrip()]
+
+
+def _filled(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The tree with defaults where a key is missing or empty."""
+    filled = {**tree}
+    for key, value in defaults.items():
+        if filled.get(key) is None:
+            filled[key] = value
+        elif isinstance(value, dict) and isinstance(filled[key], dict):
+            filled[key] = _filled(filled[key], value)
+    return filled
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -638,7 +795,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise InputError(f"the value of {key} is not YAML: {text!r}") from None
     *parents, leaf = key.split(".")
     for parent in parents:
-        tree = tree.setdefault(parent, {})
+        if tree.get(parent) is None:
+            tree[parent] = {}
+        tree = tree[parent]
         if not isinstance(tree, dict):
             raise InputError(f"{key}: {parent} is a value and has no keys below it")
     tree[leaf] = value
@@ -652,14 +811,30 @@ def _explain(error: dict[str, Any]) -> str:
         known = error["ctx"]["expected_tags"].replace("'", "")
         return f"{key}.name is one of {known}, not {error['ctx']['tag']!r}"
     if error["type"] == "extra_forbidden":
-        leaf = str(error["loc"][-1])
+        leaf = loc[-1]
         if leaf in REPLACED_KEYS:
             return f"{key} is gone: {REPLACED_KEYS[leaf]}"
+        if key in known_keys():
+            owner = key.rpartition(".")[0]
+            kinds = [
+                part.model_fields["name"].default
+                for part in _sections(_CHOICES[owner].annotation)
+                if leaf in part.model_fields
+            ]
+            return f"{key} belongs to {' and '.join(kinds)}, not to {loc[-2]} ({owner}.name)"
         return f"there is no key {key}{_nearest(key)}"
     if error["type"] == "missing":
-        return f"{key} must be set ({known_keys().get(key, 'a section with required keys')})"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}" if key else message
+        missing = [key, *(f"{key}.{name}" for name in _required(key))]
+        known = known_keys()
+        return "; ".join(f"{k} must be set ({known[k].rstrip('.')})" for k in missing if k in known)
+    value = error["input"]
+    if error["type"] == "model_type":
+        return f"{key} is a section with keys of its own, not {value!r}"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    given = f", not {value!r}" if isinstance(value, str | int | float) else ""
+    return f"{key}: {error['msg']}{given}"
 
 
 def _nearest(key: str) -> str:
@@ -668,14 +843,21 @@ def _nearest(key: str) -> str:
     section, _, leaf = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
-    for candidates, name, prefix in (
-        (siblings, leaf, f"{section}." if section else ""),
-        (sections, key, ""),
-        (known, key, ""),
-    ):
-        if close := difflib.get_close_matches(name, candidates, 1, 0.75):
-            return f"; did you mean {prefix}{close[0]}?"
-    if elsewhere := [k for k in known if k.rpartition(".")[2] == leaf]:
-        return f"; did you mean {elsewhere[0]}?"
-    nearest = difflib.get_close_matches(leaf, siblings or sections, 1, 0.0)
-    return f"; did you mean {section + '.' if section else ''}{nearest[0]}?" if nearest else ""
+    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+
+    def close(name: str, candidates: Sequence[str], least: float) -> list[str]:
+        return difflib.get_close_matches(name, candidates, 1, least)
+
+    beside = f"{section}." if section else ""
+    alias = ALIASES.get(leaf.lower().replace("-", "_"), "")
+    if alias.rpartition(".")[2] in siblings:
+        alias = beside + alias.rpartition(".")[2]
+    meant = (
+        [beside + name for name in close(leaf, siblings, 0.75)]
+        or ([alias] if alias else [])
+        or elsewhere
+        or ([] if section else close(key, sections, 0.75))
+        or close(key, known, 0.75)
+        or [beside + name for name in close(leaf, siblings, 0.4)]
+    )
+    return f"; did you mean {meant[0]}?" if meant else "; `turnwise config` prints all keys"

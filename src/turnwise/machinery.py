@@ -7,11 +7,11 @@ import asyncio
 import importlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
@@ -29,9 +29,9 @@ from turnwise.rollout import (
 )
 from turnwise.rollout.evaluation import summarize
 from turnwise.rollout.reward_model import start_reward_models
-from turnwise.serving.address import listen
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
+from turnwise.sources import check_model
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
@@ -39,9 +39,17 @@ from turnwise.trajectory import Trajectory
 if TYPE_CHECKING:
     from turnwise.serving.openai_server import OpenAIServer
 
+_Result = TypeVar("_Result")
+_TRAINER = "starting the trainer"
+_SERVER = "starting the OpenAI server"
+
 
 class Progress(Protocol):
     """What watches a run; `turnwise.display` shows it to a person."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """A part of the start ("starting Ray"), while it lasts; several run side by side."""
+        ...
 
     def phase(self, name: str, total: int = 0) -> None:
         """The run now does this, in `total` parts where they can be counted."""
@@ -58,6 +66,30 @@ class Progress(Protocol):
     def warn(self, text: str) -> None:
         """Something that a person should know at once; called from any thread."""
         ...
+
+
+class Silent:
+    """A `Progress` that nobody watches."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def phase(self, name: str, total: int = 0) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def step(self, metrics: dict[str, Any]) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+_SILENT = Silent()
+
+
+async def _part(progress: Progress, name: str, work: Awaitable[_Result]) -> _Result:
+    """Show a part of the start while it is awaited."""
+    with progress.part(name):
+        return await work
 
 
 @dataclass(slots=True)
@@ -82,21 +114,30 @@ class Machinery:
 
 @asynccontextmanager
 async def open_machinery(
-    config: Config, problems: Sequence[Problem], *, folder: Path | None = None
+    config: Config,
+    problems: Sequence[Problem],
+    *,
+    folder: Path | None = None,
+    progress: Progress = _SILENT,
 ) -> AsyncIterator[Machinery]:
     """Start Ray, the engines and, for training, the policy, side by side; end them all after.
 
     Args:
         problems: All that will be run; each is checked once.
         folder: Of a run that trains.
+        progress: Shown what is started.
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
-    runner = await run_in_thread(lambda: _make_runner(config, problems))
+    with progress.part("loading the tokenizer"):
+        runner = await run_in_thread(lambda: _make_runner(config, problems))
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
-    ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
-    prepared = asyncio.ensure_future(run_in_thread(lambda: _prepare(runner, problems)))
+    ray_starts = asyncio.to_thread(start_ray, config.ray_address)
+    ray_started = asyncio.ensure_future(_part(progress, "starting Ray", ray_starts))
+    rendering = f"rendering {_count(len(problems), 'prompt')}"
+    preparing = run_in_thread(lambda: _prepare(runner, problems))
+    prepared = asyncio.ensure_future(_part(progress, rendering, preparing))
     manager: AsyncLLMServerManager | None = None
     server: OpenAIServer | None = None
     policy: RemotePolicy | None = None
@@ -104,21 +145,27 @@ async def open_machinery(
         gpus = await asyncio.shield(ray_started)
         share = _gpu_share(config, gpus, training=folder is not None)
         if folder is not None and config.training.colocated:
-            policy = await RemotePolicy.start(config, folder, num_gpus=share)
+            training = RemotePolicy.start(config, folder, num_gpus=share)
+            policy = await _part(progress, _TRAINER, training)
             manager = make_manager(config, share, policy.actors)
         else:
             manager = make_manager(config, share)
         async with task_group() as starting:
-            starting.create_task(manager.start())
-            rewards = starting.create_task(start_reward_models(config))
+            starting.create_task(_part(progress, _engines(config), manager.start()))
+            models = start_reward_models(config)
+            if count := sum(1 for part in config.rollout.rewards if part.model):
+                models = _part(progress, f"starting {_count(count, 'reward model')}", models)
+            rewards = starting.create_task(models)
             if folder is not None and policy is None:
-                own = starting.create_task(RemotePolicy.start(config, folder, num_gpus=share))
+                training = RemotePolicy.start(config, folder, num_gpus=share)
+                own = starting.create_task(_part(progress, _TRAINER, training))
             await asyncio.shield(prepared)
         runner.rewards.models = rewards.result()
         if folder is not None and policy is None:
             policy = own.result()
         if config.rollout.loop == "agent":
-            server = await _start_server(config, manager, port=0)
+            with progress.part(_SERVER):
+                server = await _start_server(config, manager, port=0)
             runner.server = server
         async with watching_ray(config.ray_address):
             yield Machinery(manager, runner, policy, prepared.result())
@@ -133,28 +180,46 @@ async def open_machinery(
 
 
 @asynccontextmanager
-async def open_server(config: Config) -> AsyncIterator["OpenAIServer"]:
+async def open_server(
+    config: Config, progress: Progress = _SILENT
+) -> AsyncIterator["OpenAIServer"]:
     """Start Ray, the workers and the OpenAI server before them; end them all after.
+
+    Args:
+        progress: Shown what is started.
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
-    listen(config.serving.host, config.serving.port).close()  # or it is told when all has started
-    await run_in_thread(lambda: _load_tokenizer(config))
-    ray_started = asyncio.ensure_future(asyncio.to_thread(start_ray, config.ray_address))
+    with progress.part("loading the tokenizer"):
+        await run_in_thread(lambda: _load_tokenizer(config))
+    ray_starts = asyncio.to_thread(start_ray, config.ray_address)
+    ray_started = asyncio.ensure_future(_part(progress, "starting Ray", ray_starts))
     try:
         gpus = await asyncio.shield(ray_started)
         manager = make_manager(config, _gpu_share(config, gpus, training=False))
-        async with manager.running():
-            server = await _start_server(config, manager)
+        await _part(progress, _engines(config), manager.start())
+        try:
+            with progress.part(_SERVER):
+                server = await _start_server(config, manager)
             try:
                 async with watching_ray(config.ray_address):
                     yield server
             finally:
                 await server.stop()
+        finally:
+            await manager.shutdown()
     finally:
         await asyncio.wait([ray_started])
         await asyncio.to_thread(ray.shutdown)
+
+
+def _engines(config: Config) -> str:
+    return f"starting {_count(config.serving.workers, 'engine')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 async def _start_server(
@@ -194,13 +259,8 @@ def _gpu_share(config: Config, gpus: float, training: bool) -> float:
 def _load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
-    path, folder = config.model.path, Path(config.model.path).expanduser()
-    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not (folder / "config.json").is_file():
-        raise InputError(
-            f"model.path: there is no model in {path} (a folder with config.json, weights and "
-            "tokenizer, or a Hugging Face name)"
-        )
+    path = config.model.path
+    check_model(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:
@@ -237,7 +297,8 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of trajectories with reward 1 or more; dropped ones count as wrong."""
+        """The share of trajectories whose reward is `eval.success_reward` or more; dropped ones
+        count as wrong."""
         return self.summary["accuracy"]
 
     @property
@@ -281,7 +342,7 @@ async def evaluate(
     seconds = time.perf_counter() - started
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
     trajectories = [t for group in groups for t in group.trajectories]
-    summary = summarize(groups, config.eval.sampling.n)
+    summary = summarize(groups, config.eval.sampling.n, config.eval.success_reward)
     return Evaluation(trajectories, dropped, seconds, summary)
 
 

@@ -11,10 +11,10 @@ runs/NAME/
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError, told_when_unwritable
@@ -22,7 +22,12 @@ from turnwise.sinks import Sinks
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _LOOP = "loop.json"
+_SHARE = (-0.02, 1.02)
+"""The y axis of what lies between 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,45 @@ def find_resume(run: Path) -> Resume:
     folder, flaws = checkpoint.newest_whole(run / "checkpoints")
     state = json.loads((folder / "state" / _LOOP).read_text())
     return Resume(folder.resolve(), state["step"], state, flaws)
+
+
+def make_figure(name: str, rows: Sequence[dict[str, Any]], success_reward: float) -> "Figure":
+    """The picture of a run's metrics: rewards on the left axis, accuracy on one of its own."""
+    from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
+    from matplotlib.ticker import MaxNLocator
+
+    trained = [row for row in rows if row["step"] > 0]
+    measured = [row for row in rows if row["accuracy_heldout"] is not None]
+    rewards = [row["reward_mean"] for row in trained]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    lines = axes.plot(
+        [row["step"] for row in trained],
+        rewards,
+        color="#5a6fa8",
+        marker=".",
+        label="mean reward of the step's trajectories",
+    )
+    axes.set_ylabel("reward")
+    if all(0 <= reward <= 1 for reward in rewards):
+        axes.set_ylim(_SHARE)
+    if measured:
+        beside = axes.twinx()
+        beside.set_ylim(_SHARE)
+        beside.set_ylabel("accuracy")
+        lines += beside.plot(
+            [row["step"] for row in measured],
+            [row["accuracy_heldout"] for row in measured],
+            color="#d95f02",
+            marker="o",
+            label=f"accuracy on held-out problems (reward ≥ {success_reward:g})",
+        )
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.set_title(name)
+    figure.legend(handles=lines, loc="outside lower center", ncols=2)
+    return figure
 
 
 class RunFolder:
@@ -75,6 +119,7 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._keep_last = config.training.keep_last
+        self._success_reward = config.eval.success_reward
         self._sinks = Sinks(self.path, config, None if resume is None else resume.step)
 
     def write_step(self, metrics: dict[str, Any]) -> None:
@@ -115,39 +160,21 @@ class RunFolder:
         return f"step-{max(measured)[1]:04d}" if measured else None
 
     @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """The metrics of every step so far, those before a resume included."""
+        return self._sinks.rows
+
+    @property
     def picture(self) -> Path:
         return self.path / "reward.png"
 
     def draw(self) -> None:
-        """Draw reward and held-out accuracy against the step.
+        """Draw reward, and held-out accuracy where it was measured, against the step.
 
         Raises:
             TurnwiseError: when the picture cannot be written.
         """
-        from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
-
-        trained = [row for row in self._sinks.rows if row["step"] > 0]
-        measured = [row for row in self._sinks.rows if row["accuracy_heldout"] is not None]
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(
-            [row["step"] for row in trained],
-            [row["reward_mean"] for row in trained],
-            color="#8da0cb",
-            label="mean reward of the step's trajectories",
-        )
-        axes.plot(
-            [row["step"] for row in measured],
-            [row["accuracy_heldout"] for row in measured],
-            color="#d95f02",
-            marker="o",
-            label="accuracy on held-out problems",
-        )
-        axes.set_xlabel("training step")
-        axes.set_ylim(-0.02, 1.02)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-        axes.set_title(self.path.name)
+        figure = make_figure(self.path.name, self._sinks.rows, self._success_reward)
         with told_when_unwritable(self.picture):
             figure.savefig(self.picture, dpi=120)
 

@@ -60,18 +60,43 @@ def test_rows_come_in_order_as_plain_values_up_to_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ('{"a": 1}\n{', "line 2: not JSON"),
-        ("[1]", "line 1: a row is a JSON object"),
-        ("", "has no rows"),
+        ("rows.jsonl", b'{"a": 1}\n{', "line 2: not JSON .*; each line holds one whole object"),
+        ("rows.json", b'[\n{"a": 1}\n]', "line 1: not JSON .*; each line holds one whole object"),
+        ("rows.jsonl", b'{"a": 1}\n\n[1]', "line 3: a row is a JSON object"),
+        ("rows.jsonl", b"[" * 100_000, "line 1: not JSON"),
+        ("rows.jsonl", b"", "has no rows"),
+        ("rows.jsonl", b'{"a": "\xe9"}', "is not UTF-8"),
+        ("rows.csv", b"", "has no rows"),
+        ("rows.csv", b"a,b\n", "has no rows"),
+        ("rows.csv", b"a,b\n1,2\n\n3\n", "line 4: 1 values for the 2 fields a, b"),
+        ("rows.csv", b"a,b\n1,2,3\n", "line 2: 3 values for the 2 fields a, b"),
+        ("rows.csv", b"a,a\n1,2\n", "line 1: the first line names the fields"),
+        ("rows.csv", b"a,\n1,2\n", "line 1: the first line names the fields"),
+        ("rows.csv", b'a,b\n1,"2\n', "line 2: not CSV"),
+        ("rows.tsv", b"a\tb\n1,2\n", "line 2: 1 values for the 2 fields a, b"),
     ],
 )
-def test_a_file_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    with pytest.raises(InputError, match=message):
+def test_a_file_that_does_not_fit_is_named(
+    tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text)
+    with pytest.raises(InputError, match=rf"{name}.*{message}"):
         load_rows(str(path), split="train")
+
+
+@pytest.mark.parametrize(("name", "comma"), [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_a_table_gives_rows_of_texts(tmp_path: Path, name: str, comma: str) -> None:
+    path = tmp_path / name
+    long = "é" * 200_000
+    lines = ("question,answer", '"1, or\n""2""?",07', f"{long},", "")
+    path.write_text("\ufeff" + "\r\n".join(lines).replace(",", comma), newline="")
+    assert load_rows(str(path), split="train") == [
+        {"question": f'1{comma} or\n"2"?', "answer": "07"},
+        {"question": long, "answer": ""},
+    ]
 
 
 @pytest.mark.parametrize("left", [0, 3, 200, -1])
@@ -103,8 +128,16 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("gone.jsonl", "gone.parquet"):
         with pytest.raises(InputError, match=rf"there is no data file .*{name}"):
             load_rows(str(tmp_path / name), split="train")
-    with pytest.raises(InputError, match=r"neither a \.jsonl or \.parquet file nor a dataset"):
+    with pytest.raises(InputError, match=r"there is no .*gone \(\.jsonl, .* Hugging Face name\)"):
         load_rows(str(tmp_path / "gone"), split="train")
+    (tmp_path / "rows.txt").write_text("text")
+    with pytest.raises(
+        InputError, match=r"rows\.txt is no kind of file that can be read \(\.jsonl"
+    ):
+        load_rows(str(tmp_path / "rows.txt"), split="train")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"neither a file \(\.jsonl, .*\) nor a dataset"):
+        load_rows(str(tmp_path / "folder"), split="train")
 
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:

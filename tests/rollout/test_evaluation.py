@@ -39,7 +39,7 @@ def group(rewards: list[float | None]) -> Group:
 
 
 def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
-    summary = summarize([group([1.0, 0.5, None]), group([None, 1.5, 2.0])], 3)
+    summary = summarize([group([1.0, 0.5, None]), group([None, 1.5, 2.0])], 3, 1.0)
     assert summary == {
         "accuracy": pytest.approx(3 / 6),
         "reward_mean": pytest.approx(5.0 / 4),
@@ -54,10 +54,20 @@ def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
 
 @pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_k_runs_over_powers_of_two_and_the_number_of_attempts(n: int, ks: list[int]) -> None:
-    summary = summarize([group([0.0] * n)], n)
+    summary = summarize([group([0.0] * n)], n, 1.0)
     assert [key for key in summary if key.startswith("pass")] == [f"pass@{k}" for k in ks]
     assert set(summary.values()) == {0.0}
 
 
 def test_groups_of_which_nothing_came_through_are_wrong() -> None:
-    assert set(summarize([group([None, None])], 2).values()) == {0.0}
+    assert set(summarize([group([None, None])], 2, 1.0).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("success_reward", "accuracy"), [(-5.0, 1.0), (0.0, 0.75), (0.5, 0.5), (1.0, 0.5), (3.0, 0.0)]
+)
+def test_the_threshold_decides_which_attempts_are_right(
+    success_reward: float, accuracy: float
+) -> None:
+    rewards: list[float | None] = [-1.0, 0.2, 0.7 + 0.2 + 0.1, 2.0]  # the third is just below 1
+    assert summarize([group(rewards)], 4, success_reward)["accuracy"] == accuracy

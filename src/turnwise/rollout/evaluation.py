@@ -1,10 +1,12 @@
 """What an evaluation's groups say: accuracy, pass@k and mean@k.
 
-A trajectory is right when its reward is 1 or more; one that was dropped is wrong.
+A trajectory is right when its reward is `eval.success_reward` or more (but for the rounding of a
+sum of weighted parts); one that was dropped is wrong. For rewards that are not 0 or 1, set that key
+to the reward of an answer that counts as solved; `reward_mean` does not depend on it.
 """
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, isclose
 
 from turnwise.rollout.group import Group
 
@@ -30,13 +32,13 @@ def mean_at_k(right: Sequence[bool], k: int) -> float:
     return sum(right[:k]) / k
 
 
-def summarize(groups: Sequence[Group], n: int) -> dict[str, float]:
+def summarize(groups: Sequence[Group], n: int, success_reward: float) -> dict[str, float]:
     """Means over the groups, each of `n` attempts; at least one group.
 
     Returns `accuracy` (of all attempts), `reward_mean` (of those that came through; 0 of none),
     and `pass@k` and `mean@k` for each power of two below `n` and `n` itself.
     """
-    rights = [_right(group, n) for group in groups]
+    rights = [_right(group, n, success_reward) for group in groups]
     rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
     summary = {
         "accuracy": sum(map(sum, rights)) / (n * len(groups)),
@@ -48,11 +50,13 @@ def summarize(groups: Sequence[Group], n: int) -> dict[str, float]:
     return summary
 
 
-def _right(group: Group, n: int) -> list[bool]:
+def _right(group: Group, n: int, success_reward: float) -> list[bool]:
     """Of each attempt by its place in the group."""
     right = [False] * n
     for trajectory in group.trajectories:
-        right[trajectory.sample_index] = (trajectory.reward or 0.0) >= 1.0
+        reward = trajectory.reward or 0.0
+        reached = reward >= success_reward or isclose(reward, success_reward)
+        right[trajectory.sample_index] = reached
     return right
 
 

@@ -81,9 +81,12 @@ class ExactnessReport:
 
     def __str__(self) -> str:
         """Two lines for people, or three when something is wrong."""
+        trained = f"{_percent(self.percent)} of {self.tokens_trained:,} trained tokens"
+        if not self.tokens_trained:
+            trained = "no token was trained"
         lines = [
-            f"exact      {_percent(self.percent)} of {self.tokens_trained:,} trained tokens; "
-            f"{self.tokens_sampled:,} sampled{_counts(', not trained', self.masked)}",
+            f"exact      {trained}; {self.tokens_sampled:,} sampled"
+            f"{_counts(', not trained', self.masked)}",
             f"           {self.turns:,} turns, {self.bridged:,} bridged"
             f"{_counts(', forked', self.forked) or ', none forked'}",
         ]

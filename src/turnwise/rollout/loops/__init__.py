@@ -1,5 +1,6 @@
 """The agent loops that come with turnwise, by name."""
 
+from turnwise.config import LOOP_NAMES
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.environment import load_object
 from turnwise.rollout.loops.agent import HttpAgentLoop
@@ -7,12 +8,13 @@ from turnwise.rollout.loops.interleaved import InterleavedLoop
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.loops.tool_calling import ToolCallingLoop
 
-LOOPS: dict[str, type[AgentLoop]] = {
-    "tool_calling": ToolCallingLoop,
-    "single_turn": SingleTurnLoop,
-    "interleaved": InterleavedLoop,
-    "agent": HttpAgentLoop,
-}
+_TYPES: tuple[type[AgentLoop], ...] = (
+    ToolCallingLoop,
+    SingleTurnLoop,
+    InterleavedLoop,
+    HttpAgentLoop,
+)
+LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 
 
 def load_loop(name: str) -> AgentLoop:
