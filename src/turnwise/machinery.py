@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import importlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
+from turnwise import fork_server
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
@@ -130,6 +130,7 @@ async def open_machinery(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
+    _begin_imports(config)
     with progress.part("loading the tokenizer"):
         runner = await run_in_thread(lambda: _make_runner(config, problems))
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
@@ -165,7 +166,8 @@ async def open_machinery(
             policy = own.result()
         if config.rollout.loop == "agent":
             with progress.part(_SERVER):
-                server = await _start_server(config, manager, port=0)
+                server = (await run_in_thread(_import_server))(config, manager.scheduler, port=0)
+                await server.start()
             runner.server = server
         async with watching_ray(config.ray_address):
             yield Machinery(manager, runner, policy, prepared.result())
@@ -191,27 +193,44 @@ async def open_server(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
+    _begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: _load_tokenizer(config))
     ray_starts = asyncio.to_thread(start_ray, config.ray_address)
     ray_started = asyncio.ensure_future(_part(progress, "starting Ray", ray_starts))
+    importing = asyncio.ensure_future(run_in_thread(_import_server))
+    manager: AsyncLLMServerManager | None = None
+    server: OpenAIServer | None = None
     try:
         gpus = await asyncio.shield(ray_started)
         manager = make_manager(config, _gpu_share(config, gpus, training=False))
-        await _part(progress, _engines(config), manager.start())
-        try:
-            with progress.part(_SERVER):
-                server = await _start_server(config, manager)
-            try:
-                async with watching_ray(config.ray_address):
-                    yield server
-            finally:
-                await server.stop()
-        finally:
-            await manager.shutdown()
+        server = (await importing)(config, manager.scheduler)
+        async with task_group() as starting:
+            starting.create_task(_part(progress, _engines(config), manager.start()))
+            starting.create_task(_part(progress, _SERVER, server.start()))
+        async with watching_ray(config.ray_address):
+            yield server
     finally:
+        importing.cancel()
         await asyncio.wait([ray_started])
+        if server is not None:
+            await server.stop()
+        if manager is not None:
+            await manager.shutdown()
         await asyncio.to_thread(ray.shutdown)
+
+
+def _begin_imports(config: Config) -> None:
+    """Let the process that workers are forked from import what they need."""
+    if config.ray_address is None:
+        fork_server.address()
+
+
+def _import_server() -> "type[OpenAIServer]":
+    """Take the seconds that vLLM's application takes to import."""
+    from turnwise.serving.openai_server import OpenAIServer
+
+    return OpenAIServer
 
 
 def _engines(config: Config) -> str:
@@ -220,15 +239,6 @@ def _engines(config: Config) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-async def _start_server(
-    config: Config, manager: AsyncLLMServerManager, port: int | None = None
-) -> "OpenAIServer":
-    module = await run_in_thread(lambda: importlib.import_module("turnwise.serving.openai_server"))
-    server: OpenAIServer = module.OpenAIServer(config, manager.scheduler, port)
-    await server.start()
-    return server
 
 
 def make_manager(
