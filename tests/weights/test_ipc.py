@@ -1,6 +1,7 @@
 """What only the `ipc` transport does: sockets, shared memory, and who holds which end."""
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ import torch
 
 from tests.weights.links import CPU, IpcLink, receive, some_tensors
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.weights.ipc import IpcReceiver, IpcSender, device_address
+from turnwise.weights import ipc
+from turnwise.weights.ipc import IpcReceiver, IpcSender, device_address, private_address
 from turnwise.weights.stream import Receiver
 
 
@@ -129,3 +131,15 @@ def test_a_buffer_of_another_host_is_refused(link: IpcLink) -> None:
     with pytest.raises(WeightUpdateError, match=r"No such file.* must share a host"):
         receiver._open(message, 0)  # type: ignore[attr-defined]
     receiver.end()
+
+
+def test_sockets_of_trainers_that_were_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "_FOLDER", str(tmp_path))
+    killed, own = tmp_path / "trainer-99999999-0", tmp_path / f"trainer-{os.getpid()}-7"
+    for path in (killed, own):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    assert private_address().startswith(f"ipc://{tmp_path}/trainer-{os.getpid()}-")
+    assert list(tmp_path.iterdir()) == [own]

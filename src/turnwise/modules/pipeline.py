@@ -32,6 +32,7 @@ from turnwise.modules.loop_thread import LoopThread, Work
 from turnwise.modules.model_file import as_overrides
 from turnwise.modules.module import Outputs, VLLMModule
 from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.rollout.rewards import MAX_REWARD
 from turnwise.tasks import task_group
 from turnwise.training import checkpoint
 from turnwise.training.remote import RemotePolicy
@@ -338,10 +339,10 @@ def _rewarded_groups(outputs: Mapping[str, Any]) -> list[Group]:
     if rewards is None:
         return list(groups)
     numbers = [_number(reward) for reward in rewards]
-    if len(numbers) != len(trajectories) or not all(map(math.isfinite, numbers)):
+    if len(numbers) != len(trajectories) or not all(abs(n) <= MAX_REWARD for n in numbers):
         raise InputError(
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
-            f"and are {len(numbers)}: {repr(list(rewards))[:80]}"
+            f"±{MAX_REWARD:g} at most, and are {len(numbers)}: {repr(list(rewards))[:80]}"
         )
     for trajectory, number in zip(trajectories, numbers, strict=True):
         trajectory.reward = number

@@ -16,6 +16,7 @@ on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol
 """
 
 import errno
+import glob
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from turnwise.weights.stream import (
 )
 
 _FOLDER = f"/tmp/turnwise-{os.getuid()}"
+_PRIVATE = "trainer"
 _addresses = itertools.count()
 _LINGER_MS = 1000
 _PING_SECONDS = 1.0
@@ -61,8 +64,16 @@ def device_address(device: torch.device, rank: int = 0) -> str:
 
 
 def private_address() -> str:
-    """An address that no other trainer of this user binds; raises as `device_address` does."""
-    return _address(f"trainer-{os.getpid()}-{next(_addresses)}")
+    """An address that no other trainer of this user binds; raises as `device_address` does.
+
+    Sockets of trainers that were killed are removed on the way.
+    """
+    address = _address(f"{_PRIVATE}-{os.getpid()}-{next(_addresses)}")
+    for path in glob.glob(f"{_FOLDER}/{_PRIVATE}-*"):
+        if not os.path.exists(f"/proc/{path.split('-')[-2]}") and not _answers(path):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+    return address
 
 
 def device_name(device: torch.device) -> str:
