@@ -233,9 +233,11 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
     known, victim = len(manager.losses), manager.engines[0]
     send = trainer.send
 
+    computing = await engine_process(victim)
+
     async def die_and_send(devices: Any) -> None:
-        if psutil.pid_exists(victim.pid):  # type: ignore[attr-defined]
-            os.kill((await engine_process(victim)).pid, signal.SIGKILL)
+        if computing.is_running():
+            computing.kill()
         await send(devices)
 
     trainer.send = die_and_send  # type: ignore[method-assign]
