@@ -1,10 +1,8 @@
 """The commands as a person runs them: in a process of their own, on the real stack."""
 
-import contextlib
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import socket
@@ -15,15 +13,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import psutil
 import pytest
 import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT, SHARED, command_environment, own_environment, python
+from tests.programs import Mark
 from turnwise.cli import _Command, app
 from turnwise.config import Config, dump_config
 from turnwise.trajectory import Trajectory, read_jsonl
@@ -77,11 +74,11 @@ class Lottery:
         return float(sum(trajectory.turns[-1].completion_token_ids) % 2 == 0)
 
 
-def turnwise(*arguments: object) -> subprocess.CompletedProcess[str]:
+def turnwise(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*python(), "-m", "turnwise.cli", *map(str, arguments)],
         cwd=ROOT,
-        env=command_environment(),
+        env=command_environment() | environment,
         capture_output=True,
         text=True,
         timeout=400,
@@ -221,13 +218,13 @@ class Stuck(Lottery):
 def test_sigterm_ends_everything_within_ten_seconds_whatever_user_code_does(
     file: Path, tmp_path: Path
 ) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
-    mark = f"TURNWISE_TEST={uuid4().hex}"
+    shared_memory = our_shared_memory()
+    mark = Mark()
     running = subprocess.Popen(
         # Nothing is shared with this session: all that a person's run starts has to end.
         [*PLAIN, "train", str(file), "environment=tests.test_cli:Stuck", "training.steps=10000"],
         cwd=ROOT,
-        env=own_environment() | dict([mark.split("=")]),
+        env=own_environment() | mark.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -247,18 +244,12 @@ def test_sigterm_ends_everything_within_ten_seconds_whatever_user_code_does(
     assert "the environment's reward (" in errors
     assert "at tests/test_cli.py:" in errors
     assert "Traceback" not in errors
-    assert not still_running(mark)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert mark.left() == []
+    assert our_shared_memory() <= shared_memory
 
 
-def still_running(mark: str) -> list[psutil.Process]:
-    """The processes that have a variable in their environment, after some seconds to end."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                found.append(process)
-    return psutil.wait_procs(found, timeout=5)[1]
+def our_shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("turnwise*")}
 
 
 def test_rollout_writes_what_training_would_sample(file: Path, tmp_path: Path) -> None:
@@ -433,14 +424,11 @@ def test_an_error_that_nobody_expected_is_one_sentence_too(
 def test_bad_input_is_one_sentence_and_leaves_nothing_running(
     file: Path, tmp_path: Path, override: str, message: str
 ) -> None:
-    before = {process.pid for process in psutil.process_iter()}
-    done = turnwise("train", file, override)
+    mark = Mark()
+    done = turnwise("train", file, override, **mark.environment)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     _, *more = done.stderr.strip().splitlines()
     assert not more or (len(more) == 1 and more[0].startswith(f"traceback: {tmp_path}"))
-    ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    left = [p for p in ours if any(word in str(p.info) for word in ("ray", "VLLM"))]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    assert not alive
+    assert mark.left() == []

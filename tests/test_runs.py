@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT, command_environment, python
+from tests.programs import Mark
 from tests.test_cli import TIMES, Lottery, file, metrics_of, turnwise, write_config
-from turnwise import fork_server
 from turnwise.config import Config
 from turnwise.trajectory import read_jsonl
 
@@ -35,13 +34,11 @@ class Running:
     """`turnwise train` in a process of its own, watched line by line."""
 
     def __init__(self, *arguments: object) -> None:
-        self.mark = f"TURNWISE_TEST={uuid4().hex}"
-        name, _, value = self.mark.partition("=")
-        self.before = set(fork_server.forks())
+        self.mark = Mark()
         self.process = subprocess.Popen(
             [*python(), "-m", "turnwise.cli", "train", *map(str, arguments)],
             cwd=ROOT,
-            env={**command_environment(), name: value},
+            env=command_environment() | self.mark.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -55,34 +52,17 @@ class Running:
                 return
         raise AssertionError(f"it ended before it said {text!r}: {self.process.stderr.read()}")
 
-    @property
-    def ours(self) -> list[psutil.Process]:
-        """All that it started: forks, which show the fork server's environment, and others."""
-        found = []
-        forks = set(fork_server.forks()) - self.before
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if process.pid in forks or self.mark.encode() in environment:
-                    found.append(process)
-        return found
-
     def ranks(self) -> list[psutil.Process]:
         """The trainer's processes, in the order in which they began."""
-        found = [p for p in self.ours if "PolicyActor" in " ".join(p.cmdline())]
+        found = [p for p in self.mark.processes() if "PolicyActor" in " ".join(p.cmdline())]
         return sorted(found, key=lambda process: process.create_time())
 
     def kill(self) -> None:
         """As a machine that loses power, as far as a test can."""
-        for process in self.ours:
+        for process in self.mark.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.communicate(timeout=30)
-
-    def left(self) -> list[psutil.Process]:
-        """What still runs of all that it started."""
-        _, alive = psutil.wait_procs(self.ours, timeout=5)
-        return alive
 
 
 REPEATABLE = ("deterministic=true", "training.steps=4", "training.checkpoint_every=1", *SHORT)
@@ -200,7 +180,7 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
         assert running.process.returncode == 2
         assert "the process of policy rank " in stderr
         assert "died" in stderr
-    assert running.left() == []
+    assert running.mark.left() == []
 
 
 def test_trainer_and_engine_take_turns_in_the_same_process(file: Path, tmp_path: Path) -> None:

@@ -7,17 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, command_environment, own_environment, python
 from tests.modules.scenario import TEXTS
-from turnwise import fork_server
+from tests.programs import Mark
 from turnwise.config import Config, dump_config
 from turnwise.training import checkpoint
 
@@ -40,36 +39,19 @@ def seen(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
     )
     (folder / "shared.yaml").write_text("sampling: {n: 2}\nscheduler: {max_num_seqs: 32}")
     (folder / "late.yaml").write_text("scheduler: {max_num_seqs: 64}")
-    before = set(fork_server.forks())
+    mark = Mark()
     done = subprocess.run(
         [*python(), "-m", "tests.modules.scenario"]
         + [str(folder / name) for name in ("config.yaml", "policy.yaml", "seen.json")],
         cwd=ROOT,
-        env=marked(command_environment(), folder),
+        env=command_environment() | mark.environment,
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
     seen: Seen = json.loads((folder / "seen.json").read_text())
-    return {**seen, "left": left_behind(folder, set(fork_server.forks()) - before)}
-
-
-def marked(environment: dict[str, str], folder: Path) -> dict[str, str]:
-    """An environment by which all that a command starts is known, but for shared forks."""
-    return {**environment, "TURNWISE_TEST": str(folder)}
-
-
-def left_behind(folder: Path, forks: Collection[int] = ()) -> list[psutil.Process]:
-    """Processes with that environment, or among the forks, that do not end by themselves."""
-    mark = str(folder)
-    ours = [p for p in psutil.process_iter(["environ"]) if _mark(p) == mark or p.pid in forks]
-    alive: list[psutil.Process] = psutil.wait_procs(ours, timeout=10)[1]
-    return alive
-
-
-def _mark(process: psutil.Process) -> str | None:
-    return (process.info["environ"] or {}).get("TURNWISE_TEST")
+    return {**seen, "left": mark.left(10)}
 
 
 def versions(outputs: Seen) -> set[int]:
@@ -236,6 +218,7 @@ def with_ctrl_c() -> None:
 
 
 def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> None:
+    mark = Mark()
     running = subprocess.Popen(
         [
             *(sys.executable, "-m", "examples.calculator.pipeline", "--steps", "10000"),
@@ -244,7 +227,7 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
             *("rollout.prompts_per_step=2", "sampling.n=2", "sampling.max_tokens=8"),
         ],
         cwd=ROOT,
-        env=marked(own_environment(), tmp_path),
+        env=own_environment() | mark.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -270,4 +253,4 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, errors
     assert "Traceback" not in errors
-    assert left_behind(tmp_path) == []
+    assert mark.left(10) == []

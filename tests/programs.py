@@ -1,0 +1,44 @@
+"""All that a program starts, so that tests can count and end it beside whatever else runs."""
+
+import contextlib
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from turnwise import fork_server
+
+_VARIABLE = "TURNWISE_TEST"
+
+
+class Mark:
+    """Recognises processes by a variable in their environment, which children inherit.
+
+    Forks of the session's fork server show that server's environment; they are recognised as
+    those that were not there when the mark was made.
+    """
+
+    def __init__(self) -> None:
+        self._value = uuid4().hex
+        self._before = set(fork_server.forks())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What to add to the program's environment."""
+        return {_VARIABLE: self._value}
+
+    def processes(self) -> list[psutil.Process]:
+        """All that carry the mark now."""
+        found = []
+        forks = set(fork_server.forks()) - self._before
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if process.pid in forks or self._value.encode() in environment:
+                    found.append(process)
+        return found
+
+    def left(self, seconds: float = 5.0) -> list[psutil.Process]:
+        """Those that do not end by themselves within some seconds."""
+        alive: list[psutil.Process] = psutil.wait_procs(self.processes(), timeout=seconds)[1]
+        return alive
