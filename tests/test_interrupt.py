@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT, command_environment
 
 PROGRAM = """
-import asyncio, contextlib, subprocess, sys, threading, time, typer
+import asyncio, contextlib, subprocess, sys, threading, time
 from turnwise import cli, interrupt, tasks
 from turnwise.tasks import call_user_code, run_abandonable
 
@@ -49,10 +49,7 @@ async def never_ends():
 interrupt.PATIENCE_SECONDS = 3.0
 tasks.GRACE_SECONDS = 0.5
 cli._END_SECONDS = 1.0
-try:
-    cli._run(never_ends)
-except typer.Exit as end:
-    sys.exit(end.exit_code)
+sys.exit(asyncio.run(cli._exit_code(never_ends, None)))
 """
 
 
