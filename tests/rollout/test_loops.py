@@ -370,7 +370,7 @@ def test_a_check_before_the_run_names_the_row(
     [
         ("no_such_module:X", "no_such_module cannot be imported"),
         ("tests.rollout.test_loops:X", "tests.rollout.test_loops has no X"),
-        ("nonsense", "reads package.module:Name"),
+        ("nonsense", "package.module:(Name|Class), not 'nonsense'"),
     ],
 )
 def test_a_plug_in_that_is_not_there_is_named(
