@@ -56,7 +56,7 @@ QUICK_TESTS := tests/benchmarks tests/test_config.py tests/test_display.py tests
   tests/training/test_samples.py tests/training/test_policy.py tests/rollout/test_data.py \
   tests/rollout/test_evaluation.py tests/rollout/test_producer.py tests/rollout/test_tools.py \
   tests/serving/test_manager.py tests/serving/test_scheduler.py tests/serving/test_sessions.py \
-  tests/test_tasks.py
+  tests/test_tasks.py tests/test_interrupt.py tests/test_full_disk.py
 
 quick: setup
 	$(BIN)/python -m pytest -p tests.no_engines $(QUICK_TESTS)
