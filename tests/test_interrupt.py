@@ -64,7 +64,8 @@ def command(how: str, *signals: signal.Signals) -> tuple[int, str]:
         text=True,
     )
     assert running.stdout is not None
-    assert running.stdout.readline() == "begun\n"
+    begun = running.stdout.readline()
+    assert begun == "begun\n", running.communicate(timeout=60)
     below = psutil.Process(running.pid).children(recursive=True)
     assert below
     for number in signals:

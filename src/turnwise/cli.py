@@ -336,8 +336,8 @@ async def _attempt(
 
 
 async def _evaluate(config: Config) -> None:
-    logs.open_logs(config)
     _check_sources(config, config.data.eval_path or config.data.path)
+    logs.open_logs(config)
     console = Console()
     with _display(config, console) as display:
         with display.part(_LOADING):
@@ -363,8 +363,8 @@ async def _evaluate(config: Config) -> None:
 
 
 async def _rollout(config: Config, output: Path | None) -> None:
-    logs.open_logs(config)
     _check_sources(config, config.data.path)
+    logs.open_logs(config)
     console = Console()
     with _display(config, console) as display:
         with display.part(_LOADING):
@@ -384,8 +384,8 @@ async def _rollout(config: Config, output: Path | None) -> None:
 
 
 async def _serve(config: Config) -> None:
-    _check_sources(config)
     listen(config.serving.host, config.serving.port).close()  # before all that is slow
+    _check_sources(config)
     logs.open_logs(config)
     console = Console()
     with _display(config, console) as display:

@@ -6,7 +6,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +86,10 @@ class Silent:
 _SILENT = Silent()
 
 
-async def _part(progress: Progress, name: str, work: Awaitable[_Result]) -> _Result:
-    """Show a part of the start while it is awaited."""
+async def _part(progress: Progress, name: str, work: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Show a part of the start while it lasts."""
     with progress.part(name):
-        return await work
+        return await work()
 
 
 @dataclass(slots=True)
@@ -134,32 +134,34 @@ async def open_machinery(
     with progress.part("loading the tokenizer"):
         runner = await run_in_thread(lambda: _make_runner(config, problems))
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
-    ray_starts = asyncio.to_thread(start_ray, config.ray_address)
-    ray_started = asyncio.ensure_future(_part(progress, "starting Ray", ray_starts))
+    ray_started = asyncio.ensure_future(
+        _part(progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address))
+    )
     rendering = f"rendering {_count(len(problems), 'prompt')}"
-    preparing = run_in_thread(lambda: _prepare(runner, problems))
-    prepared = asyncio.ensure_future(_part(progress, rendering, preparing))
+    prepared = asyncio.ensure_future(
+        _part(progress, rendering, lambda: run_in_thread(lambda: _prepare(runner, problems)))
+    )
     manager: AsyncLLMServerManager | None = None
     server: OpenAIServer | None = None
     policy: RemotePolicy | None = None
     try:
         gpus = await asyncio.shield(ray_started)
         share = _gpu_share(config, gpus, training=folder is not None)
+
+        def start_policy() -> Awaitable[RemotePolicy]:
+            assert folder is not None
+            return RemotePolicy.start(config, folder, num_gpus=share)
+
         if folder is not None and config.training.colocated:
-            training = RemotePolicy.start(config, folder, num_gpus=share)
-            policy = await _part(progress, _TRAINER, training)
+            policy = await _part(progress, _TRAINER, start_policy)
             manager = make_manager(config, share, policy.actors)
         else:
             manager = make_manager(config, share)
         async with task_group() as starting:
-            starting.create_task(_part(progress, _engines(config), manager.start()))
-            models = start_reward_models(config)
-            if count := sum(1 for part in config.rollout.rewards if part.model):
-                models = _part(progress, f"starting {_count(count, 'reward model')}", models)
-            rewards = starting.create_task(models)
+            starting.create_task(_part(progress, _engines(config), manager.start))
+            rewards = starting.create_task(_start_reward_models(config, progress))
             if folder is not None and policy is None:
-                training = RemotePolicy.start(config, folder, num_gpus=share)
-                own = starting.create_task(_part(progress, _TRAINER, training))
+                own = starting.create_task(_part(progress, _TRAINER, start_policy))
             await asyncio.shield(prepared)
         runner.rewards.models = rewards.result()
         if folder is not None and policy is None:
@@ -196,8 +198,9 @@ async def open_server(
     _begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: _load_tokenizer(config))
-    ray_starts = asyncio.to_thread(start_ray, config.ray_address)
-    ray_started = asyncio.ensure_future(_part(progress, "starting Ray", ray_starts))
+    ray_started = asyncio.ensure_future(
+        _part(progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address))
+    )
     importing = asyncio.ensure_future(run_in_thread(_import_server))
     manager: AsyncLLMServerManager | None = None
     server: OpenAIServer | None = None
@@ -206,8 +209,8 @@ async def open_server(
         manager = make_manager(config, _gpu_share(config, gpus, training=False))
         server = (await importing)(config, manager.scheduler)
         async with task_group() as starting:
-            starting.create_task(_part(progress, _engines(config), manager.start()))
-            starting.create_task(_part(progress, _SERVER, server.start()))
+            starting.create_task(_part(progress, _engines(config), manager.start))
+            starting.create_task(_part(progress, _SERVER, server.start))
         async with watching_ray(config.ray_address):
             yield server
     finally:
@@ -231,6 +234,12 @@ def _import_server() -> "type[OpenAIServer]":
     from turnwise.serving.openai_server import OpenAIServer
 
     return OpenAIServer
+
+
+async def _start_reward_models(config: Config, progress: Progress) -> Mapping[str, Any]:
+    count = sum(1 for part in config.rollout.rewards if part.model)
+    with progress.part(f"starting {_count(count, 'reward model')}") if count else nullcontext():
+        return await start_reward_models(config)
 
 
 def _engines(config: Config) -> str:

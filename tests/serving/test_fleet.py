@@ -111,7 +111,7 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
     fleet: tuple[Config, AsyncLLMServerManager],
 ) -> None:
     _, manager = fleet
-    known = len(manager.losses)
+    known, restarts = len(manager.losses), [slot.restarts for slot in manager._slots]
     poison = SamplingConfig(max_tokens=8, logits_processor_args={"poison": True})
     long = SamplingConfig(max_tokens=200, ignore_eos=True)
     honest = [
@@ -129,7 +129,8 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
             await asyncio.sleep(0.1)
     assert 2 <= len(manager.losses) - known <= 3
     assert manager.given_up == {}
-    assert all(slot.restarts <= 0 for slot in manager._slots)
+    for slot, most in zip(manager._slots, restarts, strict=True):
+        assert slot.restarts <= most
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])

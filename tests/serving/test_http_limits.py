@@ -17,10 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk, Route
 from turnwise.engine.simulated import Latency, SimulatedEngine
-from turnwise.errors import InputError
-from turnwise.machinery import open_server
 from turnwise.serving import connections
-from turnwise.serving.address import listen
 from turnwise.serving.connections import Connection
 from turnwise.serving.openai_server import OpenAIServer
 from turnwise.trajectory import ChatTemplate, Trajectory, chat_template
@@ -451,17 +448,6 @@ async def test_a_server_that_listens_everywhere_says_where_others_reach_it(
     async with httpx.AsyncClient() as http:
         root = server.base_url.removesuffix("/v1")
         assert (await http.get(f"{root}/health")).status_code == 200
-
-
-async def test_a_port_in_use_is_told_before_anything_starts(
-    make_config: Callable[..., Config],
-) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        config = make_config(serving={"port": port}, model={"path": "no-such-model"})
-        with pytest.raises(InputError, match=rf"cannot listen on 127\.0\.0\.1:{port} "):
-            async with open_server(config):
-                pass
 
 
 async def test_half_sent_requests_keep_nobody_out_and_end(
