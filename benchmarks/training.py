@@ -66,7 +66,10 @@ class Bare:
 
     def prepare(self, samples: list[Sample]) -> list[tuple[torch.Tensor, ...]]:
         (((share),),) = plan(samples, 1, 1, self.budget, packed=False)
-        batches = [make_micro_batch(s, packed=False, device=CPU) for s in share.micro_batches]
+        batches = [
+            make_micro_batch(s, share.trajectory_tokens, 0, packed=False, device=CPU)
+            for s in share.micro_batches
+        ]
         return [(b.token_ids_BT, b.mask_BT, b.engine_logprobs_N, b.advantages_N) for b in batches]
 
     def step(self, batches: list[tuple[torch.Tensor, ...]]) -> None:

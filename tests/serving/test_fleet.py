@@ -77,10 +77,11 @@ async def test_trajectories_outlive_an_engine_to_the_token(
         for problem in load_training(config)
     ]
     victim = manager.engines[0]
+    pid = (await engine_process(victim)).pid
     busy, before = (w := manager.scheduler.workers[victim.name]), w.tokens
     while busy.tokens < before + 700:
         await asyncio.sleep(0.01)
-    os.kill((await engine_process(victim)).pid, how)
+    os.kill(pid, how)
     async with asyncio.timeout(120):
         finished = await asyncio.gather(*groups)
     trajectories = [t for group in finished for t in group.trajectories]
