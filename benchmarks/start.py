@@ -1,4 +1,4 @@
-"""What starting costs: `python -m benchmarks.start [--quick]`.
+"""Start-up time: `python -m benchmarks.start [--quick]`.
 
 Seconds, of the wall clock and of all processes together, from the command to the first token:
 `turnwise serve` and, beside it, vLLM's own API server of the same model, with the same context,
@@ -49,7 +49,7 @@ class Stamp:
 
 @dataclass
 class Measured:
-    """Of one way, a value a round."""
+    """Start-up times of one command in seconds, one value per round."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -84,7 +84,8 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
             into.wall.append(time.perf_counter() - began)
             into.processor.append(processor_seconds(process.pid))
         finally:
-            below = psutil.Process(process.pid).children(recursive=True) if _runs(process) else []
+            running = process.poll() is None
+            below = psutil.Process(process.pid).children(recursive=True) if running else []
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
@@ -94,12 +95,8 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
             process.wait()
 
 
-def _runs(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is None
-
-
 def processor_seconds(pid: int) -> float:
-    """Of a process and all below it, those that have ended included."""
+    """Processor time of a process and its descendants, ended ones included."""
     total = 0.0
     root = psutil.Process(pid)
     for each in (root, *root.children(recursive=True)):

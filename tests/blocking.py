@@ -4,6 +4,7 @@ A module of its own, because an environment's module is imported once by pytest 
 name in a configuration.
 """
 
+import asyncio
 import threading
 
 _gates = [threading.Event()]
@@ -17,3 +18,10 @@ def new_gate() -> threading.Event:
 
 def gate() -> threading.Event:
     return _gates[-1]
+
+
+async def tick(ticks: list[None]) -> None:
+    """Add to `ticks` every 10 ms for as long as the event loop runs freely."""
+    while True:
+        await asyncio.sleep(0.01)
+        ticks.append(None)

@@ -23,9 +23,9 @@ SHARED = ROOT.parent / "shared"
 
 
 def python() -> list[str]:
-    """What takes the place of `python` in a command: a fork of the session's fork server.
+    """A replacement for `python` in a command: a fork of the session's fork server.
 
-    It saves a program the 5 s of processor time that its imports take. Its children of Ray's and
+    It saves a program the seconds that its imports take. Its children of Ray's and
     vLLM's are forked by the same server (`command_environment`).
     """
     address = fork_server.address()

@@ -11,6 +11,14 @@ from turnwise import fork_server
 _VARIABLE = "TURNWISE_TEST"
 
 
+def forks() -> set[int]:
+    """Process ids of the running forks of this session's fork server."""
+    own = fork_server._own
+    if own is None:
+        return set()
+    return {child.pid for child in psutil.Process(own.pid).children(recursive=True)}
+
+
 class Mark:
     """Recognises processes by a variable in their environment, which children inherit.
 
@@ -20,7 +28,7 @@ class Mark:
 
     def __init__(self) -> None:
         self._value = uuid4().hex
-        self._before = set(fork_server.forks())
+        self._before = forks()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -30,11 +38,11 @@ class Mark:
     def processes(self) -> list[psutil.Process]:
         """All that carry the mark now."""
         found = []
-        forks = set(fork_server.forks()) - self._before
+        new = forks() - self._before
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if process.pid in forks or self._value.encode() in environment:
+                if process.pid in new or self._value.encode() in environment:
                     found.append(process)
         return found
 

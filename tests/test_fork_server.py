@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import python
+from tests.programs import forks
 from turnwise import fork_server
 
 SCRIPT = """
@@ -62,11 +63,11 @@ def test_signals_reach_a_fork_and_it_ends_with_the_one_who_asked(
     ended.send_signal(signal.SIGTERM)
     ended.communicate(timeout=60)
     assert ended.returncode == -signal.SIGTERM
-    before = set(fork_server.forks())
+    before = forks()
     killed = start(python(), script, "wait")
     assert killed.stdout is not None
     killed.stdout.readline()
-    (fork,) = set(fork_server.forks()) - before
+    (fork,) = forks() - before
     killed.kill()
     killed.communicate(timeout=60)
     wait_for_the_end_of(fork)
@@ -85,12 +86,12 @@ def test_all_forks_end_with_their_server(script: Path) -> None:
     process = start(fork_server.command(server.address), script, "wait")
     assert process.stdout is not None
     process.stdout.readline()
-    forks = psutil.Process(server.pid).children()
-    assert len(forks) == 1
+    below = psutil.Process(server.pid).children()
+    assert len(below) == 1
     server.close()
     process.communicate(timeout=30)
     assert process.returncode == 1
-    assert psutil.wait_procs(forks, timeout=10)[1] == []
+    assert psutil.wait_procs(below, timeout=10)[1] == []
 
 
 def wait_for_the_end_of(pid: int) -> None:

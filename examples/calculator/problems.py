@@ -89,7 +89,7 @@ def demonstrations(seed: int) -> Iterator[Row]:
 
 
 def _carelessly(steps: list[Step], rng: random.Random) -> list[Step] | None:
-    """What the teacher does of a problem's steps; None where that leaves the numbers' bounds."""
+    """The teacher's version of a problem's steps; None if a result is out of bounds."""
     forgets = len(steps) == 3 and rng.random() < _FORGETS
     done: list[Step] = []
     value = steps[0][0]

@@ -33,7 +33,7 @@ from .tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How to train; `WarmStart(updates=5)` makes a model that knows nothing, in seconds."""
+    """Training settings; `WarmStart(updates=5)` makes an untrained model within seconds."""
 
     updates: int = 800
     conversations: int = 32

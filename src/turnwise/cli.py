@@ -78,7 +78,7 @@ class _Command:
 
     debug: bool
     folder: Path | None = None
-    """Of the run, once it is known."""
+    """The run folder; None until the configuration is read."""
     _began: float = field(default_factory=time.time)
 
     def of(self, config: Config) -> Config:
@@ -125,7 +125,7 @@ def options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
-    """What goes before a command."""
+    """Options that stand before a command."""
 
 
 @app.command()
@@ -213,7 +213,7 @@ def _run(make: Callable[[], Coroutine[Any, Any, None]], command: _Command) -> No
 
 
 async def _exit_code(make: Callable[[], Coroutine[Any, Any, None]], command: _Command) -> int:
-    """Run a command to its end; tell how it ended, and return its exit code."""
+    """Run a command, report how it ended, and return its exit code."""
     code = _EXIT_FAILED
     try:
         await interruptible(make())

@@ -500,9 +500,9 @@ class AlgorithmConfig(Section):
     advantage: Annotated[Grpo | DrGrpo | Rloo | ReinforcePP | Gae, Field(discriminator="name")] = (
         Grpo()
     )
-    """What a trajectory's reward says of its tokens."""
+    """Estimator of each token's advantage from the rewards."""
     loss: Annotated[PpoClip | Gspo | Cispo | Dpo, Field(discriminator="name")] = PpoClip()
-    """What the trainer minimises."""
+    """Loss that the trainer minimises."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """The batch's loss: the mean over tokens (DAPO), over trajectories of each one's mean (GRPO;
     dpo always), or the sum over trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO).

@@ -33,7 +33,7 @@ class Display:
         self._console = console
         self._success = f"reward ≥ {success_reward:g}"
         self._parts: dict[str, float] = {}
-        """What is being started, and since when."""
+        """Start time of each part that is being started, by its name."""
         self._phase, self._done, self._total = "start", 0, 0
         self._last: dict[str, Any] = {}
         self._accuracy: float | None = None
@@ -112,7 +112,7 @@ class Display:
                 self._print(f"{now - self._started:.0f} s: {self._now(now)}")
 
     def _now(self, now: float) -> str:
-        """What the run is doing, and for how long."""
+        """The current activity and its duration, as text."""
         parts = sorted(list(self._parts.items()), key=lambda part: part[1])
         if parts:
             return ", ".join(f"{name} ({now - began:.0f} s)" for name, began in parts)

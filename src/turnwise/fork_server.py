@@ -1,8 +1,9 @@
 """A process that imports vLLM and torch once, and forks every worker from itself.
 
-Importing them takes 5 s of processor time; a fork takes 30 ms and shares their memory. The server
-starts beside the program that needs it and ends with it, and so does every fork. Ray starts its
-workers through `fork_client`, and an engine's process is forked as well (`share_with_engines`).
+Importing them takes seconds of processor time in each process; a fork shares what was imported.
+The server starts beside the program that needs it and ends with it, and so does every fork. Ray
+starts its workers through `fork_client`, and an engine's process is forked as well
+(`share_with_engines`).
 
     program ── starts ──> fork server ── forks ──> Ray workers, engine processes
        └── starts ──> raylet ── starts ──> fork_client ── asks ──> fork server
@@ -111,17 +112,8 @@ def address() -> str | None:
     return known or (None if _own is None else _own.address)
 
 
-def forks() -> list[int]:
-    """The process ids of what this program's own fork server has forked and runs."""
-    import psutil
-
-    if _own is None:
-        return []
-    return [child.pid for child in psutil.Process(_own.pid).children(recursive=True)]
-
-
 def command(server: str) -> list[str]:
-    """What takes the place of `python` in a command line to have it forked."""
+    """A replacement for `python` in a command line, which forks the program instead."""
     return [sys.executable, "-I", "-S", str(CLIENT), server]
 
 
@@ -224,14 +216,14 @@ def _serve(listener: socket.socket, alive: int) -> Job | None:
                     os.close(descriptor)
                 children[pid] = connection
                 selector.register(connection, selectors.EVENT_READ, pid)
-                _tell(connection, pid)
+                _reply(connection, pid)
             elif key.fileobj is woken:
                 with contextlib.suppress(BlockingIOError):
                     while woken.recv(4096):
                         pass
                 for pid, status in _ended():
                     if (waiting := children.pop(pid, None)) is not None:
-                        _tell(waiting, status)
+                        _reply(waiting, status)
                         selector.unregister(waiting)
                         waiting.close()
             elif key.fileobj == alive:
@@ -266,7 +258,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
         return None
 
 
-def _tell(connection: socket.socket, number: int) -> None:
+def _reply(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % number)
 

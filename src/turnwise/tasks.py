@@ -39,7 +39,8 @@ GRACE_SECONDS = 2.0
 """A cancelled coroutine of user code has this long for its own clean-up."""
 BLOCKED_SECONDS = 10.0
 """A loop of user code that begins nothing for this long is blocked; another takes its place."""
-_STR_SECONDS = 1.0
+STR_SECONDS = 1.0
+"""Deadline of an error's own `__str__`, which is user code."""
 _NAMED = 4
 """Names of calls, at most, in one line."""
 
@@ -213,7 +214,7 @@ async def describe_user_error(error: Exception) -> str:
     try:
         return str(
             await call_user_code(
-                describe_error, error, name=f"the __str__ of {kind}", seconds=_STR_SECONDS
+                describe_error, error, name=f"the __str__ of {kind}", seconds=STR_SECONDS
             )
         )
     except TurnwiseError:

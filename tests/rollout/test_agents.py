@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from examples.calculator.tool import calculate
 from tests import plain_agents
+from tests.blocking import tick
 from turnwise.config import Config
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import InputError
@@ -204,21 +205,14 @@ async def test_a_command_has_what_it_needs_and_no_secrets(
 async def test_a_blocking_agent_stalls_no_run(
     simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
+    ticks: list[None] = []
+    ticking = asyncio.create_task(tick(ticks))
     group = await try_agent(
         "tests.plain_agents:blocking", simulated, make_config, tokenizer, trajectory_timeout=0.5
     )
     ticking.cancel()
     assert group.dropped == {"trajectory_timeout": 2}
-    assert ticks > 10
+    assert len(ticks) > 10
 
 
 @pytest.mark.parametrize(

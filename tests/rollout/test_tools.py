@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.blocking import gate, new_gate
+from tests.blocking import gate, new_gate, tick
 from turnwise import tasks
 from turnwise.errors import InputError, where_in_user_code
 from turnwise.rollout.tools import Toolbox
@@ -232,18 +232,11 @@ async def test_an_async_tool_that_cannot_be_ended_misses_its_deadline_alone(
     monkeypatch.setattr(tasks, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(tasks, "BLOCKED_SECONDS", 0.2)
     box = toolbox(function, shout, timeout=0.1)
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
+    ticks: list[None] = []
+    ticking = asyncio.create_task(tick(ticks))
     assert (await box.call(function.__name__, "{}")).outcome == "timeout"
     ticking.cancel()
-    assert ticks > 1, "the event loop went on"
+    assert len(ticks) > 1, "the event loop went on"
     assert f"the tool {function.__name__}" in stuck_calls()
     patient = toolbox(function, shout, timeout=5)
     assert (await patient.call("shout", '{"text": "hi", "mark": "!"}')).text == "HI!"

@@ -32,13 +32,12 @@ from turnwise.modules.loop_thread import LoopThread, Work
 from turnwise.modules.model_file import as_overrides
 from turnwise.modules.module import Outputs, VLLMModule
 from turnwise.rollout import Group, Problem, Runner, check_failures
-from turnwise.rollout.rewards import MAX_REWARD
 from turnwise.tasks import task_group
 from turnwise.training import checkpoint
 from turnwise.training.remote import RemotePolicy
 from turnwise.training.samples import make_samples
 from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
-from turnwise.trajectory import ExactnessReport
+from turnwise.trajectory import MAX_REWARD, ExactnessReport
 from turnwise.watchdog import Watchdog, waiting
 
 logger = logging.getLogger(__name__)

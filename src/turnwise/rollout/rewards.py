@@ -16,14 +16,12 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
 from turnwise.tasks import call_user_code, describe_user_error, task_group
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import MAX_REWARD, Trajectory
 from turnwise.watchdog import waiting
 
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
-MAX_REWARD = 1e6
-"""Rewards beyond it, either way, are errors: squares and sums of them stay far from overflow."""
 _OWN = "the environment's reward"
 
 

@@ -18,12 +18,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from transformers.utils import get_json_schema
 
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.tasks import call_user_code
+from turnwise.tasks import STR_SECONDS, call_user_code
 
 Outcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _COUNTED = 1_000_000
 """Characters of a result's JSON that are written to count what is left out of it."""
-_STR_SECONDS = 1.0
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -150,7 +149,7 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
 
     try:
         message: tuple[str, int] = await call_user_code(
-            read, name=f"the __str__ of {type(error).__name__}", seconds=_STR_SECONDS
+            read, name=f"the __str__ of {type(error).__name__}", seconds=STR_SECONDS
         )
     except Exception as failure:
         return f"(its message cannot be read: {type(failure).__name__})", 0

@@ -14,7 +14,8 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.serving.middleware import GENERATING, http_error
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.sessions import MAX_REWARD, NAME_PATTERN, Session, SessionStore
+from turnwise.serving.sessions import NAME_PATTERN, Session, SessionStore
+from turnwise.trajectory import MAX_REWARD
 
 
 class _Opening(BaseModel):

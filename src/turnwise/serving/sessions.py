@@ -27,8 +27,6 @@ from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
 Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn as text, and the name and arguments of each call."""
 
-MAX_REWARD = 1e6
-"""Largest reward, of either sign, that a client may give: its square fits any float."""
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 """Names that clients may give to sessions: they stand unquoted in URLs, and no client shortens
 them as it does `..`."""

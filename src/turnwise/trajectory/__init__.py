@@ -5,6 +5,7 @@ from turnwise.trajectory.chat_template import ChatTemplate
 from turnwise.trajectory.exactness import ExactnessReport, audit
 from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
+    MAX_REWARD,
     Branch,
     Message,
     Status,
@@ -15,6 +16,7 @@ from turnwise.trajectory.trajectory import (
 )
 
 __all__ = [
+    "MAX_REWARD",
     "Branch",
     "Bridge",
     "ChatTemplate",

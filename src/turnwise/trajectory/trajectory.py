@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 from turnwise.errors import TrajectoryError, told_when_unwritable
 
+MAX_REWARD = 1e6
+"""Largest reward of either sign: squares and sums of rewards stay far from overflow."""
+
 Message = dict[str, Any]
 Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
