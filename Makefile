@@ -59,7 +59,7 @@ QUICK_TESTS := tests/benchmarks tests/test_config.py tests/test_display.py tests
   tests/test_tasks.py tests/test_interrupt.py tests/test_full_disk.py
 
 quick: setup
-	$(BIN)/python -m pytest -p tests.no_engines $(QUICK_TESTS)
+	$(BIN)/python -m pytest -n 2 -p tests.no_engines $(QUICK_TESTS)
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"

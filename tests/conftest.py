@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from examples.calculator.prepare import prepare
 from examples.calculator.warm_start import WarmStart
+from tests.memory import PeakMemory
 from turnwise import fork_server
 from turnwise.config import Config, parse_config
 from turnwise.trajectory import ChatTemplate
@@ -20,6 +21,23 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+PEAK = pytest.StashKey[PeakMemory]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist is counted by its parent
+        config.stash[PEAK] = PeakMemory()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    memory = config.stash[PEAK]
+    memory.close()
+    terminalreporter.write_line(
+        f"peak memory of this session: {memory.peak / 2**30:.1f} GiB "
+        f"in {memory.processes} processes"
+    )
 
 
 def python() -> list[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
+import torch
 
 from tests.conftest import python
 from tests.programs import forks
@@ -92,6 +94,35 @@ def test_all_forks_end_with_their_server(script: Path) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 1
     assert psutil.wait_procs(below, timeout=10)[1] == []
+
+
+def test_ray_starts_what_is_used_and_workers_without_importing_it_first(ray_started: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def parent(self) -> int:
+            return psutil.Process(psutil.Process().ppid()).pid
+
+    assert ray.get(Actor.remote().parent.remote()) == fork_server._own.pid  # type: ignore[union-attr]
+    below = psutil.Process().children(recursive=True)
+    commands = [" ".join(process.cmdline()) for process in below]
+    assert any("gcs_server" in command for command in commands)
+    for helper in ("dashboard.py", "monitor.py", "setup_worker.py"):
+        assert not any(helper in command for command in commands), commands
+
+
+def test_an_engine_compiles_nothing_for_its_first_request() -> None:
+    from vllm.model_executor.layers import vocab_parallel_embedding
+    from vllm.v1.sample import sampler
+
+    from turnwise.engine import vllm_names  # noqa: F401
+
+    for function in (
+        sampler.batched_count_greater_than,
+        vocab_parallel_embedding.get_masked_input_and_mask,
+    ):
+        assert not hasattr(function, "_torchdynamo_orig_callable")
+    counts = sampler.batched_count_greater_than(torch.eye(3), torch.full((3, 1), 0.5))
+    assert counts.tolist() == [1, 1, 1]
 
 
 def wait_for_the_end_of(pid: int) -> None:

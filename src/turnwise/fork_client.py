@@ -4,6 +4,9 @@ The fork comes from the `fork_server` that listens at SOCKET and gets this proce
 working directory, environment and standard streams. This process stays in its place: it passes
 signals on, and exits as the fork does. Where no server listens it becomes `python ARGUMENT...`.
 Imports little, so that it starts in hundredths of a second.
+
+Ray starts its workers by it too, in place of its own `setup_worker.py`, with the runtime
+environment among the arguments; the socket is then the environment's TURNWISE_FORK_SERVER.
 """
 
 import json
@@ -13,9 +16,16 @@ import socket
 import sys
 from array import array
 
+_FROM_RAY = "--language=PYTHON"
+_CONTEXT = "--serialized-runtime-env-context="
+
 
 def main() -> None:
-    path, arguments = sys.argv[1], sys.argv[2:]
+    if _FROM_RAY in sys.argv:
+        arguments = _set_up_for_ray(sys.argv[1:])
+        path = os.environ.get("TURNWISE_FORK_SERVER", "")
+    else:
+        path, arguments = sys.argv[1], sys.argv[2:]
     request = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
     body = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -38,6 +48,17 @@ def main() -> None:
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _set_up_for_ray(arguments: list[str]) -> list[str]:
+    """Set the environment that Ray asks for; returns the worker's own arguments."""
+    own = []
+    for argument in arguments:
+        if argument.startswith(_CONTEXT):
+            os.environ.update(json.loads(argument.removeprefix(_CONTEXT)).get("env_vars", {}))
+        elif argument != _FROM_RAY:
+            own.append(argument)
+    return own
 
 
 if __name__ == "__main__":

@@ -294,6 +294,8 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     first, *arguments = request["arguments"]
     if first == _FORKSERVER:
         listener, alive = rest
+        # An engine that ends collects all garbage, which would copy all that it shares with others.
+        setattr(gc, "unfreeze", lambda: None)  # noqa: B010
         multiprocessing.forkserver.main(listener, alive, [])
     elif first == "-c":
         sys.argv = ["-c", *arguments[1:]]
