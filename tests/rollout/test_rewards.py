@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import RayError
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 from transformers import LlamaForSequenceClassification as Classifier
 
@@ -245,6 +247,16 @@ def test_batches_are_bounded_and_lose_nothing(max_tokens: int) -> None:
         assert len(made) == 1
 
 
+async def kill(model: Any) -> None:
+    """Kill a reward model's actor, and wait until it is gone."""
+    actor = model._actor
+    model.kill()
+    with suppress(RayError):
+        async with asyncio.timeout(30):
+            while await actor.__ray_ready__.remote():
+                await asyncio.sleep(0.01)
+
+
 async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_trajectory(
     ray_started: None,
     make_model: Callable[..., Any],
@@ -269,13 +281,13 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     trajectories[0].messages = []
     with pytest.raises(TrajectoryError, match="gave no reward: the trajectory has no messages"):
         await rewards.judge(Desk({"reward": 1}), trajectories[0], {})
-    models[other].kill()
+    await kill(models[other])
     scores = await asyncio.gather(*(models[other].score(t.messages) for t in trajectories[1:]))
     assert scores == pytest.approx([t.reward_parts[other] for t in trajectories[1:]])
     (line,) = (text for text in caplog.messages if "it is back after" in text)
     assert f"the process of the reward model {other} died; it is back after" in line
     models[other]._restarts = config.serving.max_restarts
-    models[other].kill()
+    await kill(models[other])
     with pytest.raises(TrajectoryError, match=f"{other} gave no reward: the process of") as error:
         await rewards.judge(Desk({"reward": 1}), trajectories[1], {})
     assert error.value.reason == "reward_error"
