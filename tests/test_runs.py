@@ -183,8 +183,21 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     assert running.mark.left() == []
 
 
-def test_trainer_and_engine_take_turns_in_the_same_process(file: Path, tmp_path: Path) -> None:
-    done = turnwise("train", file, "training.colocated=true", "name=together", *SHORT)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_trainer_and_engine_take_turns_in_the_same_processes(
+    file: Path, tmp_path: Path, shards: int
+) -> None:
+    """AUDIT C6: an engine of two shards spans both ranks of its trainer."""
+    sizes = (f"training.ranks={shards}", f"engine.tensor_parallel_size={shards}")
+    done = turnwise(
+        "train",
+        file,
+        "training.colocated=true",
+        "training.threads=1",
+        "name=together",
+        *sizes,
+        *SHORT,
+    )
     assert done.returncode == 0, done.stderr
     rows = metrics_of(tmp_path / "runs" / "together")
     assert [row["weight_version"] for row in rows] == [1, 2]

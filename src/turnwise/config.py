@@ -256,6 +256,9 @@ class RolloutConfig(Section):
     template makes of them, in a new branch wherever that is another text."""
     max_turns: PositiveInt = 8
     """Calls of the engine that one trajectory may make."""
+    max_response_tokens: PositiveInt | None = None
+    """Tokens of one trajectory after its first prompt, those of tools included: what is left of
+    them bounds each turn, beside sampling.max_tokens. Agents over HTTP are not bound by it."""
     trajectory_timeout: PositiveFloat = 300.0
     """Seconds for one trajectory, its tools and its reward included."""
     max_failed_fraction: Fraction = 0.5
@@ -297,6 +300,10 @@ class EvalConfig(Section):
 
 
 class EngineConfig(Section):
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share each layer of one engine's model. On a CPU each is one process."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Groups of such devices, each with some of the layers; on GPUs only, where it never ran."""
     kv_cache_gib: PositiveFloat | None = None
     """Memory for the KV cache in GiB; unset: 0.5 on a CPU, vLLM's own choice on a GPU."""
     max_num_seqs: PositiveInt = 256
@@ -315,6 +322,11 @@ class EngineConfig(Section):
     """Seconds for one call of the engine to answer."""
     extra: dict[str, Any] = {}
     """More arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
+
+    @property
+    def devices(self) -> int:
+        """Devices, and processes that compute, of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ServingConfig(Section):
@@ -340,6 +352,8 @@ class ServingConfig(Section):
     """Port of `turnwise serve`; 0 takes a free one, as the servers of agents and workers do."""
     resources: dict[str, float] = {}
     """Ray resources that each worker asks for, beside its GPU."""
+    spread: bool = False
+    """Each device of an engine is an actor of its own, so that one engine may span nodes."""
     worker_servers: bool = False
     """Each worker serves its own engine too, on a free port of `host`."""
     api_key: str | None = None
@@ -547,7 +561,8 @@ class TrainingConfig(Section):
     ranks: PositiveInt = 1
     """Processes that train together, the model sharded over them."""
     colocated: bool = False
-    """Engines live in the trainer's processes and take turns with it: one worker for each rank."""
+    """Engines live in the trainer's processes and take turns with it: serving.workers times
+    engine.tensor_parallel_size must be training.ranks."""
     resources: dict[str, float] = {}
     """Ray resources that each rank asks for, beside its GPU."""
     activation_checkpointing: bool = False
@@ -638,10 +653,21 @@ class Config(Section):
             )
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
-        if self.training.colocated and self.serving.workers != self.training.ranks:
+        for key in EngineConfig.model_fields.keys() & self.engine.extra.keys():
+            raise ValueError(f"engine.extra.{key} has a key of its own: engine.{key}")
+        if self.engine.pipeline_parallel_size > 1 and (
+            self.training.colocated or self.serving.spread
+        ):
             raise ValueError(
-                f"training.colocated needs a worker for each rank: serving.workers is "
-                f"{self.serving.workers}, training.ranks {self.training.ranks}"
+                "engine.pipeline_parallel_size wants engines in processes of their own: set it to "
+                "1, or training.colocated and serving.spread to false"
+            )
+        size, ranks = self.engine.tensor_parallel_size, self.training.ranks
+        if self.training.colocated and self.serving.workers * size != ranks:
+            raise ValueError(
+                f"training.colocated needs a rank for each device of an engine: serving.workers "
+                f"{self.serving.workers} * engine.tensor_parallel_size {size} is not "
+                f"training.ranks {ranks}"
             )
         return self
 

@@ -253,10 +253,11 @@ def _count(number: int, what: str) -> str:
 def make_manager(
     config: Config, gpu_share: float, hosts: Mapping[str, Any] | None = None
 ) -> AsyncLLMServerManager:
-    """The fleet of `serving.workers` workers, each on `gpu_share` of a GPU; not yet started.
+    """The fleet of `serving.workers` workers, each device on `gpu_share` of a GPU; not yet started.
 
     Args:
-        hosts: Handles of `WorkerHost`s, by name, in which the workers' models live, one each.
+        hosts: Handles of `WorkerHost`s, by name, in which the workers' models live: one for each
+            device of an engine.
     """
     return AsyncLLMServerManager(
         WorkerStarter(config, gpu_share, hosts),
@@ -267,9 +268,9 @@ def make_manager(
 
 
 def _gpu_share(config: Config, gpus: float, training: bool) -> float:
-    """A GPU for each worker and each rank of the trainer; where there are fewer, or they live
-    in the same processes, they share."""
-    takers = config.serving.workers
+    """Of a GPU, for each device of an engine and each rank of the trainer: one; less where there
+    are fewer GPUs, or both live in the same processes."""
+    takers = config.serving.workers * config.engine.devices
     if training and not config.training.colocated:
         takers += config.training.ranks
     return min(1.0, gpus / takers)

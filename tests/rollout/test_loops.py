@@ -380,3 +380,19 @@ def test_a_plug_in_that_is_not_there_is_named(
         Runner(make_config(environment=environment), tokenizer)
     with pytest.raises(InputError, match=rf"rollout\.loop.*{message}"):
         Runner(make_config(rollout={"loop": environment}), tokenizer)
+
+
+async def test_a_response_budget_shrinks_over_the_rounds(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    """AUDIT C34: each turn gets what the turns and results before it have left."""
+    said = [call("double", x=4) + END, call("double", x=8) + END, "never said" * 20 + END]
+    group = await attempt(said, max_response_tokens=100)
+    (trajectory,) = group.trajectories
+    (branch,) = trajectory.branches()
+    first = len(trajectory.turns[0].added_token_ids)
+    assert len(branch.token_ids) - first <= 100
+    assert [len(t.completion_token_ids) for t in trajectory.turns[:-1]] == [
+        len(template.encode(turn)) for turn in said[: len(trajectory.turns) - 1]
+    ]
+    assert trajectory.status in ("length", "context_full")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 import torch
@@ -45,11 +46,34 @@ async def test_a_batch_comes_back_row_by_row_and_aligned(engine: RemoteWorker) -
         assert count <= (12 if index == 2 else 16)
 
 
-async def test_greedy_repeats_itself_and_rows_come_as_they_are_ready(engine: RemoteWorker) -> None:
+async def test_greedy_repeats_itself(engine: RemoteWorker) -> None:
     first = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
     second = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
     for index in range(3):
         assert torch.equal(first[index]["output_ids"], second[index]["output_ids"])
+
+
+async def test_rows_come_in_the_order_in_which_they_are_ready(engine: RemoteWorker) -> None:
+    """AUDIT B15: a row that needs few tokens overtakes the one before it."""
+    lengths = torch.tensor([6, 500, 511])
+    rows = torch.randint(5, 400, (3, 511))
+    data = {"input_ids": rows, "input_lengths": lengths}  # room for 16 tokens, 12, and 1
+    for _ in range(3):
+        stream = engine.actor.generate_async.remote(data)
+        order = [(await reply)[0] async for reply in stream]
+        assert order[0] == 2
+        assert sorted(order) == [0, 1, 2]
+
+
+async def test_a_row_that_fails_spoils_no_other(engine: RemoteWorker) -> None:
+    """AUDIT B20."""
+    data = batch()
+    data["input_ids"][1, 0] = 10**6  # no such token
+    replies = [reply async for reply in engine.actor.generate_async.remote(data)]
+    rows = [await reply for reply in replies[:2]]
+    assert sorted(index for index, _ in rows) == [0, 2]
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"1 of 3 rows failed; row 1: .*refused"):
+        await replies[2]
 
 
 async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
@@ -57,6 +81,22 @@ async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
     outputs = await collected(engine.actor.generate_async.remote(data))
     assert bool(outputs[0]["truncated"]) is True
     assert int(outputs[0]["generation_lengths"]) == 0
+
+
+async def test_each_row_of_ids_has_its_own_stop_strings(
+    engine: RemoteWorker, template: ChatTemplate
+) -> None:
+    """AUDIT B18."""
+    prompt = [5, 6, 7, 8]
+    data = {"input_ids": torch.tensor([prompt] * 2), "input_lengths": torch.tensor([4, 4])}
+    whole = (await collected(engine.actor.generate_async.remote(data, greedy=True)))[0]
+    count = int(whole["generation_lengths"])
+    text = template.decode(whole["output_ids"][0, 4 : 4 + count].tolist())
+    stops = {"stop_strings": [None, [text[2:4]]]}
+    outputs = await collected(engine.actor.generate_async.remote(data | stops, greedy=True))
+    assert int(outputs[0]["generation_lengths"]) == count
+    assert int(outputs[1]["generation_lengths"]) < count
+    assert bool(outputs[1]["truncated"]) is False
 
 
 async def test_each_row_has_its_own_stop_strings(
@@ -85,7 +125,8 @@ async def test_tensors_that_do_not_fit_are_refused(engine: RemoteWorker) -> None
 
 
 async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
-    assert str(engine.pid) in await engine.actor.report_device_id_async.remote()
+    (device,) = await engine.actor.report_device_id_async.remote()
+    assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
     await engine.actor.reset_prefix_cache_async.remote()
     await engine.actor.sleep_async.remote()

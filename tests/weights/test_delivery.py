@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.weights.links import free_port
 from tests.weights.ranks import Ranks
 from tests.weights.trainer import PROMPT, Model
 from turnwise.config import SamplingConfig
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.weights.canary import check_canary
+from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.delivery import Delivery
+from turnwise.weights.ipc import IpcSender
 from turnwise.weights.outlet import make_outlet
 from turnwise.weights.shm import ShmSender
 
@@ -113,3 +117,38 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
     completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
     assert set(completion.weight_versions) == {0}
     outlet.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_refit_by_the_actors_methods_alone(
+    ready: RemoteWorker, model_path: str, transport: str
+) -> None:
+    """AUDIT B14, B23 to B25: the calls of a trainer that knows the worker's names only."""
+    actor, model = ready.actor, Model(model_path)
+    info = {name: (tensor.shape, tensor.dtype) for name, tensor in model.tensors}
+    await actor.prepare_refit_info_async.remote(info)
+    if transport == "ipc":
+        sender: IpcSender | CollectiveSender = IpcSender(model.tensors)
+        update = actor.update_weights_via_ipc_zmq_async
+    else:
+        port = free_port()
+        making = asyncio.to_thread(
+            CollectiveSender, model.tensors, ip="127.0.0.1", port=port, world_size=2
+        )
+        joining = actor.init_collective_async.remote(0, "127.0.0.1", port, 2, 1)
+        sender, _ = await asyncio.gather(making, joining)
+        update = actor.update_weights_from_collective_async
+    for version in (1, 2):
+        model.perturb(0.05)
+        loading = update.remote()
+        await asyncio.to_thread(sender.send, version, model.tensors)
+        assert await loading is True
+        data = {"input_ids": torch.tensor([PROMPT]), "input_lengths": torch.tensor([len(PROMPT)])}
+        ((_, output),) = [await reply async for reply in actor.generate_async.remote(data)]
+        end = int(output["unpadded_sequence_lengths"])
+        ids, start = output["output_ids"][0, :end].tolist(), len(PROMPT)
+        assert output["logprobs"][0, start:end].tolist() == pytest.approx(
+            model.logprobs(ids, start), abs=1e-4
+        )
+        assert set(output["weight_versions"][0, start:end].tolist()) == {version}
+    sender.close()

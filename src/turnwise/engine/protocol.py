@@ -163,9 +163,9 @@ class Engine(Generator, Protocol):
         ...
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
     ) -> None:
-        """Say which tensors every update must bring: shape and torch's type name, by name."""
+        """Say which tensors every update must bring: shape and torch type, or its name, by name."""
         ...
 
     async def init_collective(

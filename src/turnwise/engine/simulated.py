@@ -270,7 +270,7 @@ class SimulatedEngine:
         await self.resume()
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
     ) -> None:
         pass
 

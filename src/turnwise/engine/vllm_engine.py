@@ -12,7 +12,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -39,6 +38,9 @@ from turnwise.errors import (
 )
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
+_UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
+_FORKED_EXECUTOR = "turnwise.engine.forked_executor.ForkedExecutor"
 _CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 _STREAMED = ("ipc", "collective")
@@ -226,11 +228,11 @@ class VllmEngine:
         async with self._deadline("waking up", self._timeout):
             await self._llm.wake_up(list(tags) if tags else None)
 
-    def device_id(self) -> str:
-        """The GPU's UUID; on a CPU, the host's name and this process's id."""
-        if self._vllm.current_platform.is_cuda():
-            return str(self._vllm.current_platform.get_device_uuid(0))
-        return f"{socket.gethostname()}-{os.getpid()}"
+    async def device_ids(self) -> list[str]:
+        """Where each shard computes: its GPU's UUID; on a CPU, the host's name and its process's
+        id."""
+        async with self._deadline("telling its devices", self._timeout):
+            return [reply["device"] for reply in await self._ask("report_device_id")]
 
     async def check_update(self, manifest: dict[str, Any]) -> list[str]:
         async with self._deadline(f"checking weight update {manifest['version']}", self._timeout):
@@ -250,10 +252,14 @@ class VllmEngine:
         return version
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
     ) -> None:
+        plain = {
+            name: (tuple(shape), str(dtype).removeprefix("torch."))
+            for name, (shape, dtype) in state_dict_info.items()
+        }
         async with self._deadline("preparing for weight updates", self._timeout):
-            await self._ask("expect_tensors", dict(state_dict_info))
+            await self._ask("expect_tensors", plain)
 
     async def init_collective(
         self,
@@ -372,12 +378,18 @@ class VllmEngine:
 def engine_arguments(
     model: ModelConfig, engine: EngineConfig, deterministic: bool
 ) -> dict[str, Any]:
-    """The arguments of vLLM's AsyncEngineArgs that a configuration asks for."""
+    """The arguments of vLLM's AsyncEngineArgs that a configuration asks for.
+
+    Raises:
+        InputError: when vLLM has no such engine on this machine.
+    """
     vllm = importlib.import_module("turnwise.engine.vllm_names")
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
         "max_model_len": model.max_length,
         "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
@@ -390,11 +402,18 @@ def engine_arguments(
     if engine.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
     if vllm.current_platform.is_cpu():
+        if engine.pipeline_parallel_size > 1:
+            raise InputError(
+                "engine.pipeline_parallel_size: vLLM shares an engine's layers among GPUs only; "
+                "on a CPU set it to 1 and raise engine.tensor_parallel_size"
+            )
         arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
         arguments |= {
             "block_size": _CPU_BLOCK_SIZE,
             "enforce_eager": True,
-            "distributed_executor_backend": vllm.UNIPROC_EXECUTOR,
+            "distributed_executor_backend": (
+                _UNIPROC_EXECUTOR if engine.devices == 1 else _FORKED_EXECUTOR
+            ),
         }
     elif vllm.current_platform.is_cuda():
         arguments["enable_sleep_mode"] = True

@@ -37,7 +37,9 @@ from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_op
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample import sampler
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -45,8 +47,6 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 if _collecting:
     gc.enable()
 
-UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
 
 PRELOAD_MODULES = (
     "vllm.v1.engine.core",
@@ -76,8 +76,9 @@ if current_platform.is_cpu():
 
 
 def use_process_context(context: Any) -> None:
-    """Make vLLM start its engine processes from this multiprocessing context."""
-    engine_utils.get_mp_context = lambda: context
+    """Make vLLM start its processes, of engines and of their shards, from this multiprocessing
+    context."""
+    engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
 async def pause(llm: Any, mode: str, clear_cache: bool = True) -> None:
@@ -98,13 +99,13 @@ def weight_versions_so_far(llm: Any, request_id: str) -> list[WeightVersionSpan]
 
 __all__ = [
     "PRELOAD_MODULES",
-    "UNIPROC_EXECUTOR",
     "AsyncEngineArgs",
     "AsyncLLM",
     "ChatCompletionRequest",
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
+    "MultiprocExecutor",
     "ParallelLMHead",
     "RequestOutputKind",
     "SamplingParams",

@@ -14,6 +14,7 @@ from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
+from turnwise.rollout.prompts import Prompts
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.sessions import SessionStore
 from turnwise.serving.template import off_loop
@@ -59,6 +60,8 @@ class RolloutContext:
     """Where the run is deterministic: the seed that each turn's own is derived from."""
     errors: ErrorLog | None = None
     """Where the first error of each kind is written."""
+    prompts: Prompts | None = None
+    """First prompts that were rendered before."""
     fork_reason: str | None = None
     """Why the prompt made last does not continue the turn before it."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -77,7 +80,9 @@ class RolloutContext:
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
         """The ids of a conversation that begins here."""
-        return await off_loop(messages, lambda: self.template.render(messages, tools=tools))
+        prompts = self.prompts
+        render = self.template.render if prompts is None else prompts.render
+        return await off_loop(messages, lambda: render(messages, tools=tools))
 
     async def next_prompt(
         self,
@@ -138,13 +143,18 @@ class RolloutContext:
     async def sample(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = ()
     ) -> Completion | None:
-        """One turn: sample a completion and record it; None when the context has no room.
+        """One turn: sample a completion and record it; None when the context, or what
+        `rollout.max_response_tokens` allows, has no room.
 
         Raises:
             TrajectoryError: when the engine aborted the request.
         """
-        turn = len(self.trajectory.turns)
+        turns = self.trajectory.turns
+        turn = len(turns)
         room = self.max_length - len(prompt_token_ids)
+        if (budget := self.rollout.max_response_tokens) is not None:
+            first = len(turns[0].added_token_ids) if turns else len(prompt_token_ids)
+            room = min(room, first + budget - len(prompt_token_ids))
         if room <= 0:
             self.trajectory.status = "context_full"
             return None

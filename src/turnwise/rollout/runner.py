@@ -35,6 +35,7 @@ from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.group import Group
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.problems import Problem
+from turnwise.rollout.prompts import Prompts
 from turnwise.rollout.rewards import Rewards
 from turnwise.rollout.tools import Toolbox
 from turnwise.serving.template import load_template
@@ -66,6 +67,7 @@ class Runner:
         self._environment_name = f"the environment {config.environment}"
         self.template = load_template(config, tokenizer)
         """The model's chat template; its `tokenizer` is the model's."""
+        self._prompts = Prompts(self.template)
         self._loop = load_loop(config.rollout.loop)
         self._tokenizer = tokenizer
         self.rewards = Rewards(config.rollout.rewards)
@@ -118,7 +120,7 @@ class Runner:
             seconds=self._config.rollout.trajectory_timeout,
         )
         try:
-            length = len(self.template.render(opened.problem, tools=toolbox.schemas))
+            length = len(self._prompts.render(opened.problem, toolbox.schemas))
         except Exception as error:  # a template may raise anything
             raise InputError(
                 f"{problem.id}: the chat template refuses the environment's problem: "
@@ -237,6 +239,7 @@ class Runner:
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
             errors=self._errors,
             seconds=group.seconds,
+            prompts=self._prompts,
         )
         await self._play(opened.environment, context)
         with context.timed("reward"):

@@ -1,4 +1,4 @@
-"""Engines whose vLLM workers live inside existing Ray actors, such as those that train.
+"""Engines whose vLLM workers live inside Ray actors: those that train, or others on many nodes.
 
 Scheduling stays in the engine's own process; what computes is a vLLM worker in each actor, one
 per tensor-parallel rank. The weights of a trainer in the same actor reach it through
@@ -6,15 +6,18 @@ per tensor-parallel rank. The weights of a trainer in the same actor reach it th
 see one GPU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.errors import InputError
+from turnwise.serving.worker_host import WorkerHost
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 EXECUTOR = "turnwise.serving.executor.ColocatedExecutor"
@@ -65,10 +68,39 @@ def on_actors(
     arguments = {
         "distributed_executor_backend": EXECUTOR,
         "additional_config": placement,
-        "tensor_parallel_size": len(actors),
         "disable_custom_all_reduce": True,  # it needs to see the other actors' GPUs
     }
-    return engine.model_copy(update={"extra": engine.extra | arguments})
+    return engine.model_copy(
+        update={"extra": engine.extra | arguments, "tensor_parallel_size": len(actors)}
+    )
+
+
+@ray.remote(num_cpus=0)
+class _Shard(WorkerHost):
+    """An actor that does nothing but host a worker."""
+
+
+def on_bundles(engine: EngineConfig, bundle_indices: Sequence[int], name: str) -> EngineConfig:
+    """The same engine with its vLLM workers in new actors, one in each of these bundles of the
+    calling actor's placement group, so that they may be on several nodes. They end with the caller.
+
+    Raises:
+        InputError: when the bundles are not as many as the engine's devices.
+    """
+    if len(bundle_indices) != engine.devices:
+        raise InputError(
+            f"{name} got {len(bundle_indices)} bundles for {engine.devices} devices "
+            "(engine.tensor_parallel_size)"
+        )
+    group = ray.util.get_current_placement_group()
+    gpus = group.bundle_specs[bundle_indices[0]].get("GPU", 0)
+    shards = {
+        f"{name}, shard {rank}": _Shard.options(  # type: ignore[attr-defined]
+            num_gpus=gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
+        ).remote()
+        for rank, index in enumerate(bundle_indices)
+    }
+    return on_actors(engine, shards)
 
 
 def colocated_engine(

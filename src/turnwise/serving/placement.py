@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import ray
@@ -30,13 +31,19 @@ class WorkerStarter:
     """Starts the worker of a name in its bundle; a successor gets its predecessor's.
 
     Args:
-        gpus: Of each worker, as Ray counts them; a part of 1 is that share of one GPU's memory.
-        hosts: Handles of `WorkerHost`s, by name: worker N computes in the Nth of them.
+        gpus: Of each of an engine's devices, as Ray counts them; a part of 1 is that share of one
+            GPU's memory.
+        hosts: Handles of `WorkerHost`s, by name: each worker computes in the next
+            `engine.tensor_parallel_size` of them.
     """
 
     def __init__(self, config: Config, gpus: float, hosts: Mapping[str, Any] | None = None) -> None:
         self._config = config
-        self._gpus = 0 if hosts else gpus
+        self._share = 0 if hosts else gpus
+        size = config.engine.devices
+        self._bundles = size if config.serving.spread and not hosts else 1
+        """Of one worker: one for all of its devices, or one for each."""
+        self._gpus = self._share * size / self._bundles
         self._hosts = hosts
         self._group: Any = None
         self._making = asyncio.Lock()
@@ -56,7 +63,7 @@ class WorkerStarter:
             if self._group is None:
                 serving = self._config.serving
                 self._group = await reserve(
-                    serving.workers,
+                    serving.workers * self._bundles,
                     self._gpus,
                     serving.resources,
                     "workers",
@@ -65,21 +72,25 @@ class WorkerStarter:
                 )
         index = int(name.rpartition("-")[2])
         await self._wait_for_place(name, index)
-        config, gpus = self._config, self._gpus
+        config = self._config
         seed = config.seed + index + self._lives[index] * config.serving.workers
         self._lives[index] += 1
         if self._hosts is not None:
-            host = list(self._hosts)[index]
-            seconds = config.training.step_timeout  # the host may be training
-            engine = on_actors(config.engine, {host: self._hosts[host]}, seconds)
+            size = config.engine.tensor_parallel_size
+            own = dict(islice(self._hosts.items(), index * size, (index + 1) * size))
+            seconds = config.training.step_timeout  # the hosts may be training
+            engine = on_actors(config.engine, own, seconds)
             config = config.model_copy(update={"engine": engine})
+        bundles = range(index * self._bundles, (index + 1) * self._bundles)
+        spread = len(bundles) > 1
         return await RemoteWorker.start(
             config,
             name=name,
-            num_gpus=gpus,
-            fraction_of_gpus=gpus if 0 < gpus < 1 else 1.0,
+            num_gpus=0 if spread else self._gpus,
+            fraction_of_gpus=self._share if 0 < self._share < 1 else 1.0,
             seed=seed % _SEEDS,
-            placement=PlacementGroupSchedulingStrategy(self._group, index),
+            placement=PlacementGroupSchedulingStrategy(self._group, bundles[0]),
+            bundle_indices=bundles if spread else None,
         )
 
     async def _wait_for_place(self, name: str, index: int) -> None:
@@ -100,5 +111,7 @@ class WorkerStarter:
             ) from None
 
     def _has_place(self, index: int) -> bool:
-        node = placement_group_table(self._group)["bundles_to_node_id"].get(index)
-        return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        own = range(index * self._bundles, (index + 1) * self._bundles)
+        return all(nodes.get(bundle) in alive for bundle in own)

@@ -71,12 +71,14 @@ class RemoteWorker:
         fraction_of_gpus: float = 1.0,
         seed: int | None = None,
         placement: Any = "DEFAULT",
+        bundle_indices: Sequence[int] | None = None,
     ) -> "RemoteWorker":
         """Start an actor and its engine.
 
         Args:
             num_gpus: GPUs that Ray reserves for it.
             placement: Ray's scheduling strategy, such as a bundle of a placement group.
+            bundle_indices: Bundles of that group for the engine's devices, where each is an actor.
 
         Raises:
             InputError: when vLLM refuses the model or an argument.
@@ -94,7 +96,13 @@ class RemoteWorker:
             num_gpus=num_gpus,
             scheduling_strategy=placement,
             runtime_env={"env_vars": environment},
-        ).remote(config, fraction_of_gpus=fraction_of_gpus, seed=seed, name=name)
+        ).remote(
+            config,
+            bundle_indices=bundle_indices,
+            fraction_of_gpus=fraction_of_gpus,
+            seed=seed,
+            name=name,
+        )
         remote = cls(actor, name, config)
         try:
             remote.pid = await remote._wait(
@@ -218,7 +226,7 @@ class RemoteWorker:
         await self._call("wake_up", tags)
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
     ) -> None:
         await self._call("prepare_refit_info", state_dict_info)
 

@@ -6,15 +6,15 @@ Other processes reach it in two ways: by its methods, one Ray call each, or thro
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import torch
 
 from turnwise import logs
-from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Chunk
+from turnwise.config import Config, EngineConfig, SamplingConfig
+from turnwise.engine.protocol import Chunk, collect
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tasks import settle_heap
 from turnwise.weights import BACKEND, WORKER_EXTENSION
@@ -30,8 +30,8 @@ class VllmAsyncGenerationWorker:
 
     Args:
         config: Model, engine, sampling and seeds.
-        bundle_indices: Bundles of the placement group that the engine's own workers may use,
-            where there is more than one.
+        bundle_indices: Bundles of this actor's placement group, one for each device of the
+            engine, which computes in an actor in each; None computes in this process's children.
         fraction_of_gpus: Share of each GPU's memory that the engine may take.
         seed: Of the engine's own random numbers; the configuration's where it is None.
         name: What errors call this worker.
@@ -53,8 +53,7 @@ class VllmAsyncGenerationWorker:
         self._happened = asyncio.Event()
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._server: Any = None
-        if bundle_indices is not None and len(bundle_indices) > 1:
-            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundle_indices))
+        self._bundle_indices = bundle_indices
 
     async def post_init_async(self) -> int:
         """Build the engine, which takes seconds; returns this process's id.
@@ -63,22 +62,16 @@ class VllmAsyncGenerationWorker:
             InputError: when vLLM refuses the model or an argument.
         """
         logs.follow()
-        from turnwise.engine.vllm_engine import VllmEngine
-
         engine = self._config.engine
+        if self._bundle_indices is not None:
+            from turnwise.serving.colocated import on_bundles  # needs Ray
+
+            engine = on_bundles(engine, self._bundle_indices, self._name)
         if self._share < 1.0:
             utilization = engine.extra.get("gpu_memory_utilization", _GPU_MEMORY) * self._share
             extra = {**engine.extra, "gpu_memory_utilization": utilization}
             engine = engine.model_copy(update={"extra": extra})
-        self._engine = VllmEngine(
-            self._config.model,
-            engine,
-            seed=self._seed,
-            deterministic=self._config.deterministic,
-            worker_extension=WORKER_EXTENSION,
-            weight_backend=BACKEND,
-            name=self._name,
-        )
+        self._engine = self._create_engine(engine)
         if self._config.serving.worker_servers:
             from turnwise.serving.openai_server import OpenAIServer
 
@@ -87,10 +80,27 @@ class VllmAsyncGenerationWorker:
         settle_heap()
         return os.getpid()
 
+    def _create_engine(self, engine: EngineConfig) -> Any:
+        """Make the `VllmEngine`; a hook for subclasses that change its arguments."""
+        from turnwise.engine.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            self._config.model,
+            engine,
+            seed=self._seed,
+            deterministic=self._config.deterministic,
+            worker_extension=WORKER_EXTENSION,
+            weight_backend=BACKEND,
+            name=self._name,
+        )
+
     async def generate_async(
         self, data: dict[str, Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
+
+        An answer may take any time, as long as its tokens come (`engine.request_timeout` for each
+        piece). A row that fails spoils no other: its error is raised after all others were yielded.
 
         Args:
             data: `input_ids` [B, T], right-padded; `input_lengths` [B]; optionally
@@ -118,18 +128,13 @@ class VllmAsyncGenerationWorker:
             raise InputError(f"input_lengths must be between 1 and {width}")
         stops = data.get("stop_strings") or [None] * len(lengths_B)
 
-        async def one(index: int) -> tuple[int, dict[str, Any]]:
+        async def one(index: int) -> dict[str, Any]:
             prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
-            sampling = self._sampling(greedy, stops[index])
-            return index, await self._complete(prompt, sampling, width)
+            return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
-        tasks = [asyncio.create_task(one(index)) for index in range(len(lengths_B))]
-        try:
-            for ready in asyncio.as_completed(tasks):
-                yield await ready
-        finally:
-            for task in tasks:
-                task.cancel()
+        async with aclosing(_as_ready(one, len(lengths_B))) as ready:
+            async for row in ready:
+                yield row
 
     def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
         changes: dict[str, Any] = {"temperature": 0.0} if greedy else {}
@@ -148,9 +153,11 @@ class VllmAsyncGenerationWorker:
         truncated = True
         if room > 0:
             changes = {"max_tokens": room, "min_tokens": min(room, sampling.min_tokens)}
-            completion = await self._engine.generate(
+            stream = self._engine.stream(
                 prompt, sampling.model_copy(update=changes), f"{self._name}-{os.urandom(8).hex()}"
             )
+            async with aclosing(stream) as chunks:
+                completion = await collect(chunks, self._name)
             token_ids, logprobs = completion.token_ids, completion.logprobs
             versions = completion.weight_versions
             truncated = completion.finish_reason != "stop"
@@ -181,30 +188,26 @@ class VllmAsyncGenerationWorker:
         template, prompts = self._template(), data["prompts"]
         stops = data.get("stop_strings") or [None] * len(prompts)
 
-        async def one(index: int) -> tuple[int, dict[str, Any]]:
+        async def one(index: int) -> dict[str, Any]:
             prompt = template.encode(prompts[index])
             output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
             token_ids = output["output_ids"][0, start:end].tolist()
-            return index, {
+            return {
                 "text": template.decode(token_ids),
                 "token_ids": token_ids,
                 "logprobs": output["logprobs"][0, start:end].tolist(),
                 "truncated": bool(output["truncated"]),
             }
 
-        tasks = [asyncio.create_task(one(index)) for index in range(len(prompts))]
-        try:
-            for ready in asyncio.as_completed(tasks):
-                yield await ready
-        finally:
-            for task in tasks:
-                task.cancel()
+        async with aclosing(_as_ready(one, len(prompts))) as ready:
+            async for row in ready:
+                yield row
 
     async def prepare_refit_info_async(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], str]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str | torch.dtype]]
     ) -> None:
-        """Say which tensors every update must bring: shape and torch's type name, by name."""
+        """Say which tensors every update must bring: shape and torch type, by name."""
         await self._engine.prepare_refit_info(state_dict_info)
 
     async def init_collective_async(
@@ -214,13 +217,16 @@ class VllmAsyncGenerationWorker:
         `train_world_size + rank_prefix` on."""
         await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
 
-    async def update_weights_via_ipc_zmq_async(self) -> None:
-        """Load what an `IpcSender` on this device sends; raises as the engine's method does."""
+    async def update_weights_via_ipc_zmq_async(self) -> bool:
+        """Load what an `IpcSender` on this device sends; returns True, or raises as the engine's
+        method does."""
         await self._engine.update_weights_via_ipc_zmq(in_flight=self._config.weights.in_flight)
+        return True
 
-    async def update_weights_from_collective_async(self) -> None:
-        """Load what the trainer broadcasts; raises as the engine's method does."""
+    async def update_weights_from_collective_async(self) -> bool:
+        """Load what the trainer broadcasts; returns True, or raises as the engine's method does."""
         await self._engine.update_weights_from_collective(in_flight=self._config.weights.in_flight)
+        return True
 
     async def reset_prefix_cache_async(self) -> None:
         """Forget every prefix."""
@@ -234,19 +240,22 @@ class VllmAsyncGenerationWorker:
         """Serve again; `tags` (weights, kv_cache) wake a part, all of it if None."""
         await self._engine.wake_up(tags)
 
-    async def report_device_id_async(self) -> str:
-        """The GPU's UUID; on a CPU, the host's name and this process's id."""
-        return self._engine.device_id()
+    async def report_device_id_async(self) -> list[str]:
+        """Where each shard of the engine computes: its GPU's UUID; on a CPU, the host's name and
+        the process's id."""
+        devices: list[str] = await self._engine.device_ids()
+        return devices
 
     async def report_dp_openai_server_base_url(self) -> str | None:
         """The base URL of this worker's own OpenAI server; None if it has none."""
         return None if self._server is None else str(self._server.base_url)
 
-    async def shutdown(self) -> None:
-        """End the server and the engine; the actor is its owner's to kill."""
+    async def shutdown(self) -> bool:
+        """End the server and the engine, and return True; the actor is its owner's to kill."""
         if self._server is not None:
             await self._server.stop()
         await self._engine.shutdown()
+        return True
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any method of the engine."""
@@ -307,6 +316,36 @@ class VllmAsyncGenerationWorker:
             )
             self._chat_template = load_template(self._config, tokenizer)
         return self._chat_template
+
+
+async def _as_ready(
+    one: Callable[[int], Awaitable[dict[str, Any]]], count: int
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+    """The results of `one(0)` to `one(count - 1)` with their numbers, in the order in which they
+    come; raises at the end if some failed, in the words of the first of them."""
+
+    async def settled(index: int) -> tuple[int, dict[str, Any] | Exception]:
+        try:
+            return index, await one(index)
+        except Exception as error:
+            return index, error
+
+    failed: dict[int, Exception] = {}
+    tasks = [asyncio.create_task(settled(index)) for index in range(count)]
+    try:
+        for ready in asyncio.as_completed(tasks):
+            index, result = await ready
+            if isinstance(result, Exception):
+                failed[index] = result
+            else:
+                yield index, result
+    finally:
+        for task in tasks:
+            task.cancel()
+    if failed:
+        index, error = min(failed.items())
+        kind = type(error) if isinstance(error, TurnwiseError) else EngineError
+        raise kind(f"{len(failed)} of {count} rows failed; row {index}: {error}") from error
 
 
 _GPU_MEMORY = 0.9

@@ -5,6 +5,7 @@ backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps
 until the layer is complete, so what lies in a buffer that is written again is copied first.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -118,6 +119,12 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     _weight_update_active: bool
+
+    @_replying
+    def report_device_id(self) -> dict[str, Any]:
+        """The `device` of this worker alone."""
+        name = device_name(self.device)
+        return {"device": name if self.device.type == "cuda" else f"{name}-{os.getpid()}"}
 
     @_replying
     def expect_tensors(self, info: dict[str, Any]) -> None:

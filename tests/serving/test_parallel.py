@@ -1,0 +1,201 @@
+"""Two engines of two tensor-parallel shards each: exact, updated everywhere, restarted whole.
+
+AUDIT: A15 (a tool runs once), C5 (tensor x data parallel).
+"""
+
+import asyncio
+import importlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.rollout.test_loops import END, call
+from tests.serving.test_fleet import reference_logprobs, serve
+from tests.weights.trainer import OneRank
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.vllm_engine import engine_arguments
+from turnwise.errors import InputError
+from turnwise.machinery import load_training, make_manager
+from turnwise.rollout import Group, Problem, Runner
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.trajectory import ChatTemplate, audit
+from turnwise.weights.delivery import Delivery
+
+TRANSPORTS = ["shm", "ipc", "collective", "disk"]
+CALLS: list[int] = []
+Fleet = tuple[Config, AsyncLLMServerManager]
+
+
+class Counted:
+    """An environment whose tool remembers each of its calls."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = [{"role": "user", "content": row["question"]}]
+        self.tools = [self.count]
+
+    def count(self, number: int) -> int:
+        """Remember a number.
+
+        Args:
+            number: The number.
+        """
+        CALLS.append(number)
+        return number
+
+    def reward(self, trajectory: Any) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncIterator[Fleet]:
+    engine = make_config().engine.model_dump() | {"tensor_parallel_size": 2}
+    config = make_config(
+        engine=engine,
+        serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
+        sampling={"n": 4, "max_tokens": 96},
+        data={"path": str(make_config().data.path), "limit": 8},
+    )
+    async with make_manager(config, 0).running() as manager:
+        yield config, manager
+
+
+async def shards(worker: Any) -> list[psutil.Process]:
+    """The processes that compute for a worker (AUDIT B22: it names the device of each)."""
+    devices = await worker.actor.report_device_id_async.remote()
+    return [psutil.Process(int(device.rpartition("-")[2])) for device in devices]
+
+
+async def test_a_sharded_engine_computes_what_transformers_does(
+    fleet: Fleet, model_path: str
+) -> None:
+    _, manager = fleet
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    for worker in manager.engines:
+        assert len(await shards(worker)) == 2
+        prompts = [[5 + i, *range(6, 40)] for i in range(8)]
+        sampling = SamplingConfig(max_tokens=24, ignore_eos=True)
+        completions = await asyncio.gather(
+            *(worker.generate(p, sampling, f"tp-{p[0]}") for p in prompts)
+        )
+        for prompt, completion in zip(prompts, completions, strict=True):
+            mask = [0] * len(prompt) + [1] * 24
+            expected = reference_logprobs(model, [*prompt, *completion.token_ids], mask)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_transport_brings_every_shard_its_part(
+    fleet: Fleet, model_path: str, tmp_path: Path, transport: str
+) -> None:
+    _, manager = fleet
+    trainer = OneRank(model_path, transport, tmp_path)
+    delivery = Delivery(trainer, timeout=60, patience=60)
+    first = 10 * TRANSPORTS.index(transport)
+    for version in (first + 1, first + 2):
+        trainer.train(version)
+        await delivery.publish()
+        await manager.update_weights(delivery)
+        await serve(manager, trainer, version)
+    trainer.outlet.close()
+
+
+async def test_a_tool_runs_once_whatever_the_number_of_shards(
+    fleet: Fleet, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
+) -> None:
+    _, manager = fleet
+    config = make_config(environment="tests.serving.test_parallel:Counted")
+    calls = importlib.import_module("tests.serving.test_parallel").CALLS  # as its name has it
+    turns = [call("count", number=1) + call("count", number=2) + END, "Counted." + END]
+    sampling = SamplingConfig(
+        n=4, max_tokens=200, logits_processor_args={"script": [template.encode(t) for t in turns]}
+    )
+    problem = Problem("counted:1", {"question": "Go."})
+    group = await Runner(config, tokenizer).run_group(
+        manager.scheduler, problem, sampling, "counted"
+    )
+    assert [t.events for t in group.trajectories] == [{"tool_call": 2}] * 4
+    assert sorted(calls) == [1] * 4 + [2] * 4
+
+
+async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
+    fleet: Fleet, tokenizer: Any
+) -> None:
+    config, manager = fleet
+    runner, known = Runner(config, tokenizer), len(manager.losses)
+    groups: list[asyncio.Task[Group]] = [
+        asyncio.create_task(runner.run_group(manager.scheduler, problem, config.sampling, "shard"))
+        for problem in load_training(config)
+    ]
+    victim = manager.engines[0]
+    before = await shards(victim)
+    busy = manager.scheduler.workers[victim.name]
+    begun = busy.tokens
+    while busy.tokens < begun + 200:
+        await asyncio.sleep(0.01)
+    before[1].send_signal(signal.SIGKILL)
+    async with asyncio.timeout(120):
+        finished = await asyncio.gather(*groups)
+    assert [group.dropped for group in finished] == [{}] * 8
+    trajectories = [t for group in finished for t in group.trajectories]
+    assert len(trajectories) == 32
+    assert all(audit(trajectory).first_violation is None for trajectory in trajectories)
+    async with asyncio.timeout(120):
+        while len(manager.losses) == known:
+            await asyncio.sleep(0.1)
+    assert manager.losses[-1].worker == victim.name
+    assert len(manager.engines) == 2
+    assert psutil.wait_procs(before, timeout=10)[1] == []
+    assert len(await shards(manager.engines[0])) == 2
+
+
+async def test_shards_may_be_actors_in_bundles_of_their_own(
+    ray_started: None, make_config: Callable[..., Config], model_path: str
+) -> None:
+    """AUDIT B8: `bundle_indices` says where each shard of an engine computes."""
+    config = make_config(engine={"tensor_parallel_size": 2}, serving={"spread": True})
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    async with make_manager(config, 0).running() as manager:
+        (worker,) = manager.engines
+        names = [process.cmdline()[0] for process in await shards(worker)]
+        assert all(name.startswith("ray::_Shard") for name in names), names
+        prompt, sampling = list(range(5, 40)), SamplingConfig(max_tokens=8, ignore_eos=True)
+        completion = await worker.generate(prompt, sampling, "spread")
+        ids, mask = [*prompt, *completion.token_ids], [0] * 35 + [1] * 8
+        assert completion.logprobs == pytest.approx(reference_logprobs(model, ids, mask), abs=1e-4)
+        gone = await shards(worker)
+    assert psutil.wait_procs(gone, timeout=10)[1] == []
+
+
+def test_vllm_has_no_pipeline_parallelism_on_a_cpu(make_config: Callable[..., Config]) -> None:
+    config = make_config(engine={"pipeline_parallel_size": 2})
+    with pytest.raises(InputError, match=r"on a CPU set it to 1 and raise engine\.tensor_parallel"):
+        engine_arguments(config.model, config.engine, deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        (
+            {"training": {"colocated": True}, "engine": {"tensor_parallel_size": 2}},
+            r"serving.workers 1 \* engine.tensor_parallel_size 2 is not training.ranks 1",
+        ),
+        (
+            {"training": {"colocated": True}, "engine": {"pipeline_parallel_size": 2}},
+            "engine.pipeline_parallel_size wants engines in processes of their own",
+        ),
+        (
+            {"engine": {"extra": {"tensor_parallel_size": 2}}},
+            "engine.extra.tensor_parallel_size has a key of its own: engine.tensor_parallel_size",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    make_config: Callable[..., Config], sections: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        make_config(**sections)
