@@ -62,7 +62,7 @@ quick: setup
 	$(BIN)/python -m pytest -n 2 -p tests.no_engines $(QUICK_TESTS)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: setup
 	$(BIN)/python -m pytest -m slow
