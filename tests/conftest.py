@@ -92,7 +92,9 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
             "engine": {"logits_processors": ["tests.forced_tokens:ForcedTokens"]},
             "training": {"steps": 2, "learning_rate": 1e-3},
         }
-        return parse_config(tree | sections)
+        tree |= sections
+        tree["engine"] = {"kv_cache_gib": 0.0625, **tree["engine"]}  # many engines side by side
+        return parse_config(tree)
 
     return make
 

@@ -132,7 +132,7 @@ class VllmAsyncGenerationWorker:
             prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
             return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
-        async with aclosing(_as_ready(one, len(lengths_B))) as ready:
+        async with aclosing(as_ready(one, len(lengths_B))) as ready:
             async for row in ready:
                 yield row
 
@@ -200,7 +200,7 @@ class VllmAsyncGenerationWorker:
                 "truncated": bool(output["truncated"]),
             }
 
-        async with aclosing(_as_ready(one, len(prompts))) as ready:
+        async with aclosing(as_ready(one, len(prompts))) as ready:
             async for row in ready:
                 yield row
 
@@ -318,7 +318,7 @@ class VllmAsyncGenerationWorker:
         return self._chat_template
 
 
-async def _as_ready(
+async def as_ready(
     one: Callable[[int], Awaitable[dict[str, Any]]], count: int
 ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """The results of `one(0)` to `one(count - 1)` with their numbers, in the order in which they
