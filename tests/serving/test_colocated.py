@@ -233,8 +233,8 @@ async def test_an_actor_hosts_one_engine_after_the_other(
     trainer: Any, build_engine: Callable[..., VllmEngine]
 ) -> None:
     pid = await trainer.pid.remote()
-    first = build_engine({"trainer-0": trainer})
-    second = build_engine({"trainer-0": trainer})
+    first = build_engine({"trainer-0": trainer}, kv_cache_gib=0.5)
+    second = build_engine({"trainer-0": trainer}, kv_cache_gib=0.5)
     with pytest.raises(EngineError, match="engine in trainer-0 died during request late"):
         await first.generate(PROMPT, SHORT, "late")
     await first.shutdown()

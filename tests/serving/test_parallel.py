@@ -57,7 +57,7 @@ async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncI
     config = make_config(
         engine=engine,
         serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
-        sampling={"n": 4, "max_tokens": 96},
+        sampling={"n": 4, "max_tokens": 96, "ignore_eos": True},
         data={"path": str(make_config().data.path), "limit": 8},
     )
     async with make_manager(config, 0).running() as manager:
@@ -127,12 +127,12 @@ async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
 ) -> None:
     config, manager = fleet
     runner, known = Runner(config, tokenizer), len(manager.losses)
+    victim = manager.engines[0]
+    before = await shards(victim)
     groups: list[asyncio.Task[Group]] = [
         asyncio.create_task(runner.run_group(manager.scheduler, problem, config.sampling, "shard"))
         for problem in load_training(config)
     ]
-    victim = manager.engines[0]
-    before = await shards(victim)
     busy = manager.scheduler.workers[victim.name]
     begun = busy.tokens
     while busy.tokens < begun + 200:
