@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,11 @@ def test_the_models_ids_stand_where_the_template_has_its_own() -> None:
     assert splice(model[:-1], prefix, template) == expected  # cut off: one end is added
 
 
+def test_ids_that_tell_nothing_of_turns_follow_the_published_rule() -> None:
+    """AUDIT B3: NeMo-RL's own example."""
+    assert splice([11, 220, 17], [11, 1001, EOS], [11, 1001, EOS, 21]) == [11, 220, 17, EOS, 21]
+
+
 def test_an_empty_model_prefix_gives_the_template() -> None:
     assert splice([], [1, EOS], [1, EOS, 3]) == [1, EOS, 3]
 
@@ -59,8 +65,7 @@ def test_reasoning_that_is_stripped_from_several_turns_is_an_error_or_right() ->
     model = [*opening, *TOOL, 5, EOS, *ASSISTANT, 71, 30, EOS]
     template = [*USER, 7, EOS, *ASSISTANT, 30, EOS, *TOOL, 5, EOS, *ASSISTANT, 30, EOS]
     template += [*USER, 8, EOS, *ASSISTANT]
-    with pytest.raises(TrajectoryError):
-        splice(model, model, template)
+    assert reason(model, model, template) == "turn_lost"
 
 
 def test_a_turn_that_the_template_drops_is_an_error_or_loses_nothing() -> None:
@@ -112,7 +117,9 @@ def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
         result = replace_prefix_tokens(tokenizer, model, prefix, [*prefix, *more])
         assert result == [*model, *more]
     edited = [*opening, 32, EOS]
-    with pytest.raises(TrajectoryError, match="was sent as 'true' where the model had said"):
+    with pytest.raises(
+        TrajectoryError, match="was sent with 'true' where the model's goes on with"
+    ):
         replace_prefix_tokens(tokenizer, model, edited, [*edited, *more])
 
 
@@ -192,3 +199,20 @@ def test_random_edits_of_what_users_said_never_pass(
         prefix += [*USER, *other, EOS, *ASSISTANT, *ours, EOS]
     with pytest.raises(TrajectoryError):
         splice(model, prefix, [*prefix, *USER, *new, EOS, *ASSISTANT])
+
+
+def test_what_a_client_sends_is_compared_in_time() -> None:
+    """Blocks of reasoning that do not end, or that are all alike, cost no more than others."""
+    tokenizer = SimpleNamespace(eos_token_id=EOS, decode=lambda ids: "".join(map(LETTERS.get, ids)))
+    began = time.process_time()
+    for reasoning in ([70] * 30_000, [70, 7, 72] * 10_000):
+        model = [*USER, 7, EOS, *ASSISTANT, *reasoning, 30, EOS]
+        prefix = [*USER, 7, EOS, *ASSISTANT, 31, EOS]
+        with pytest.raises(TrajectoryError):
+            replace_prefix_tokens(tokenizer, model, prefix, [*prefix, *USER, 8, EOS, *ASSISTANT])
+    assert time.process_time() - began < 20  # a hundredth of a quadratic one's
+
+
+LETTERS = {70: "<think>", 72: "</think>", 30: "4", 31: "5", 7: "a", EOS: "."} | dict.fromkeys(
+    [*USER, *ASSISTANT, 8], "b"
+)

@@ -1,13 +1,15 @@
 """The splice for callers that hold only a re-rendered conversation: keep the model's own ids.
 
 Where messages come back as text, the whole conversation is rendered and tokenised anew, and what
-the model sampled comes back as other ids. `replace_prefix_tokens` puts the model's ids back.
-Everything that it cannot prove is an error: a seam that is not unique, history that was edited,
-an assistant turn that the template dropped. `bridge` needs none of this, and no whole rendering.
+the model sampled comes back as other ids. `replace_prefix_tokens` puts the model's ids back, as
+NeMo-RL's rule of that name does: the model's ids up to its last turn's end, and from that end on
+the template's. Two things differ. The end is found by what stands around it, because a template
+that drops reasoning moves it; and a result that would lose a message, or keep a turn that the
+caller has edited, is an error. `bridge` needs none of this, and no whole rendering.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from turnwise.errors import TrajectoryError
@@ -24,8 +26,8 @@ def replace_prefix_tokens(
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn. With a
-            `decode`, the texts of earlier assistant turns are compared too; without one, a turn
-            that was edited by the caller cannot be told from one that tokenises differently.
+            `decode`, both histories are compared as texts; without one, by the ids outside of
+            assistant turns, as far as the rendering tells where those begin.
         model_prefix_token_ids: The last call's prompt and what it generated, with or without
             the final EOS; empty before the first call.
         template_prefix_token_ids: The conversation rendered up to and including the last
@@ -36,6 +38,10 @@ def replace_prefix_tokens(
         TrajectoryError: reason `no_turn_end`, when the rendered assistant turn holds no EOS;
             `turn_lost`, when the whole rendering does not hold the last assistant turn in one
             certain place; `history_changed`, when the rendering's history is not the model's.
+
+    Example:
+        >>> replace_prefix_tokens(tokenizer, [11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21])
+        [11, 220, 17, 2, 21]
     """
     model, prefix = list(model_prefix_token_ids), list(template_prefix_token_ids)
     template, eos = list(template_token_ids), tokenizer.eos_token_id
@@ -46,125 +52,177 @@ def replace_prefix_tokens(
             "no_turn_end", f"the rendered conversation holds no end-of-turn token {eos}"
         )
     end = len(prefix) - 1 - prefix[::-1].index(eos)
-    seam = _seam(prefix, end, template, eos)
-    header = _turn_opening(prefix, end, template[seam + 1 :], eos)
-    if template[: len(prefix)] != prefix:
-        # More than one turn may have changed: what stands before the seam must be the same turns.
-        _check_history(None, template[: seam + 1], prefix[: end + 1], header, eos)
     finished = model if model[-1] == eos else [*model, eos]
-    _check_history(tokenizer, finished, prefix[: end + 1], header, eos)
+    seam = _seam(prefix, end, template, eos)
+    rendered, again = prefix[: end + 1], template[: seam + 1]
+    if callable(getattr(tokenizer, "decode", None)):
+        # A template may have changed more than one turn: these must be the same turns.
+        if again != rendered and _changes(tokenizer, rendered, again):
+            raise _turn_lost("other turns differ too")
+        if change := _changes(tokenizer, finished, rendered):
+            raise TrajectoryError(
+                "history_changed",
+                f"the conversation was sent with {change}; start a new one for an edited history",
+            )
+    else:
+        opening = _turn_opening(prefix, end, template[seam + 1 :], eos)
+        if again != rendered and (opening is None or not _are_alike(again, rendered, opening, eos)):
+            raise _turn_lost("other turns differ too")
+        if opening is not None and not _are_alike(finished, rendered, opening, eos):
+            raise TrajectoryError(
+                "history_changed",
+                "the conversation sent differs from the model's outside of assistant turns; start "
+                "a new one for an edited or shortened history",
+            )
     return [*finished[:-1], *template[seam:]]
 
 
 def _seam(prefix: list[int], end: int, template: list[int], eos: int) -> int:
     """Where in `template` the EOS stands that is `prefix[end]`.
 
-    A template may change what stands inside the last assistant turn once messages follow, such
-    as drop its reasoning: then the rendering up to the seam is a beginning of `prefix` and an
-    ending of it, with one gap between them.
+    A template may change what stands inside assistant turns once messages follow, such as drop
+    their reasoning. Mostly the rendering up to the seam is then a beginning of `prefix` and an
+    ending of it, with one gap between them. Where that leaves a choice, or none, the seam is where
+    as many turns have ended; the caller checks that they are the same turns.
     """
     if template[: len(prefix)] == prefix:
         return end
     start = common_prefix(prefix, template)
+    ends = [position for position, token in enumerate(template) if token == eos]
     seams = [
         position
-        for position in range(start, len(template))
-        if template[position] == eos
+        for position in ends
+        if position >= start
         and start + _common_suffix(prefix[: end + 1], template[: position + 1]) > position
     ]
-    if len(seams) != 1:
-        raise TrajectoryError(
-            "turn_lost",
-            "the chat template renders the last assistant turn otherwise once messages follow, "
-            f"and its end could be at {len(seams)} places; nothing was spliced",
-        )
-    return seams[0]
+    if len(seams) == 1:
+        return seams[0]
+    before = prefix[:end].count(eos)
+    counted = ends[before : before + 1]
+    if not counted or (seams and counted[0] not in seams):
+        raise _turn_lost(f"its end could be at {len(seams)} places")
+    return counted[0]
 
 
-def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -> list[int]:
-    """The ids that open an assistant turn: what stands in the last one and ends `following`."""
-    previous = _last_index(prefix[:end], [eos])
-    last_turn = prefix[0 if previous is None else previous + 1 : end]
+def _turn_lost(why: str) -> TrajectoryError:
+    return TrajectoryError(
+        "turn_lost",
+        "the chat template renders the last assistant turn otherwise once messages follow, and "
+        f"{why}; nothing was spliced",
+    )
+
+
+def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -> list[int] | None:
+    """The ids that open an assistant turn; None where the rendering does not tell.
+
+    They stand in the last turn, and at the end of `following` as its generation prompt, before
+    whatever that opens beside the turn (`<think>`).
+
+    Raises:
+        TrajectoryError: when the last assistant turn has no EOS of its own.
+    """
+    before = _last_index(prefix[:end], [eos])
+    last_turn = prefix[0 if before is None else before + 1 : end]
+    after = _last_index(following, [eos])
+    prompt = following[0 if after is None else after + 1 :]
     length = 0
-    while length < len(following) and following[-1 - length] != eos:
-        if _last_index(last_turn, following[-1 - length :]) is None:
-            break
+    while length < len(prompt) and _last_index(last_turn, prompt[-1 - length :]) is not None:
         length += 1
-    opening = following[len(following) - length :]
-    if not opening or (_last_index(prefix, opening) or 0) > end:
+    opening = prompt[len(prompt) - length :] or prompt[: common_prefix(prompt, last_turn)]
+    if not opening:
+        opening, own = prompt, _last_index(prefix, prompt) if prompt else None
+        if own is None or own <= end:
+            return None
+    if (_last_index(prefix, opening) or 0) > end:
         raise TrajectoryError(
             "no_turn_end",
-            "the rendered conversation does not open and end its assistant turns alike; nothing "
-            "was spliced",
+            "the last assistant turn of the rendered conversation does not end as the others do",
         )
     return opening
 
 
-def _check_history(
-    tokenizer: Any, model: list[int], template: list[int], opening: list[int], eos: int
-) -> None:
-    """Both sides may differ inside assistant turns alone, and there only as renderings do."""
+def _are_alike(model: list[int], template: list[int], opening: list[int], eos: int) -> bool:
+    """Whether both sides differ inside assistant turns alone."""
     ours, theirs = 0, 0
     last_opening = _last_index(template, opening)
     while True:
         same = common_prefix(model[ours:], template[theirs:])
         ours, theirs = ours + same, theirs + same
         if ours == len(model) and theirs == len(template):
-            return
+            return True
         opened = _last_index(template[:theirs], opening)
         if opened is None or ours == len(model) or theirs == len(template):
-            break
+            return False
         start = opened + len(opening)
         if opened == last_opening and _last_index(model[ours:], opening) is None:
-            our_end, their_end = len(model) - 1, len(template) - 1
+            ours, theirs = len(model) - 1, len(template) - 1
         elif eos not in template[start:theirs] and eos in model[ours:]:
-            our_end, their_end = model.index(eos, ours), template.index(eos, theirs)
+            ours, theirs = model.index(eos, ours), template.index(eos, theirs)
         else:
-            break
-        _compare_texts(
-            tokenizer, model[ours - (theirs - start) : our_end], template[start:their_end]
-        )
-        ours, theirs = our_end, their_end
-    raise TrajectoryError(
-        "history_changed",
-        f"the conversation sent differs from the model's at its token {theirs}, outside of "
-        "assistant turns; start a new one for an edited or shortened history",
-    )
+            return False
 
 
-_REASONING_END = re.compile(r"<[^<>]*>|\[/\w+\]")
-_EMPTY_REASONING = re.compile(r"<(\w+)>\s*</\1>")
+_REASONING = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|channel|>analysis": "<|end|>",
+    "<|channel>thought": "<channel|>",
+}
+"""What templates leave out of earlier turns: its beginning and end."""
+_REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
+_READINGS = 64
+"""Ways to read the same text that are followed at a time."""
+_TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 
 
-def _compare_texts(tokenizer: Any, model: list[int], template: list[int]) -> None:
-    """One assistant turn, as sampled and as rendered again.
+def _changes(tokenizer: Any, model: list[int], template: list[int]) -> str:
+    """How the second history differs from the first, which was sampled, or "".
 
-    White space, quotes and letter case may differ, as JSON does that was parsed and printed
-    again; reasoning that ends in a tag may be gone from the front, an empty one may be new.
+    White space, quotes, letter case and tags may differ, as in JSON that was parsed and printed
+    again. Reasoning between its tags may be gone, and an empty one may be new.
     """
-    if not callable(getattr(tokenizer, "decode", None)):
-        return
-    ours, theirs = str(tokenizer.decode(model)), str(tokenizer.decode(template))
-    theirs = _EMPTY_REASONING.sub("", theirs)
-    ours = _EMPTY_REASONING.sub("", ours)
-    ours_plain, theirs_plain = _letters(ours), _letters(theirs)
-    if ours_plain == theirs_plain:
-        return
-    if any(_letters(ours[tag.end() :]) == theirs_plain for tag in _REASONING_END.finditer(ours)):
-        return
-    raise TrajectoryError(
-        "history_changed",
-        f"an assistant turn was sent as {_short(theirs)} where the model had said {_short(ours)}; "
-        "start a new conversation for an edited history",
-    )
+    said, sent = str(tokenizer.decode(model)), _plain(str(tokenizer.decode(template)))
+    begun, known = 0, {0}
+    for start, end in _reasoning(said):
+        known = _continued(sent, known, _plain(said[begun:start]))
+        known |= _continued(sent, known, _plain(said[start:end]))
+        known, begun = set(sorted(known)[-_READINGS:]), end
+    last = _plain(said[begun:])
+    if len(sent) in _continued(sent, known, last):
+        return ""
+    at = common_prefix(sent, _plain(said))
+    return f"{_short(sent[at:])} where the model's goes on with {_short(_plain(said)[at:])}"
 
 
-def _letters(text: str) -> str:
-    return "".join(character for character in text if character.isalnum()).casefold()
+def _reasoning(text: str) -> Iterator[tuple[int, int]]:
+    """Where each block of reasoning begins and ends; one that does not end is none."""
+    position, endless = 0, set()
+    while (begin := _REASONING_BEGINS.search(text, position)) is not None:
+        closing, position = _REASONING[begin[0]], begin.end()
+        end = -1 if closing in endless else text.find(closing, position)
+        if end < 0:
+            endless.add(closing)
+        else:
+            position = end + len(closing)
+            yield begin.start(), position
+
+
+def _continued(text: str, ends: set[int], part: str) -> set[int]:
+    """Where `part` ends in `text` if it begins where one of `ends` is."""
+    return {end + len(part) for end in ends if text.startswith(part, end)}
+
+
+def _plain(text: str) -> str:
+    text = _TAG.sub("", text)
+    return "".join(c for c in text if not c.isspace() and c not in "\"'`\\").casefold()
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}")
+    return repr(text if len(text) <= 40 else f"{text[:36]} ...")
 
 
 def _common_suffix(a: Sequence[int], b: Sequence[int]) -> int:

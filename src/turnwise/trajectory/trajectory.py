@@ -301,8 +301,8 @@ def fingerprint(
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids two sequences share at their beginnings."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many ids, or characters, two sequences share at their beginnings."""
     length, step = 0, 64
     limit = min(len(a), len(b))
     while length < limit:

@@ -1,0 +1,184 @@
+"""`replace_prefix_tokens` on every published template, beside the rule that it grew from.
+
+AUDIT B3. `python -m tests.trajectory.test_published_prefix` prints how often both agree.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.trajectory.published import SOURCES, TOOLS, chat_template, eos_of
+from tests.trajectory.test_bridge import NEWS, family, message
+from turnwise.errors import TrajectoryError
+from turnwise.trajectory import ChatTemplate, replace_prefix_tokens
+
+KINDS = (
+    "answer",
+    "second answer",
+    "reasoning kept",
+    "long reasoning",
+    "call",
+    "call after call",
+)
+OTHER_ENDS = ("glm4moe", "gptoss", "phi3", "phi3_5")
+"""Templates that end an assistant's turn otherwise than with the tokenizer's EOS."""
+THINKING = {"default": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+
+
+def published_rule(eos: int, model: list[int], prefix: list[int], whole: list[int]) -> list[int]:
+    """NeMo-RL's: the last end of a turn within the first `len(prefix)` rendered ids."""
+    end = len(model) - 1 if model[-1] == eos else len(model)
+    start = max(i for i in range(min(len(prefix), len(whole))) if whole[i] == eos)
+    return [*model[:end], *whole[start:]]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    template: ChatTemplate
+    before: list[dict[str, Any]]
+    turn: dict[str, Any]
+    after: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    thought: str
+
+    def outcome(self) -> str:
+        """How the function did beside the rule."""
+        template, render = self.template, self.template.render_text
+        turns = [*self.before, self.turn]
+        try:
+            opening = render(self.before, tools=self.tools)
+            prefix = template.render(turns, tools=self.tools, add_generation_prompt=False)
+            text = render([*turns, *self.after], tools=self.tools)
+        except Exception:
+            return "the template refuses it"
+        eos = template.tokenizer.eos_token_id
+        end = eos_of(self.name)
+        seam = text.rfind(end, 0, text.find(NEWS))
+        if text.count(NEWS) != len(self.after) or seam < 0 or eos not in prefix:
+            return "the template drops a message, or the end of the turn"
+        if (said := self.said(opening, end)) is None:
+            return "the template drops a message, or the end of the turn"
+        model, whole = template.encode(opening + said), template.encode(text)
+        right = template.decode_all(model).removesuffix(end) + text[seam:]
+        rule = published_rule(eos, model, prefix, whole)
+        holds = template.decode_all(rule) == right
+        try:
+            ours = replace_prefix_tokens(template.tokenizer, model, prefix, whole)
+        except TrajectoryError as error:
+            if holds:
+                return f"wrong: refused where the rule is right: {error.reason}, {error}"
+            shown = template.decode_all(rule)
+            return f"refused, where the rule gives {shown[-60:]!r} for {right[-60:]!r}"
+        if holds:
+            return (
+                "the same ids as the rule" if ours == rule else "wrong: other ids than the rule's"
+            )
+        if template.decode_all(ours) != right:
+            return f"wrong: {template.decode_all(ours)!r} for {right!r}"
+        return "right where the rule is wrong"
+
+    def said(self, opening: str, end: str) -> str | None:
+        """What the model says after the opening; None where the template does not write it."""
+        rendered = self.template.render_text(
+            [*self.before, self.turn], tools=self.tools, add_generation_prompt=False
+        )
+        rendered = rendered[: rendered.rfind(end)]
+        if rendered.startswith(opening):
+            return rendered[len(opening) :] + end
+        if "tool_calls" in self.turn:
+            start = rendered.rfind("<tool_call>")
+            if start < 0:
+                return None
+            answer = rendered[start:]
+        else:
+            content = self.turn["content"]
+            answer = content if isinstance(content, str) else content[0]["text"]
+        if opening.rstrip().endswith("<think>"):  # it opens the model's reasoning
+            return f"{self.thought}\n</think>\n\n{answer.rpartition('</think>')[2].lstrip()}{end}"
+        return answer + end
+
+
+def call(number: int, deepseek: bool) -> dict[str, Any]:
+    arguments: Any = {"a": f"{number} + 2"}
+    function = {"name": "calculate", "arguments": json.dumps(arguments) if deepseek else arguments}
+    made = {"type": "function", "id": f"call0000{number}", "function": function}
+    return {"role": "assistant", "content": None if deepseek else "", "tool_calls": [made]}
+
+
+def result(number: int, text: str) -> dict[str, Any]:
+    return {
+        "role": "tool",
+        "name": "calculate",
+        "tool_call_id": f"call0000{number}",
+        "content": text,
+    }
+
+
+def cases(name: str) -> Iterator[tuple[str, str, Case]]:
+    deepseek = name.startswith("deepseek")
+    asked = [message(name, "user", "What is 2 + 2?")]
+    more = [message(name, "user", f"{NEWS} And 3 + 3?")]
+    thought = "Two and two."
+    kept = message(name, "assistant", f"<think>\n{thought}\n</think>\n\nIt is 4.")
+    long = message(name, "assistant", f"<think>\n{20 * thought}\n</think>\n\nIt is 4.")
+    plain = message(name, "assistant", "It is 4.")
+    earlier = [*asked, message(name, "assistant", "It is 4."), message(name, "user", "Sure?")]
+    called = [*asked, call(1, deepseek), result(1, "3")]
+    made: dict[str, tuple[Any, ...]] = {
+        "answer": (asked, plain, more, None),
+        "second answer": (earlier, message(name, "assistant", "Yes."), more, None),
+        "reasoning kept": (asked, kept, more, None),
+        "long reasoning": (earlier, long, more, None),
+        "call": (asked, call(2, deepseek), [result(2, f"{NEWS} 4")], TOOLS),
+        "call after call": (called, call(2, deepseek), [result(2, f"{NEWS} 4")], TOOLS),
+    }
+    for thinking, variables in THINKING.items():
+        template = chat_template(name, "bpe").with_variables(**variables)
+        for kind in KINDS:
+            before, turn, after, tools = made[kind]
+            hidden = 20 * thought if kind == "long reasoning" else thought
+            yield kind, thinking, Case(name, template, before, turn, after, tools, hidden)
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_the_result_is_the_rules_wherever_that_is_right(name: str) -> None:
+    outcomes = {(kind, thinking): case.outcome() for kind, thinking, case in cases(name)}
+    assert {key: o for key, o in outcomes.items() if o.startswith("wrong")} == {}
+    served = [o for o in outcomes.values() if o.startswith(("the same", "right"))]
+    assert bool(served) == (family(name) not in OTHER_ENDS)
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_question_that_was_edited_is_refused(name: str) -> None:
+    template = chat_template(name, "bpe")
+    answer = message(name, "assistant", "It is 4.")
+    more = message(name, "user", "And 3 + 3?")
+    said, sent = (message(name, "user", f"What is 2 {sign} 2?") for sign in "+-")
+    model = [
+        *template.render([said]),
+        *template.encode("It is 4."),
+        template.tokenizer.eos_token_id,
+    ]
+    prefix = template.render([sent, answer], add_generation_prompt=False)
+    with pytest.raises(TrajectoryError):
+        replace_prefix_tokens(
+            template.tokenizer, model, prefix, template.render([sent, answer, more])
+        )
+
+
+if __name__ == "__main__":
+    counted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for each in sorted(SOURCES):
+        for kind, thinking, case in cases(each):
+            outcome = case.outcome()
+            if outcome.startswith(("refused", "wrong")):
+                sys.stdout.write(f"{each}, {kind}, thinking {thinking}: {outcome}\n"[:500])
+            counted[kind][outcome.partition(",")[0].partition(":")[0]] += 1
+    for kind, counts in counted.items():
+        sys.stdout.write(f"{kind:16} {dict(counts)}\n")
