@@ -268,8 +268,8 @@ def make_manager(
 
 
 def _gpu_share(config: Config, gpus: float, training: bool) -> float:
-    """Of a GPU, for each device of an engine and each rank of the trainer: one; less where there
-    are fewer GPUs, or both live in the same processes."""
+    """Share of a GPU for each device of an engine and each rank of the trainer: 1, or less where
+    there are fewer GPUs than these."""
     takers = config.serving.workers * config.engine.devices
     if training and not config.training.colocated:
         takers += config.training.ranks

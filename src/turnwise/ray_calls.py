@@ -96,9 +96,9 @@ def start_ray(address: str | None) -> float:
 def _lean_ray(forked: bool) -> Iterator[None]:
     """Have `ray.init` start less, and its workers sooner.
 
-    Nobody here asks Ray's dashboard, autoscaler or log collector anything, and each imports Ray
-    anew, for a second of processor time. So does the script by which Ray starts a worker; where
-    the worker is `forked`, the fork server's client takes its place.
+    Ray's dashboard, autoscaler and log collector are not used here, and each process imports Ray
+    by itself. So does the script by which Ray starts a worker; where workers are `forked`, the
+    fork server's client replaces it.
     """
     node = ray._private.node.Node
     begin, start_dashboard = node.__init__, node.start_api_server

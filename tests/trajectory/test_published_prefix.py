@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template, eos_of
-from tests.trajectory.test_bridge import NEWS, family, message
+from tests.trajectory.test_bridge import NEWS, Case, family, message
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory import ChatTemplate, replace_prefix_tokens
+from turnwise.trajectory import replace_prefix_tokens
 
 KINDS = (
     "answer",
@@ -38,13 +38,7 @@ def published_rule(eos: int, model: list[int], prefix: list[int], whole: list[in
 
 
 @dataclass(frozen=True)
-class Case:
-    name: str
-    template: ChatTemplate
-    before: list[dict[str, Any]]
-    turn: dict[str, Any]
-    after: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+class Compared(Case):
     thought: str
 
     def outcome(self) -> str:
@@ -62,7 +56,7 @@ class Case:
         seam = text.rfind(end, 0, text.find(NEWS))
         if text.count(NEWS) != len(self.after) or seam < 0 or eos not in prefix:
             return "the template drops a message, or the end of the turn"
-        if (said := self.said(opening, end)) is None:
+        if (said := self.sampled(opening, end)) is None:
             return "the template drops a message, or the end of the turn"
         model, whole = template.encode(opening + said), template.encode(text)
         right = template.decode_all(model).removesuffix(end) + text[seam:]
@@ -83,7 +77,7 @@ class Case:
             return f"wrong: {template.decode_all(ours)!r} for {right!r}"
         return "right where the rule is wrong"
 
-    def said(self, opening: str, end: str) -> str | None:
+    def sampled(self, opening: str, end: str) -> str | None:
         """What the model says after the opening; None where the template does not write it."""
         rendered = self.template.render_text(
             [*self.before, self.turn], tools=self.tools, add_generation_prompt=False
@@ -120,7 +114,7 @@ def result(number: int, text: str) -> dict[str, Any]:
     }
 
 
-def cases(name: str) -> Iterator[tuple[str, str, Case]]:
+def cases(name: str) -> Iterator[tuple[str, str, Compared]]:
     deepseek = name.startswith("deepseek")
     asked = [message(name, "user", "What is 2 + 2?")]
     more = [message(name, "user", f"{NEWS} And 3 + 3?")]
@@ -143,7 +137,7 @@ def cases(name: str) -> Iterator[tuple[str, str, Case]]:
         for kind in KINDS:
             before, turn, after, tools = made[kind]
             hidden = 20 * thought if kind == "long reasoning" else thought
-            yield kind, thinking, Case(name, template, before, turn, after, tools, hidden)
+            yield kind, thinking, Compared(name, template, before, turn, after, tools, hidden)
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

@@ -1,7 +1,7 @@
 """vLLM's executor of one process for each shard of an engine, which are forked as the engine is.
 
-vLLM imports it by its dotted name, in the engine's process. A plain start would import vLLM anew in
-each shard.
+vLLM imports it by its dotted name, in the engine's process. Started plainly, each shard would
+import vLLM by itself.
 """
 
 import multiprocessing

@@ -229,8 +229,7 @@ class VllmEngine:
             await self._llm.wake_up(list(tags) if tags else None)
 
     async def device_ids(self) -> list[str]:
-        """Where each shard computes: its GPU's UUID; on a CPU, the host's name and its process's
-        id."""
+        """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         async with self._deadline("telling its devices", self._timeout):
             return [reply["device"] for reply in await self._ask("report_device_id")]
 

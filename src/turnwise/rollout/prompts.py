@@ -15,14 +15,14 @@ _KEPT_TOKENS = 2**24
 
 
 class Prompts:
-    """Remembers the ids of conversations that were rendered, the latest used for longest.
+    """A cache of rendered conversations; the least recently used is dropped first.
 
     Threads may share one.
     """
 
     def __init__(self, template: ChatTemplate, kept_tokens: int = _KEPT_TOKENS) -> None:
         self.rendered = 0
-        """How often the template was asked."""
+        """Number of conversations that the template rendered."""
         self._template = template
         self._room = kept_tokens
         self._known: OrderedDict[bytes, array[int]] = OrderedDict()
@@ -50,7 +50,7 @@ class Prompts:
 
 
 def _digest(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> bytes | None:
-    """A key of a conversation; None where it holds what JSON cannot tell apart."""
+    """A key of a conversation; None where it cannot be written as JSON."""
     try:
         text = json.dumps([list(messages), tools])
     except (TypeError, ValueError):

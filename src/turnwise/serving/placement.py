@@ -42,7 +42,7 @@ class WorkerStarter:
         self._share = 0 if hosts else gpus
         size = config.engine.devices
         self._bundles = size if config.serving.spread and not hosts else 1
-        """Of one worker: one for all of its devices, or one for each."""
+        """Bundles of one worker: one for all of its devices, or one for each."""
         self._gpus = self._share * size / self._bundles
         self._hosts = hosts
         self._group: Any = None

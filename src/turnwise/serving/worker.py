@@ -241,8 +241,7 @@ class VllmAsyncGenerationWorker:
         await self._engine.wake_up(tags)
 
     async def report_device_id_async(self) -> list[str]:
-        """Where each shard of the engine computes: its GPU's UUID; on a CPU, the host's name and
-        the process's id."""
+        """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         devices: list[str] = await self._engine.device_ids()
         return devices
 

@@ -172,7 +172,7 @@ _REASONING = {
     "<|channel|>analysis": "<|end|>",
     "<|channel>thought": "<channel|>",
 }
-"""What templates leave out of earlier turns: its beginning and end."""
+"""Opening and closing tags of reasoning, which templates leave out of earlier turns."""
 _REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
 _READINGS = 64
 """Ways to read the same text that are followed at a time."""
@@ -180,7 +180,7 @@ _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 
 
 def _changes(tokenizer: Any, model: list[int], template: list[int]) -> str:
-    """How the second history differs from the first, which was sampled, or "".
+    """The difference of a rendered history from the sampled one in words; "" if there is none.
 
     White space, quotes, letter case and tags may differ, as in JSON that was parsed and printed
     again. Reasoning between its tags may be gone, and an empty one may be new.
@@ -199,7 +199,7 @@ def _changes(tokenizer: Any, model: list[int], template: list[int]) -> str:
 
 
 def _reasoning(text: str) -> Iterator[tuple[int, int]]:
-    """Where each block of reasoning begins and ends; one that does not end is none."""
+    """Start and end of each closed block of reasoning."""
     position, endless = 0, set()
     while (begin := _REASONING_BEGINS.search(text, position)) is not None:
         closing, position = _REASONING[begin[0]], begin.end()
