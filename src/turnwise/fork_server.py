@@ -108,8 +108,15 @@ def address() -> str | None:
         return None
     if known is None and _own is None:
         _own = ForkServer()
-        atexit.register(_own.close)
+        atexit.register(_close_at_exit, _own)
     return known or (None if _own is None else _own.address)
+
+
+def _close_at_exit(server: ForkServer) -> None:
+    """End the server when the program ends, which one more Ctrl-C must not interrupt."""
+    with contextlib.suppress(ValueError):  # a thread that exits for the program sets no handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.close()
 
 
 def command(server: str) -> list[str]:

@@ -74,13 +74,23 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     known = len(manager.losses)
     victim = manager.engines[0]
     pid = (await engine_process(victim)).pid
-    groups: list[asyncio.Task[Group]] = [
-        asyncio.create_task(runner.run_group(manager.scheduler, problem, config.sampling, how.name))
-        for problem in load_training(config)
-    ]
-    busy, before = (w := manager.scheduler.workers[victim.name]), w.tokens
-    while busy.tokens < before + 300:
-        await asyncio.sleep(0.01)
+    busy = manager.scheduler.workers[victim.name]
+    for attempt in range(20):
+        groups: list[asyncio.Task[Group]] = [
+            asyncio.create_task(
+                runner.run_group(manager.scheduler, problem, config.sampling, f"{how}{attempt}")
+            )
+            for problem in load_training(config)
+        ]
+        before = busy.tokens
+        while busy.tokens < before + 300:
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.5)  # what it had sent before arrives
+        if len(busy.in_flight) > 8:
+            break
+        os.kill(pid, signal.SIGCONT)  # its turns were over before it was stopped
+        await asyncio.gather(*groups)
     os.kill(pid, how)
     async with asyncio.timeout(120):
         finished = await asyncio.gather(*groups)
