@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     field_validator,
     model_validator,
@@ -30,6 +32,15 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+NO_DEADLINE = 20 * 24 * 3600.0
+"""Seconds of a deadline that is set to null: 20 days, which every clock and library takes."""
+Seconds = Annotated[
+    float,
+    Field(gt=0, le=NO_DEADLINE),
+    BeforeValidator(lambda value: NO_DEADLINE if value is None else value),
+    PlainSerializer(lambda value: None if value == NO_DEADLINE else value),
+]
+"""A deadline; null is none."""
 
 # Keys of other systems that no vLLM of today reads, and what took their place.
 REPLACED_KEYS = {
@@ -259,13 +270,16 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt | None = None
     """Tokens of one trajectory after its first prompt, those of tools included: what is left of
     them bounds each turn, beside sampling.max_tokens. Agents over HTTP are not bound by it."""
-    trajectory_timeout: PositiveFloat = 300.0
-    """Seconds for one trajectory, its tools and its reward included."""
+    stall_timeout: Seconds = 300.0
+    """Seconds for which nothing of a trajectory may move: no token, request or tool's result. Its
+    environment and its reward have so long as well."""
+    trajectory_timeout: Seconds = 21_600.0
+    """Seconds for one trajectory in all, however it moves."""
     max_failed_fraction: Fraction = 0.5
     """A step (or an evaluation) in which more of the trajectories fail ends the run."""
     tool_parser: str = "hermes"
     """vLLM's name of the model's tool-call format."""
-    tool_timeout: PositiveFloat = 30.0
+    tool_timeout: Seconds = 30.0
     """Seconds for one tool call."""
     tool_max_chars: PositiveInt = 8192
     """Characters of one tool result that the model gets to see."""
@@ -316,10 +330,11 @@ class EngineConfig(Section):
     """CPU threads of the engine; more than one per core slows everything down."""
     logits_processors: list[str] = []
     """vLLM logits processors to load, each as package.module:Class."""
-    start_timeout: PositiveFloat = 300.0
+    start_timeout: Seconds = 300.0
     """Seconds for the engine to start."""
-    request_timeout: PositiveFloat = 120.0
-    """Seconds for one call of the engine to answer."""
+    request_timeout: Seconds = 120.0
+    """Seconds in which an engine with requests must sample a token of any of them, or answer a
+    call. One request may wait in its queue, and take, any time."""
     extra: dict[str, Any] = {}
     """More arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
 
@@ -343,7 +358,7 @@ class ServingConfig(Section):
     and less and less often, up to each ten minutes."""
     health_every: PositiveFloat = 2.0
     """Seconds between health checks of a worker."""
-    health_timeout: PositiveFloat = 20.0
+    health_timeout: Seconds = 20.0
     """Seconds for a worker to answer one; a worker that does not is replaced."""
     host: str = "127.0.0.1"
     """Address that the OpenAI server listens on; base URLs carry the node's own where it is
@@ -364,7 +379,7 @@ class ServingConfig(Section):
     name any model."""
     max_body_mb: PositiveInt = 16
     """Largest body of a request in MB; larger ones are refused before they are read."""
-    session_idle: PositiveFloat = 14_400.0
+    session_idle: Seconds = 14_400.0
     """Seconds without a request after which a client's session is forgotten."""
     session_memory_mb: PositiveInt = 512
     """Memory of all clients' sessions in MB; beyond it the one idle for longest is forgotten."""
@@ -373,8 +388,8 @@ class ServingConfig(Section):
 
 
 class WeightsConfig(Section):
-    update_timeout: PositiveFloat = 120.0
-    """Seconds for one update to land and be checked."""
+    update_timeout: Seconds = 120.0
+    """Seconds for one update to land and be checked, with what in_flight drain waits for."""
     transport: Literal["shm", "ipc", "collective", "disk"] = "shm"
     """How they travel: shared memory of one host; GPU memory of one GPU (ipc); broadcasts, gloo or
     NCCL, between hosts (collective); files in a folder that all hosts see (disk)."""
@@ -586,7 +601,7 @@ class TrainingConfig(Section):
     """Tokens, padding included, of one forward and backward pass."""
     threads: NonNegativeInt = 0
     """CPU threads of the trainer; 0 is one per core."""
-    step_timeout: PositiveFloat = 1800.0
+    step_timeout: Seconds = 1800.0
     """Seconds for the trainer to answer one call."""
     checkpoint_every: NonNegativeInt = 0
     """Save a checkpoint each so many steps; 0 saves only the last."""
@@ -618,7 +633,7 @@ class Config(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """Our lines on the terminal, from this level on; the files in the run folder's `logs` hold
     those of all processes, vLLM's and Ray's too, from info on, or from debug on."""
-    watchdog: PositiveFloat = 60.0
+    watchdog: Seconds = 60.0
     """Seconds without any progress after which the run says whom it waits for."""
     ray_address: str | None = None
     """Address of a running Ray cluster, or `auto`; unset starts Ray on this machine."""
@@ -786,6 +801,7 @@ def _describe(kind: type[Section], section: Section | None, depth: int, lines: l
     for name, field in kind.model_fields.items():
         default = None if field.is_required() else field.default
         value = default if section is None else getattr(section, name)
+        value = None if value == NO_DEADLINE else value
         meaning, parts = _meaning(field), _sections(field.annotation)
         if parts:
             kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []

@@ -263,7 +263,7 @@ def make_manager(
         WorkerStarter(config, gpu_share, hosts),
         config.serving,
         config.weights,
-        config.engine.request_timeout,
+        config.engine.start_timeout + config.engine.request_timeout,
     )
 
 

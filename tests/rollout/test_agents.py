@@ -15,6 +15,7 @@ from examples.calculator.tool import calculate
 from tests import plain_agents
 from tests.blocking import tick
 from turnwise.config import Config
+from turnwise.deadlines import StallClock
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import InputError
 from turnwise.machinery import load_training
@@ -208,10 +209,10 @@ async def test_a_blocking_agent_stalls_no_run(
     ticks: list[None] = []
     ticking = asyncio.create_task(tick(ticks))
     group = await try_agent(
-        "tests.plain_agents:blocking", simulated, make_config, tokenizer, trajectory_timeout=0.5
+        "tests.plain_agents:blocking", simulated, make_config, tokenizer, stall_timeout=0.5
     )
     ticking.cancel()
-    assert group.dropped == {"trajectory_timeout": 2}
+    assert group.dropped == {"stalled": 2}
     assert len(ticks) > 10
 
 
@@ -234,7 +235,7 @@ async def test_a_command_ends_with_its_own_process_and_the_end_of_its_output(
     assert group.dropped == {"agent_error": 2}
     assert words in group.causes["agent_error"]
     assert len(group.causes["agent_error"]) < 1_000
-    command_process = _Command()
+    command_process = _Command(StallClock(60.0))
     for _ in range(100):
         command_process.pipe_data_received(1, b"x" * 100_000)
     assert len(command_process.end) == 2_000

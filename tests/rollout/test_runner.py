@@ -193,6 +193,18 @@ async def test_a_try_that_hangs_has_its_own_deadline(run: Callable[..., Any]) ->
     assert 0.4 <= group.elapsed < 30
 
 
+async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], tokenizer: Any) -> None:
+    """C31: what bounds a trajectory is that nothing of it moves, not how long its turns are."""
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
+    engine.slowdown = 50
+    group = await run({"takes": 0.2}, n=2, engine=engine, stall_timeout=0.5)
+    assert group.dropped == {}
+    assert group.seconds["generate"] > 2 * 2 * 0.5
+    stalled = await run({"takes": 60.0}, n=1, stall_timeout=0.5)
+    assert stalled.dropped == {"stalled": 1}
+    assert stalled.causes["stalled"].endswith("moved for 0.5 s (rollout.stall_timeout)")
+
+
 async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
     engine.slowdown = 5
@@ -269,11 +281,11 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
     limit = 0.3 if how == "block" else 20
     async with asyncio.timeout(20):
         row = {"where": where, "how": how}
-        group = await run(row, n=2, trajectory_timeout=limit, **options)
+        group = await run(row, n=2, stall_timeout=limit, **options)
     ticking.cancel()
     reason = {"reward": "reward_error", "loop": "loop_error"}.get(where, "environment_error")
     if how == "block":
-        assert group.dropped == {"trajectory_timeout": 2}
+        assert group.dropped == {"stalled": 2}
         assert len(ticks) > 5, "the event loop went on"
         name = {"reward": "the environment's reward", "loop": "the loop "}.get(where)
         assert (name or f"the environment {HERE}:Rough") in stuck_calls()
@@ -295,7 +307,7 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
 def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    config = make_config(environment=f"{HERE}:Rough", rollout={"trajectory_timeout": 0.1})
+    config = make_config(environment=f"{HERE}:Rough", rollout={"stall_timeout": 0.1})
     runner = Runner(config, tokenizer)
     with pytest.raises(DeadlineError, match=rf"the environment {HERE}:Rough did not answer within"):
         runner.fitting([Problem("rows:1", {"where": "init", "how": "block"})])

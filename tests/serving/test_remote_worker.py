@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.serving.test_fleet import engine_process
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, VersionSpan
 from turnwise.errors import DeadlineError, EngineError, InputError
@@ -208,17 +210,36 @@ async def test_a_model_that_vllm_cannot_serve_is_a_sentence(
         await RemoteWorker.start(config)
 
 
-async def test_deadlines_name_the_engine_and_death_is_told_at_once(
+async def test_progress_has_a_deadline_and_whole_requests_have_none(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
-    config = make_config(engine={"request_timeout": 0.5})
+    """C31, B20: requests wait in the queue, and take, longer than request_timeout; an engine that
+    samples nothing for so long is named, and so is one that died."""
+    config = make_config(engine={"request_timeout": 1.0, "max_num_seqs": 1})
     engine = await RemoteWorker.start(config, name="worker-7")
     endless = SamplingConfig(max_tokens=400, ignore_eos=True)
     try:
-        await engine.pause("keep")
-        with pytest.raises(DeadlineError, match=r"worker-7 did not finish request slow in 0\.5 s"):
-            await engine.generate(PROMPT, endless, "slow")
-        await engine.resume()
+        started = time.monotonic()
+        patient = [engine.generate(PROMPT, endless, f"long-{n}") for n in range(12)]
+        paused = asyncio.create_task(engine.pause("keep"))
+        ended = []
+        for completion in asyncio.as_completed(patient):
+            if paused is not None:
+                await paused
+                await asyncio.sleep(2.0)  # nothing is expected of an engine that is paused
+                await engine.resume()
+                paused = None
+            ended.append((await completion, time.monotonic() - started))
+        assert [len(completion.token_ids) for completion, _ in ended] == [400] * 12
+        assert ended[-1][1] > 2 * 1.0
+        core = (await engine_process(engine)).pid
+        os.kill(core, signal.SIGSTOP)
+        try:
+            why = r"worker-7 sampled no token in 1 s, while request slow waited for some \(engine\."
+            with pytest.raises(DeadlineError, match=why):
+                await engine.generate(PROMPT, endless, "slow")
+        finally:
+            os.kill(core, signal.SIGCONT)
         running = asyncio.create_task(engine.generate(PROMPT, endless, "doomed"))
         await asyncio.sleep(0.1)
         os.kill(engine.pid, signal.SIGKILL)

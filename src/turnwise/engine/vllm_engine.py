@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from turnwise import fork_server
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.deadlines import StallClock
 from turnwise.engine.protocol import (
     PAUSE_MODES,
     STREAM_INTERVAL,
@@ -93,6 +94,7 @@ class VllmEngine:
         self.name = name
         self._vllm = vllm
         self._timeout = engine.request_timeout
+        self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Keeps requests from cached prefixes that older weights computed."""
@@ -118,10 +120,8 @@ class VllmEngine:
         seed: int | None = None,
         route: Route | None = None,
     ) -> Completion:
-        params = self._parameters(sampling, seed)
-        params.output_kind = self._vllm.RequestOutputKind.FINAL_ONLY
-        chunks = self._chunks(prompt_token_ids, params, request_id)
-        return await collect(chunks, self.name)
+        async with aclosing(self.stream(prompt_token_ids, sampling, request_id, seed)) as chunks:
+            return await collect(chunks, self.name)
 
     async def stream(
         self,
@@ -173,7 +173,7 @@ class VllmEngine:
     async def _chunks(
         self, prompt_token_ids: Sequence[int], params: Any, request_id: str
     ) -> AsyncGenerator[Chunk, None]:
-        """What vLLM gives for a request; each piece within `engine.request_timeout` seconds."""
+        """What vLLM gives for a request, as long as the engine samples tokens of any request."""
         vllm = self._vllm
         prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
         sampled = 0
@@ -182,8 +182,9 @@ class VllmEngine:
         try:
             async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
                 while True:
-                    async with self._deadline(f"request {request_id}", self._timeout):
+                    async with self._clock.watching():
                         output = await anext(outputs, None)
+                    self._clock.moved()
                     if output is None:
                         return
                     if output.prompt_logprobs:
@@ -199,6 +200,11 @@ class VllmEngine:
                     sampled += len(piece.token_ids)
                     if finished:
                         return
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} sampled no token in {self._timeout:g} s, while request {request_id} "
+                "waited for some (engine.request_timeout)"
+            ) from None
         except vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during request {request_id}") from error
         except vllm.EngineGenerateError as error:
@@ -215,18 +221,26 @@ class VllmEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         async with self._deadline("pausing", self._timeout):
             await self._vllm.pause(self._llm, mode)
+        self._clock.stopped = True
 
     async def resume(self) -> None:
         async with self._deadline("resuming", self._timeout):
             await self._llm.resume_generation()
+        self._go_on()
 
     async def sleep(self) -> None:
         async with self._deadline("going to sleep", self._timeout):
             await self._llm.sleep()
+        self._clock.stopped = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         async with self._deadline("waking up", self._timeout):
             await self._llm.wake_up(list(tags) if tags else None)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._clock.moved()
+        self._clock.stopped = False
 
     async def device_ids(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
@@ -340,12 +354,14 @@ class VllmEngine:
         await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
         if keep_cache:
             self._cache_salt = f"weights {version}"
-        yield
-        try:
-            await self._llm.update_weight_version(str(version))
-        except self._vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} died during a weight update") from error
-        await self._llm.resume_generation()
+        with self._clock.held():
+            yield
+            try:
+                await self._llm.update_weight_version(str(version))
+            except self._vllm.EngineDeadError as error:
+                raise EngineError(f"{self.name} died during a weight update") from error
+            await self._llm.resume_generation()
+        self._go_on()
 
     async def reset_prefix_cache(self) -> None:
         async with self._deadline("resetting the prefix cache", self._timeout):

@@ -4,11 +4,12 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from turnwise.config import RolloutConfig, SamplingConfig
+from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
+from turnwise.deadlines import StallClock
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
@@ -21,6 +22,9 @@ from turnwise.serving.template import off_loop
 from turnwise.serving.tool_parser import ToolParser
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
 from turnwise.watchdog import waiting
+
+_BOUNDED = ("generate", "tools")
+"""Phases that `engine.request_timeout` and `rollout.tool_timeout` bound."""
 
 
 class SessionServer(Protocol):
@@ -62,6 +66,9 @@ class RolloutContext:
     """Where the first error of each kind is written."""
     prompts: Prompts | None = None
     """First prompts that were rendered before."""
+    clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
+    """Fails the trajectory when nothing of it moves; it stands still during turns and tools, which
+    have deadlines of their own."""
     fork_reason: str | None = None
     """Why the prompt made last does not continue the turn before it."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -71,9 +78,12 @@ class RolloutContext:
     def timed(self, phase: str) -> Iterator[None]:
         """Count the seconds of a `with` block under `phase`: generate, tools, reward ..."""
         started = time.perf_counter()
+        bounded = self.clock.held() if phase in _BOUNDED else nullcontext()
         try:
-            yield
+            with bounded:
+                yield
         finally:
+            self.clock.moved()
             self.seconds[phase] += time.perf_counter() - started
 
     async def first_prompt(

@@ -181,7 +181,7 @@ class RemoteRewardModel:
         Raises:
             TurnwiseError: when it cannot score this one, or the actor died with it twice, or
                 died more than `serving.max_restarts` times in a row.
-            DeadlineError: when it did not within `rollout.trajectory_timeout` seconds.
+            DeadlineError: when it did not within `rollout.stall_timeout` seconds.
         """
         actor = self._actor
         try:
@@ -193,7 +193,7 @@ class RemoteRewardModel:
         return await self._score(self._actor, messages)
 
     async def _score(self, actor: Any, messages: Sequence[Message]) -> float:
-        seconds = self._config.rollout.trajectory_timeout
+        seconds = self._config.rollout.stall_timeout
         reply = actor.score.remote(list(messages))
         score = float(await self._wait(reply, "score a trajectory", seconds))
         self._restarts = 0

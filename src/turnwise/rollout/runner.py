@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import Config, SamplingConfig
+from turnwise.deadlines import StallClock
 from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import (
     DeadlineError,
@@ -117,7 +118,7 @@ class Runner:
         opened, toolbox = call_and_wait(
             lambda: self._open(problem),
             name=self._environment_name,
-            seconds=self._config.rollout.trajectory_timeout,
+            seconds=self._config.rollout.stall_timeout,
         )
         try:
             length = len(self._prompts.render(opened.problem, toolbox.schemas))
@@ -184,10 +185,11 @@ class Runner:
         group: Group,
     ) -> tuple[str, str] | None:
         """Fill the trajectory; where that fails, returns the reason and what was said."""
-        seconds = self._config.rollout.trajectory_timeout
+        rollout = self._config.rollout
+        clock, seconds = StallClock(rollout.stall_timeout), rollout.trajectory_timeout
         try:
-            async with asyncio.timeout(seconds):
-                await self._attempt(engine, problem, trajectory, sampling, name, group)
+            async with asyncio.timeout(seconds), clock.watching() as stall:
+                await self._attempt(engine, problem, trajectory, sampling, name, group, clock)
                 return None
         except TrajectoryError as error:
             failure = error.reason, str(error)
@@ -199,6 +201,9 @@ class Runner:
             failure = "engine_error", str(error)
         except TimeoutError:
             failure = "trajectory_timeout", f"not done after {seconds:g} s"
+            if stall.expired():
+                why = f"nothing of it moved for {clock.seconds:g} s (rollout.stall_timeout)"
+                failure = "stalled", why
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -214,6 +219,7 @@ class Runner:
         sampling: SamplingConfig,
         name: str,
         group: Group,
+        clock: StallClock,
     ) -> None:
         try:
             with waiting(problem.id, "environment"):
@@ -240,6 +246,7 @@ class Runner:
             errors=self._errors,
             seconds=group.seconds,
             prompts=self._prompts,
+            clock=clock,
         )
         await self._play(opened.environment, context)
         with context.timed("reward"):

@@ -89,7 +89,7 @@ class AsyncLLMServerManager:
         start: Starts the worker of a name, and raises `InputError` or `DeadlineError`.
         serving: How many workers, and how they are watched.
         weights: How updates treat turns under way.
-        turn_timeout: Seconds that a turn may wait for a worker.
+        turn_timeout: Seconds that a turn waits while no worker is usable.
 
     Raises from updates, sleep and wake: `DeadlineError` or `EngineError`, naming the worker.
     """

@@ -24,9 +24,9 @@ from turnwise.engine.protocol import (
     Route,
     collect,
 )
-from turnwise.errors import DeadlineError, EngineError, TurnwiseError
+from turnwise.errors import EngineError, TurnwiseError
 from turnwise.ray_calls import death, reply_of
-from turnwise.serving.worker import Submission, VllmAsyncGenerationWorker
+from turnwise.serving.worker import HEARTBEAT_SECONDS, Submission, VllmAsyncGenerationWorker
 from turnwise.watchdog import made_progress
 
 logger = logging.getLogger(__name__)
@@ -145,14 +145,7 @@ class RemoteWorker:
         ended = False
         try:
             while not ended:
-                try:
-                    async with asyncio.timeout(self._timeout + _GRACE_SECONDS):
-                        event = await inbox.get()
-                except TimeoutError:
-                    raise DeadlineError(
-                        f"{self.name} gave nothing for request {request_id} in "
-                        f"{self._timeout + _GRACE_SECONDS:g} s"
-                    ) from None
+                event = await inbox.get()
                 if isinstance(event, Exception):
                     ended = True
                     raise event
@@ -190,9 +183,14 @@ class RemoteWorker:
             self.actor.cancel.remote(cancelled)
 
     async def _collect(self) -> None:
+        seconds = self._timeout + HEARTBEAT_SECONDS
         while self._failure is None and self._inboxes:
             try:
-                events = await self.actor.collect.remote()
+                async with asyncio.timeout(seconds):
+                    events = await self.actor.collect.remote()
+            except TimeoutError:
+                self.fail(f"{self.name} has not answered for {seconds:g} s")
+                return
             except Exception as error:  # whatever it is, no chunk comes any more
                 known = isinstance(error, RayError) and not isinstance(error, RayTaskError)
                 logger.debug("%s", error)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.deadlines import StallClock
 from turnwise.engine.protocol import Chunk, Completion, Engine, Route, collect
 from turnwise.errors import DeadlineError, EngineError
 
@@ -60,6 +61,8 @@ class _Turn:
     """Workers that died while they had it."""
     failures: int = 0
     """Its own: on workers that are well."""
+    sampled: list[int] = field(default_factory=list)
+    """Its tokens so far."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -105,7 +108,7 @@ class Scheduler:
 
     Args:
         serving: Bounds of stickiness and of continuations.
-        turn_timeout: Seconds that a turn may wait for a worker.
+        turn_timeout: Seconds that a turn waits while no worker is usable.
         on_failure: Called with the name of a worker on which a request failed, once until it is
             restored or removed; without it, each failure is the worker's death.
         on_culprit: Called with the names of the workers that one request has ended.
@@ -127,6 +130,7 @@ class Scheduler:
         self._on_failure = on_failure
         self._on_culprit = on_culprit
         self._trial = asyncio.Lock()
+        self._trials = StallClock(turn_timeout)
         self._quarantine: OrderedDict[bytes, float] = OrderedDict()
         """Digests of requests that ended workers, and until when they are refused."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -228,9 +232,8 @@ class Scheduler:
     ) -> AsyncGenerator[Chunk | None, None]:
         """The turn's chunks, on as many workers as it takes; None: all before it is void."""
         prompt = list(prompt_token_ids)
-        sampled: list[int] = []
         turn = _Turn(request_id)
-        rest, aborts = sampling, 0
+        sampled, rest, aborts = turn.sampled, sampling, 0
         self.events["turns"] += 1
         if self._quarantine:
             self._refuse(request_id, _digest(prompt, sampling, seed))
@@ -245,6 +248,8 @@ class Scheduler:
                     async with aclosing(stream) as chunks:
                         async for chunk in chunks:
                             sampled += chunk.token_ids
+                            if turn.is_on_trial:
+                                self._trials.moved()
                             worker.tokens += len(chunk.token_ids)
                             if chunk.finish_reason != "abort":
                                 yield chunk
@@ -362,13 +367,14 @@ class Scheduler:
 
     async def _wait_for_trial(self, request_id: str) -> None:
         try:
-            async with asyncio.timeout(self._turn_timeout):
+            async with self._trials.watching():
                 await self._trial.acquire()
         except TimeoutError:
             raise DeadlineError(
-                f"{request_id}, with which workers died, could not be tried by itself within "
-                f"{self._turn_timeout:g} s"
+                f"{request_id}, with which workers died, could not be tried by itself: the trial "
+                f"before it has not moved for {self._turn_timeout:g} s"
             ) from None
+        self._trials.moved()
 
     @contextmanager
     def _in_flight(self, worker: Worker, turn: _Turn, weight: float) -> Iterator[None]:

@@ -16,11 +16,12 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config import SamplingConfig
+from turnwise.deadlines import StallClock
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
 
@@ -97,6 +98,8 @@ class Session:
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
     """Turns whose answer nobody waited for."""
+    clock: StallClock | None = None
+    """Of a rollout's trajectory: it stands still while a request is in flight."""
     closed: bool = False
     """Nothing is recorded any more."""
     size: int = _SESSION_BYTES
@@ -332,7 +335,8 @@ class SessionStore:
         session.requests += 1
         self._set_busy(session)
         try:
-            yield session
+            with session.clock.held() if session.clock is not None else nullcontext():
+                yield session
         finally:
             session.requests -= 1
             if not session.requests:

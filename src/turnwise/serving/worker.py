@@ -19,7 +19,7 @@ from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tasks import settle_heap
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
-_HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 10.0
 
 Submission = tuple[str, list[int], Any, int | None]
 """A request's id, its prompt's ids, its sampling and its seed."""
@@ -99,8 +99,8 @@ class VllmAsyncGenerationWorker:
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
 
-        An answer may take any time, as long as its tokens come (`engine.request_timeout` for each
-        piece). A row that fails spoils no other: its error is raised after all others were yielded.
+        An answer may take any time, as long as the engine samples (`engine.request_timeout`). A row
+        that fails spoils no other: its error is raised after all others were yielded.
 
         Args:
             data: `input_ids` [B, T], right-padded; `input_lengths` [B]; optionally
@@ -271,7 +271,7 @@ class VllmAsyncGenerationWorker:
         if not self._events:
             self._happened.clear()
             try:
-                async with asyncio.timeout(_HEARTBEAT_SECONDS):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._happened.wait()
             except TimeoutError:
                 return []

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from turnwise.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment, load_object
@@ -55,6 +56,7 @@ class HttpAgentLoop:
             group=context.route.group if context.route is not None else "",
             agent_rewards=rollout.agent_rewards,
         )
+        session.clock = context.clock
         base_url = server.session_url(session.id)
         try:
             with context.timed("agent"), waiting(context.request_id, "agent"):
@@ -62,7 +64,7 @@ class HttpAgentLoop:
                     await _call_function(agent, base_url, context.row)
                 else:
                     given = _environment(rollout.agent_env, base_url, server.model_name)
-                    await _run_command(agent, given, context.row)
+                    await _run_command(agent, given, context.row, context.clock)
         finally:
             server.sessions.close(session.id)
         session.finish()
@@ -101,7 +103,9 @@ def _environment(more: Sequence[str], base_url: str, model: str) -> dict[str, st
     }
 
 
-async def _run_command(command: str, given: dict[str, str], problem: dict[str, Any]) -> None:
+async def _run_command(
+    command: str, given: dict[str, str], problem: dict[str, Any], clock: StallClock
+) -> None:
     """Run a command to its end; it is killed when the trajectory's time is over.
 
     Raises:
@@ -113,7 +117,7 @@ async def _run_command(command: str, given: dict[str, str], problem: dict[str, A
         given = given | {"TURNWISE_PROBLEM": row.decode()}
     try:
         transport, process = await asyncio.get_running_loop().subprocess_exec(
-            _Command,
+            lambda: _Command(clock),
             *shlex.split(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -149,13 +153,15 @@ async def _run_command(command: str, given: dict[str, str], problem: dict[str, A
 class _Command(asyncio.SubprocessProtocol):
     """A process, and the end of its output."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: StallClock) -> None:
+        self._clock = clock
         self.end = b""
         self.exited = asyncio.Event()
         self.read = asyncio.Event()
         """All of its output was read."""
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._clock.moved()
         self.end = (self.end + data)[-_SAID_BYTES:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:

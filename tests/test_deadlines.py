@@ -1,0 +1,100 @@
+"""Deadlines that watch progress (C31)."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turnwise.config import NO_DEADLINE, Config, dump_config, known_keys, load_config
+from turnwise.deadlines import StallClock
+
+
+async def test_work_that_moves_takes_any_time() -> None:
+    clock, loop = StallClock(0.2), asyncio.get_running_loop()
+    started = loop.time()
+    async with clock.watching():
+        while loop.time() < started + 1.0:
+            await asyncio.sleep(0.02)
+            clock.moved()
+    with pytest.raises(TimeoutError):
+        async with clock.watching():
+            await asyncio.sleep(30)
+
+
+async def test_one_wait_that_moves_saves_the_others_and_all_end_together() -> None:
+    clock = StallClock(0.3)
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            async with clock.watching() as stall:
+                await asyncio.sleep(30)
+        except TimeoutError:
+            assert stall.expired()
+            ended.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(wait("first"))
+        tasks.create_task(wait("second"))
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            clock.moved()
+        assert ended == []
+    assert sorted(ended) == ["first", "second"]
+    async with clock.watching():  # the clock serves on
+        pass
+
+
+async def test_a_clock_stands_still_while_it_is_held_or_stopped() -> None:
+    clock = StallClock(0.1)
+    async with clock.watching():
+        with clock.held():
+            await asyncio.sleep(0.5)
+        clock.stopped = True
+        await asyncio.sleep(0.5)
+        clock.stopped = False
+    with pytest.raises(TimeoutError):
+        async with clock.watching():
+            await asyncio.sleep(30)
+
+
+async def test_a_process_that_stood_still_reads_what_came_before_it_judges() -> None:
+    clock = StallClock(0.2)
+    arrived = asyncio.get_running_loop().create_future()
+
+    async def deliver() -> None:
+        await asyncio.sleep(0.05)
+        arrived.set_result(None)
+
+    task = asyncio.create_task(deliver())
+    async with clock.watching():
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251 (the process stands still)
+        await arrived
+        clock.moved()
+    await task
+
+
+DEADLINES = [
+    key
+    for key in known_keys()
+    if key.endswith("_timeout") or key in ("serving.session_idle", "watchdog")
+]
+
+
+def test_every_deadline_can_be_set_to_null(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(make_config()))
+    timeouts = [key for key in DEADLINES if key.endswith("_timeout")]
+    assert len(timeouts) >= 8
+    config = load_config(path, [f"{key}=null" for key in DEADLINES])
+    for key in DEADLINES:
+        section, _, name = key.rpartition(".")
+        assert getattr(getattr(config, section) if section else config, name) == NO_DEADLINE, key
+    path.write_text(dump_config(config))
+    assert path.read_text().count("timeout: null") == len(timeouts)
+    assert load_config(path) == config
