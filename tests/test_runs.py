@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT, command_environment, python
 from tests.programs import Mark
 from tests.test_cli import TIMES, Lottery, file, metrics_of, turnwise, write_config
-from turnwise.config import Config
+from turnwise.config import Config, load_config
 from turnwise.trajectory import read_jsonl
 
 __all__ = ["Lottery", "file"]
@@ -187,13 +187,14 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
 def test_trainer_and_engine_take_turns_in_the_same_processes(
     file: Path, tmp_path: Path, shards: int
 ) -> None:
-    """AUDIT C6: an engine of two shards spans both ranks of its trainer."""
+    """C6, C37: an engine of two shards spans both ranks of its trainer, which lends it memory."""
     sizes = (f"training.ranks={shards}", f"engine.tensor_parallel_size={shards}")
     done = turnwise(
         "train",
         file,
         "training.colocated=true",
         "training.threads=1",
+        "training.offload=[params, optimizer]",
         "name=together",
         *sizes,
         *SHORT,
@@ -203,6 +204,8 @@ def test_trainer_and_engine_take_turns_in_the_same_processes(
     assert [row["weight_version"] for row in rows] == [1, 2]
     assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
     assert all(row["canary_diff_max"] < 1e-4 for row in rows)
+    weights = Path(load_config(file).model.path, "model.safetensors").stat().st_size
+    assert all(row["offloaded_gib"] > 2.9 * weights / 2**30 for row in rows)
 
 
 @pytest.fixture

@@ -578,6 +578,9 @@ class TrainingConfig(Section):
     colocated: bool = False
     """Engines live in the trainer's processes and take turns with it: serving.workers times
     engine.tensor_parallel_size must be training.ranks."""
+    offload: list[Literal["params", "optimizer"]] = []
+    """colocated: parts of the trainer whose memory the engines have while they run. Parameters, of
+    reference and value model too, and AdamW's moments wait in host memory; on a CPU, on disk."""
     resources: dict[str, float] = {}
     """Ray resources that each rank asks for, beside its GPU."""
     activation_checkpointing: bool = False
@@ -678,6 +681,11 @@ class Config(Section):
                 "1, or training.colocated and serving.spread to false"
             )
         size, ranks = self.engine.tensor_parallel_size, self.training.ranks
+        if self.training.offload and not self.training.colocated:
+            raise ValueError(
+                "training.offload lends memory to engines in the trainer's own processes: set "
+                "training.colocated to true"
+            )
         if self.training.colocated and self.serving.workers * size != ranks:
             raise ValueError(
                 f"training.colocated needs a rank for each device of an engine: serving.workers "

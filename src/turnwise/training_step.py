@@ -100,7 +100,11 @@ class TrainingStep:
                 self._delivery,
                 lambda engine: check_canary(engine, prompt, expected, tolerance, version),
             )
+        lent: dict[str, Any] = {}
+        if self._config.training.offload:
+            lent["offloaded_gib"] = await self._policy.offload() / 2**30
         return {
+            **lent,
             "weight_version": version,
             "weight_update_seconds": time.perf_counter() - started,
             "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),

@@ -99,6 +99,9 @@ def load_model(config: Config) -> Any:
             dtype=torch.float32,
             trust_remote_code=config.model.trust_remote_code,
         )
+    if config.training.offload:  # storages that map a file cannot be emptied
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return model.eval()
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +43,7 @@ from turnwise.training.model import (
     full_tensors,
     load_model,
 )
+from turnwise.training.offload import Offload
 from turnwise.training.sample import Array
 from turnwise.training.tokens import Tokens
 from turnwise.weights.canary import canary_prompt
@@ -50,6 +51,7 @@ from turnwise.weights.meeting import join_store, private
 from turnwise.weights.outlet import make_outlet
 
 _PLAIN = SamplingConfig()
+_ALL = ("params", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,10 @@ class Policy:
             folder=config.weights.folder or (folder / "weights" if folder else ""),
             timeout=config.weights.update_timeout,
         )
+        offloaded = (folder or Path(config.output_dir, config.name)) / f"offload-{place.rank}"
+        self._offload = Offload(
+            {"params": self._weights, "optimizer": self._moments}, offloaded.absolute()
+        )
         self._steps = 0
         self._skipped_in_row = 0
         self.version = 0
@@ -170,6 +176,7 @@ class Policy:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
         """
         started = time.perf_counter()
+        self._offload.bring_back(_ALL)
         self._steps += 1
         steps = [
             [
@@ -190,6 +197,8 @@ class Policy:
             self._update(batches, share, ratios)
             for batches, share in zip(steps, shares, strict=True)
         ]
+        if "optimizer" in self._training.offload:
+            self._offload.put_away(["optimizer"])  # nothing needs it until the next step
         return StepReport(
             self.version,
             updates,
@@ -348,6 +357,7 @@ class Policy:
         Returns:
             The manifest, the canary prompt and this model's log-probs of its tokens 1..T-1.
         """
+        self._offload.bring_back(["params"])
         manifest = self._outlet.publish(self.version, self._tensors())
         token_ids_1T = torch.tensor([self._canary], device=self.device)
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
@@ -364,7 +374,30 @@ class Policy:
     def send(self, devices: Sequence[str]) -> None:
         """Serve the engines' workers, on these devices, that load the published version, where
         the transport needs it."""
+        self._offload.bring_back(["params"])
         self._outlet.send(self.version, self._tensors(), devices)
+
+    def offload(self) -> int:
+        """Put away what `training.offload` names, until it is needed again; returns its bytes.
+
+        Raises:
+            TurnwiseError: when the disk is full.
+        """
+        return self._offload.put_away(self._training.offload)
+
+    def _modules(self) -> list[nn.Module]:
+        modules = (self._scorer, self._reference, self._critic)
+        return [module for module in modules if module is not None]
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for module in self._modules():
+            yield from module.parameters()
+            yield from module.buffers()
+
+    def _moments(self) -> Iterator[torch.Tensor]:
+        for learner in self._learners().values():
+            for state in learner.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def rendezvous(self) -> tuple[str, int]:
         """Where a process group of this trainer and its engines can meet."""
@@ -381,6 +414,7 @@ class Policy:
         Raises:
             TurnwiseError: when the disk is full.
         """
+        self._offload.bring_back(_ALL)
         checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
         checkpoint.export(folder, self._place.rank, self._config, self._shape, self._tensors())
 
@@ -390,6 +424,7 @@ class Policy:
         Raises:
             InputError: when it does not fit this model.
         """
+        self._offload.bring_back(_ALL)
         extra = checkpoint.load_state(folder, self._place.rank, self._learners())
         self.version = extra["version"]
         self._steps = extra["steps"]

@@ -172,6 +172,10 @@ class RemotePolicy:
     async def send(self, devices: Sequence[str]) -> None:
         await self._same("send its weights", "send", devices)
 
+    async def offload(self) -> int:
+        """Returns the bytes that all ranks have put away."""
+        return sum(await self._same("put its tensors away", "offload"))
+
     async def rendezvous(self) -> tuple[str, int]:
         address: tuple[str, int] = await self._one(
             0, self._actors[0].call.remote("rendezvous"), "open a meeting place"

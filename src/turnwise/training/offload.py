@@ -1,0 +1,156 @@
+"""Memory lent to others between training steps: tensors whose values wait elsewhere.
+
+On a GPU values wait in pinned host memory; on a CPU in a file, so that another process can have
+the memory either way. A tensor keeps its identity, its shape and its views: its storage alone is
+emptied, and filled again.
+"""
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from turnwise.errors import TurnwiseError
+
+_PART_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    storage: Any
+    nbytes: int
+    host: torch.Tensor | None
+    """The values, where they wait in host memory."""
+
+
+class Offload:
+    """Puts tensors away and brings them back, kind by kind.
+
+    Args:
+        tensors: For each kind, a function that lists its tensors: those of an optimizer appear
+            with its first step.
+        file: Begins the names of the files in which values of a CPU wait.
+
+    Example:
+        offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
+        offload.put_away(["params"])   # returns the bytes that are free now
+        offload.bring_back(["params"])
+    """
+
+    def __init__(
+        self, tensors: dict[str, Callable[[], Iterable[torch.Tensor]]], file: Path
+    ) -> None:
+        self._tensors = tensors
+        self._file = file
+        self._away: dict[str, list[_Away]] = {}
+
+    def put_away(self, kinds: Iterable[str]) -> int:
+        """Empty the storages of these kinds; returns the bytes of all kinds that are away.
+
+        Raises:
+            TurnwiseError: when the values cannot be written, with all tensors as they were.
+        """
+        for kind in kinds:
+            if kind not in self._away:
+                self._put_away(kind)
+        return sum(part.nbytes for parts in self._away.values() for part in parts)
+
+    def _put_away(self, kind: str) -> None:
+        storages = list(_storages(self._tensors[kind]()))
+        parts = [
+            _Away(storage, storage.nbytes(), _to_host(storage) if storage.is_cuda else None)
+            for storage in storages
+        ]
+        try:
+            with self._path(kind).open("wb") as file:
+                for part in parts:
+                    if part.host is None:
+                        _write(_bytes(part.storage), file)
+        except OSError as error:
+            raise TurnwiseError(
+                f"the trainer's {kind} cannot be put away in {self._path(kind)}: {error}"
+            ) from error
+        for part in parts:
+            part.storage.resize_(0)
+        self._away[kind] = parts
+        _give_back()
+
+    def bring_back(self, kinds: Iterable[str]) -> None:
+        """Fill the storages of these kinds again; does nothing for what is not away.
+
+        Raises:
+            TurnwiseError: when a file cannot be read.
+        """
+        for kind in kinds:
+            if (parts := self._away.pop(kind, None)) is None:
+                continue
+            try:
+                with self._path(kind).open("rb") as file:
+                    for part in parts:
+                        part.storage.resize_(part.nbytes)
+                        if part.host is not None:
+                            _bytes(part.storage).copy_(part.host, non_blocking=True)
+                        else:
+                            _read(_bytes(part.storage), file)
+            except OSError as error:
+                raise TurnwiseError(
+                    f"the trainer's {kind} cannot be read from {self._path(kind)}: {error}"
+                ) from error
+            self._path(kind).unlink()
+            if any(part.host is not None for part in parts):
+                torch.cuda.synchronize()
+
+    def _path(self, kind: str) -> Path:
+        return self._file.with_name(f"{self._file.name}-{kind}")
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Each storage once: tied weights share one."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage
+
+
+def _bytes(storage: Any) -> torch.Tensor:
+    """A storage's contents: [nbytes], uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+# A storage that NumPy has seen can no longer be resized: files get copies of its parts.
+
+
+def _write(values: torch.Tensor, file: BinaryIO) -> None:
+    for part in torch.split(values, _PART_BYTES):
+        file.write(part.clone().numpy().tobytes())
+
+
+def _read(values: torch.Tensor, file: BinaryIO) -> None:
+    for part in torch.split(values, _PART_BYTES):
+        data = file.read(len(part))
+        if len(data) < len(part):
+            raise OSError("it is too short")
+        part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _to_host(storage: Any) -> torch.Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    return host.copy_(_bytes(storage))
+
+
+def _give_back() -> None:
+    """Have the allocators return what is free to the device, or to the system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
