@@ -1,5 +1,6 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
+# make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
@@ -8,6 +9,8 @@
 
 PYTHON ?= python3.11
 SEED ?= 0
+# Where GSM8K's train.jsonl and test.jsonl are.
+DATA ?= $(patsubst %/train.jsonl,%,$(firstword $(wildcard gsm8k/train.jsonl ../gsm8k/train.jsonl ../shared/gsm8k/train.jsonl)))
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
@@ -18,7 +21,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and not anew at every start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo algorithms quick test test-all bench lint lock clean
+.PHONY: setup demo gsm8k algorithms quick test test-all bench lint lock clean
 
 setup: $(STAMP)
 
@@ -41,6 +44,9 @@ $(PEERS): requirements/bench.txt
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
+
+gsm8k: setup
+	$(BIN)/python -m examples.gsm8k.run $(DATA)
 
 algorithms: setup
 	$(BIN)/python -m examples.calculator.algorithms

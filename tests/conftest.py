@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from turnwise.serving.remote_worker import RemoteWorker
 
 ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared"
 PEAK = pytest.StashKey[PeakMemory]()
 
 

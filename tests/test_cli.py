@@ -19,7 +19,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tests.conftest import ROOT, SHARED, command_environment, own_environment, python
+from tests.conftest import ROOT, command_environment, own_environment, python
 from tests.programs import Mark
 from turnwise.cli import _Command, app
 from turnwise.config import Config, dump_config
@@ -263,14 +263,13 @@ def test_rollout_writes_what_training_would_sample(file: Path, tmp_path: Path) -
 
 
 def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model_path: str) -> None:
-    rows = SHARED / "gsm8k" / "test.jsonl"
-    if not rows.exists():
-        pytest.skip("GSM8K is not here")
+    """C23: the example's configuration, with the path of a model and of rows alone changed."""
+    rows = ROOT / "tests" / "examples" / "gsm8k_rows.jsonl"
     done = turnwise(
         "eval",
         "examples/gsm8k/config.yaml",
-        f"data.path={rows}",
-        "data.limit=8",
+        f"data.eval_path={rows}",
+        "data.eval_limit=8",
         f"model.path={model_path}",
         f"output_dir={tmp_path}",
     )

@@ -47,17 +47,20 @@ def conversation_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> list[Example]:
     """Each row's conversation as an example."""
-    return _encode(tokenizer, [conversation_text(tokenizer, row) for row in rows])
+    return encode_texts(tokenizer, [conversation_text(tokenizer, row) for row in rows])
 
 
 def encode_copying(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[Example]:
     """For each row of numbers, a conversation in which the assistant repeats what it was told."""
     lines = [" ".join(map(str, row)) for row in rows]
     chats = [[{"role": role, "content": line} for role in ("user", "assistant")] for line in lines]
-    return _encode(tokenizer, [tokenizer.apply_chat_template(c, tokenize=False) for c in chats])
+    return encode_texts(
+        tokenizer, [tokenizer.apply_chat_template(c, tokenize=False) for c in chats]
+    )
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Example]:
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Example]:
+    """Rendered conversations as examples."""
     opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     return [

@@ -35,7 +35,7 @@ def main() -> int:
     prepare(seed=seed)
     rows = [json.loads(line) for line in (BUILD / "heldout.jsonl").open()]
 
-    name = _free_name(f"calculator-seed{seed}")
+    name = free_name(f"calculator-seed{seed}", RUNS)
     command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}"]
     print(f"\n2. It learns the rest by trying: {' '.join(command)}", flush=True)
     with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *command[1:]]) as training:
@@ -99,9 +99,10 @@ def _arguments(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def _free_name(name: str) -> str:
+def free_name(name: str, runs: Path) -> str:
+    """The name, or one with a number after it, that no run has."""
     candidates = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
-    return next(c for c in candidates if not (RUNS / c).exists())
+    return next(c for c in candidates if not (runs / c).exists())
 
 
 if __name__ == "__main__":

@@ -9,17 +9,19 @@ from transformers import (
 )
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, layers: int = 3
+) -> Qwen3ForCausalLM:
     """A fresh float32 model for the tokenizer, the same for the same seed."""
     torch.manual_seed(seed)
     stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         head_dim=32,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         max_position_embeddings=4096,

@@ -5,6 +5,7 @@ One rule is added: JSON between two numbers is one word, so that a tool's schema
 parts of a tool call cost a token each. Training is deterministic.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,6 +33,19 @@ _WORDS = (
 
 def build_tokenizer(seed: int, conversations: int = 1000) -> PreTrainedTokenizerFast:
     """Trains the tokenizer on solved problems in all phrasings, tool preamble included."""
+    rows = train_problems(conversations, seed)
+    return train_tokenizer(lambda bare: [conversation_text(bare, row) for row in rows], VOCABULARY)
+
+
+def train_tokenizer(
+    render: Callable[[PreTrainedTokenizerFast], list[str]], vocabulary: int
+) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer of this kind.
+
+    Args:
+        render: Makes the texts to train on, by the chat template of an untrained tokenizer.
+        vocabulary: Tokens, special ones included.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -40,13 +54,12 @@ def build_tokenizer(seed: int, conversations: int = 1000) -> PreTrainedTokenizer
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    tokenizer = _with_template(backend)
-    texts = [conversation_text(tokenizer, row) for row in train_problems(conversations, seed)]
+    texts = render(_with_template(backend))
     for marker in _SPECIAL + _MARKERS:
         texts = [text.replace(marker, "\0") for text in texts]
     pieces = [piece for text in texts for piece in text.split("\0")]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(_SPECIAL) - len(_MARKERS),
+        vocab_size=vocabulary - len(_SPECIAL) - len(_MARKERS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -73,9 +73,24 @@ def warm_start(
     report: Callable[[int, float], None],
 ) -> None:
     """Trains `model` in place."""
-    optimizers = _optimizers(model)
     batches = _batches(tokenizer, seed, options.conversations)
     copying = _copying_batches(tokenizer, seed, options.conversations)
+    imitate(model, batches, options, report, lambda: options.copying * _loss(model, next(copying)))
+
+
+def imitate(
+    model: Qwen3ForCausalLM,
+    batches: Iterator[list[Example]],
+    options: WarmStart,
+    report: Callable[[int, float], None],
+    other_loss: Callable[[], torch.Tensor] | None = None,
+) -> None:
+    """Trains `model` in place on the assistant tokens of `options.updates` batches.
+
+    Args:
+        other_loss: Made anew for each update and added to its loss.
+    """
+    optimizers = _optimizers(model)
     model.train()
     for update in range(1, options.updates + 1):
         for optimizer in optimizers:
@@ -83,7 +98,8 @@ def warm_start(
                 group["lr"] = options.learning_rate * _rate(update, options)
         loss = _loss(model, next(batches))
         loss.backward()
-        (options.copying * _loss(model, next(copying))).backward()
+        if other_loss is not None:
+            other_loss().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

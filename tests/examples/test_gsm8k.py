@@ -1,6 +1,7 @@
 """The GSM8K example: what it asks, what its calculator says and what its reward pays."""
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
 from examples.gsm8k.environment import Gsm8k, calculate
+from examples.gsm8k.solutions import earns, solved_conversation
 from turnwise.errors import InputError
 
-DATA = Path(__file__).parents[3] / "shared" / "gsm8k" / "train.jsonl"
+ROWS = [json.loads(line) for line in Path(__file__).with_name("gsm8k_rows.jsonl").open()]
+"""Of our own, in GSM8K's form."""
 
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many in all?"
 
@@ -26,16 +29,43 @@ def reward(text: str, gold: str = "72") -> float:
     return environment.reward(SimpleNamespace(final_text=text))
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="GSM8K is not on this machine")
-def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing():
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    assert len(rows) == 7473
-    for row in rows:
-        environment = Gsm8k(row)
-        working, gold = row["answer"].rsplit("#### ", 1)
-        changed = f"{working}#### {int(gold.replace(',', '')) + 1:,}"
-        assert environment.reward(SimpleNamespace(final_text=row["answer"])) == 1.0, row
-        assert environment.reward(SimpleNamespace(final_text=changed)) == 0.0, row
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
+def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing(row):
+    """C23"""
+    environment = Gsm8k(row)
+    working, gold = row["answer"].rsplit("#### ", 1)
+    changed = f"{working}#### {float(gold.replace(',', '')) + 1:,}"
+    assert environment.reward(SimpleNamespace(final_text=row["answer"])) == 1.0
+    assert environment.reward(SimpleNamespace(final_text=changed)) == 0.0
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
+def test_a_worked_solution_becomes_a_conversation_that_earns_one(row):
+    """C23: what the small model is warm-started on."""
+    messages = solved_conversation(row)
+    assert earns(row, messages) == 1.0
+    assert "<<" not in json.dumps(messages)
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", *["assistant", "tool"] * (len(roles) // 2 - 1), "assistant"]
+
+
+def test_each_operation_of_an_annotation_is_a_call():
+    messages = solved_conversation(ROWS[8])
+    calls = [
+        (*call["function"]["arguments"].values(), answer["content"])
+        for message, answer in itertools.pairwise(messages)
+        for call in message.get("tool_calls", ())
+    ]
+    assert calls == [(2, "*", 9, "18"), (3, "*", 4, "12"), (18, "+", 12, "30"), (30, "/", 2, "15")]
+    assert messages[1]["content"] == "All of it costs (2*9)+(3*4) = $"
+    assert messages[3]["content"] == ""
+    assert messages[7]["content"] == "30.\nEach of them pays 30/2 = $"
+    assert messages[-1]["content"] == "15.\n#### 15"
+
+
+def test_an_annotation_that_is_no_arithmetic_is_text():
+    assert [m["role"] for m in solved_conversation(ROWS[10])].count("tool") == 1
+    assert len(solved_conversation(ROWS[9])) == 2
 
 
 @pytest.mark.parametrize(
