@@ -1,4 +1,5 @@
 import ast
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import yaml
 
 import turnwise
 from turnwise.config import (
+    _CHOICES,
     ALIASES,
     LOOP_NAMES,
     REPLACED_KEYS,
@@ -247,8 +249,10 @@ def test_a_key_that_nothing_reads_is_found() -> None:
 def unread(keys: Iterable[str]) -> list[str]:
     """The keys that no source reads as an attribute of their section.
 
-    A section is passed around under its own name, or as `config` inside its own room.
+    A section is passed around under its own name, or as `config` where its last name is the only
+    one of its kind.
     """
+    leaves = Counter(key.rpartition(".")[2] for key in known_keys())
     read: set[tuple[str, str]] = set()
     for path in SOURCES.rglob("*.py"):
         if path.name == "config.py":
@@ -260,7 +264,11 @@ def unread(keys: Iterable[str]) -> list[str]:
     missing = []
     for key in keys:
         *sections, leaf = key.split(".")
-        owners = {sections[-1], "config"} if sections else {"config"}
+        if leaf == "name" and ".".join(sections) in _CHOICES:
+            continue  # read as the class that it chooses
+        owners = {sections[-1]} if sections else {"config"}
+        if leaves[leaf] <= 1:
+            owners.add("config")
         if not any((owner, leaf) in read for owner in owners):
             missing.append(key)
     return missing
