@@ -40,6 +40,7 @@ SCRIPTS = (
     "agents",
     "scale",
     "serving",
+    "learning",
     "training",
 )
 DEADLINE = 600.0

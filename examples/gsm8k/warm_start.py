@@ -26,9 +26,9 @@ from .solutions import earns, render, solved_conversation
 
 BUILD = Path(__file__).parent / "build"
 _VOCABULARY = 2048
-_LONGEST = 448
+_LONGEST = 384
 """Tokens of a conversation; longer ones are left out."""
-_OPTIONS = WarmStart(updates=700, conversations=16, learning_rate=3e-3)
+_OPTIONS = WarmStart(updates=800, conversations=8, learning_rate=3e-3)
 
 
 def make_model(rows: list[dict[str, Any]], output: Path, seed: int, options: WarmStart) -> None:
