@@ -385,7 +385,7 @@ def test_a_plug_in_that_is_not_there_is_named(
 async def test_a_response_budget_shrinks_over_the_rounds(
     attempt: Callable[..., Any], template: ChatTemplate
 ) -> None:
-    """AUDIT C34: each turn gets what the turns and results before it have left."""
+    """C34: each turn gets what the turns and results before it have left."""
     said = [call("double", x=4) + END, call("double", x=8) + END, "never said" * 20 + END]
     group = await attempt(said, max_response_tokens=100)
     (trajectory,) = group.trajectories

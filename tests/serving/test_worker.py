@@ -10,9 +10,9 @@ import pytest
 import ray
 import torch
 
-from turnwise.config import Config
+from turnwise.config import Config, EngineConfig, SamplingConfig
 from turnwise.serving.remote_worker import RemoteWorker
-from turnwise.serving.worker import as_ready
+from turnwise.serving.worker import VllmAsyncGenerationWorker, as_ready
 from turnwise.trajectory import ChatTemplate
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7], [11] * 500]
@@ -56,7 +56,7 @@ async def test_greedy_repeats_itself(engine: RemoteWorker) -> None:
 
 
 async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
-    """AUDIT B15."""
+    """B15"""
     ready = [asyncio.Event() for _ in range(3)]
 
     async def one(index: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
 
 
 async def test_a_row_that_fails_spoils_no_other(engine: RemoteWorker) -> None:
-    """AUDIT B20."""
+    """B20"""
     data = batch()
     data["input_ids"][1, 0] = 10**6  # no such token
     replies = [reply async for reply in engine.actor.generate_async.remote(data)]
@@ -91,7 +91,7 @@ async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
 async def test_each_row_of_ids_has_its_own_stop_strings(
     engine: RemoteWorker, template: ChatTemplate
 ) -> None:
-    """AUDIT B18."""
+    """B18"""
     prompt = [5, 6, 7, 8]
     data = {"input_ids": torch.tensor([prompt] * 2), "input_lengths": torch.tensor([4, 4])}
     whole = (await collected(engine.actor.generate_async.remote(data, greedy=True)))[0]
@@ -133,10 +133,43 @@ async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
-    await engine.actor.reset_prefix_cache_async.remote()
+
+
+async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: RemoteWorker) -> None:
+    """B27, B28: what a CPU can show of them; there is no memory that it gives back."""
+    sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
+    prompt = [i % 300 for i in range(100)]
+    await engine.generate(prompt, sampling, "before")
+    assert (await engine.generate(prompt, sampling, "again")).cached_tokens > 0
     await engine.actor.sleep_async.remote()
+    asleep = asyncio.create_task(engine.generate(prompt, sampling, "asleep"))
+    assert not (await asyncio.wait([asleep], timeout=0.5))[0]
     await engine.actor.wake_up_async.remote(tags=["weights"])
-    await engine.actor.wake_up_async.remote()
+    assert not (await asyncio.wait([asleep], timeout=0.5))[0], "its cache still sleeps"
+    await engine.actor.wake_up_async.remote(tags=["kv_cache"])
+    completion = await asleep
+    assert (len(completion.token_ids), completion.cached_tokens) == (4, 0)
+    await engine.actor.reset_prefix_cache_async.remote()
+    assert (await engine.generate(prompt, sampling, "reset")).cached_tokens == 0
+
+
+class Asked(VllmAsyncGenerationWorker):
+    """Says which engine it was asked for instead of making it."""
+
+    def _create_engine(self, engine: EngineConfig) -> Any:
+        raise LookupError(engine)
+
+
+@pytest.mark.parametrize("extra", [{}, {"gpu_memory_utilization": 0.8}])
+async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
+    make_config: Callable[..., Config], extra: dict[str, float]
+) -> None:
+    """B9, B11: a subclass makes its own engine from what the worker is given."""
+    worker = Asked(make_config(engine={"extra": extra}), fraction_of_gpus=0.25)
+    with pytest.raises(LookupError) as asked:
+        await worker.post_init_async()
+    memory = asked.value.args[0].extra["gpu_memory_utilization"]
+    assert memory == pytest.approx(0.25 * extra.get("gpu_memory_utilization", 0.9))
 
 
 async def test_a_worker_can_serve_by_itself(
