@@ -107,6 +107,7 @@ async def test_each_row_of_ids_has_its_own_stop_strings(
 async def test_each_row_has_its_own_stop_strings(
     engine: RemoteWorker, template: ChatTemplate
 ) -> None:
+    """B21: texts in, and of each row its text, ids and log-probs out."""
     prompts = ["What is 1 plus 2?"] * 2
     whole = await collected(engine.actor.generate_text_async.remote({"prompts": prompts[:1]}, True))
     stop = whole[0]["text"][2:4]
@@ -130,6 +131,7 @@ async def test_tensors_that_do_not_fit_are_refused(engine: RemoteWorker) -> None
 
 
 async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
+    """B22"""
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
@@ -175,6 +177,7 @@ async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
 async def test_a_worker_can_serve_by_itself(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
+    """B12, B13, B29"""
     config = make_config(serving={"worker_servers": True, "port": 0})
     worker = await RemoteWorker.start(config, name="worker-9")
     try:
@@ -184,5 +187,6 @@ async def test_a_worker_can_serve_by_itself(
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
             answer = (await http.post("/completions", json=body)).json()
         assert answer["usage"]["prompt_tokens"] == 3
+        assert await worker.actor.shutdown.remote() is True
     finally:
         await worker.shutdown()

@@ -1,0 +1,64 @@
+"""What the docs name is there: configuration keys, tests, files."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ROOT
+from turnwise.config import Config, known_keys
+
+TABLE = ROOT / "docs" / "coming-from.md"
+_SECTIONS = "|".join(
+    name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+)
+_KEY = re.compile(rf"`((?:{_SECTIONS})\.[a-z_.]+)[`:]")
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("| ") and not line.startswith(("| ---", "|---")):
+            theirs, ours, test = (cell.strip() for cell in line.strip("|").split(" | "))
+            if test != "test":
+                yield theirs, ours, test
+
+
+def test_every_row_names_a_test_that_is_there() -> None:
+    sources = {
+        str(path.relative_to(ROOT / "tests")): path.read_text()
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    wanted = [
+        (theirs, *name.partition("::")[::2])
+        for theirs, _, test in rows()
+        for name in re.findall(r"`([^`]+)`", test)
+    ]
+    assert len(wanted) > 50
+    for theirs, file, name in wanted:
+        if name:
+            assert re.search(rf"^(?:async )?def {name}", sources[file], re.M), (theirs, file, name)
+        else:
+            assert (ROOT / file).is_file(), (theirs, file)
+
+
+@pytest.mark.parametrize("file", ["docs/coming-from.md", "README.md"])
+def test_every_key_is_one_of_the_configuration(file: str) -> None:
+    known = known_keys()
+    text = (ROOT / file).read_text()
+    if file.startswith("docs"):
+        text = "\n".join(ours for _, ours, _ in rows())
+    keys = _KEY.findall(text)
+    assert len(keys) > 20
+    sections = {key.rpartition(".")[0] for key in known}
+    assert [k for k in keys if k not in known and k.rstrip(".") not in sections] == []
+
+
+def test_a_number_of_the_table_stands_in_a_test() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    found = set(re.findall(r"\b[ABCD]\d{1,2}\b", text))
+    named: set[str] = set()
+    for theirs, _, test in rows():
+        numbers = re.findall(r"\b[ABCD]\d{1,2}\b", theirs)
+        if test and not test.startswith("`benchmarks"):
+            named.update(numbers)
+    assert named - found == set()
