@@ -81,6 +81,7 @@ ALIASES = {
     "kl_loss_coef": "algorithm.kl.coef",
     "logger": "sinks",
     "logging": "sinks",
+    "logits_processor_pattern": "engine.logits_processors_allowed",
     "loss_type": "algorithm.loss.name",
     "lr": "training.learning_rate",
     "lr_scheduler": "training.lr_schedule",
@@ -192,6 +193,17 @@ class DataConfig(Section):
     """Use only the first rows of data.eval_path."""
 
 
+class ProcessorCall(Section):
+    """A logits processor that is made for each request, by calling `qualname`."""
+
+    qualname: str
+    """package.module:name of the class or function that makes it."""
+    args: list[Any] | None = None
+    """Positional arguments of the call."""
+    kwargs: dict[str, Any] | None = None
+    """Keyword arguments of the call."""
+
+
 class SamplingConfig(Section):
     n: PositiveInt = 8
     """Trajectories per problem: the size of a group."""
@@ -215,6 +227,9 @@ class SamplingConfig(Section):
     """Record the log-probs of each turn's prompt too (slower: it bypasses the prefix cache)."""
     logits_processor_args: dict[str, Any] = {}
     """Values that engine.logits_processors see for each request."""
+    logits_processors: list[str | ProcessorCall] = []
+    """Logits processors of these requests alone, each as package.module:function or as
+    {qualname, args, kwargs}; engine.logits_processors_allowed must match their names."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingConfig":
@@ -285,6 +300,26 @@ class RolloutConfig(Section):
     """Characters of one tool result that the model gets to see."""
     result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """interleaved: how a result is put into the assistant's turn."""
+    call_start: str | None = None
+    """interleaved: the text that opens a call, such as <code>, in place of rollout.tool_parser's;
+    the chat template then offers no tools, so the environment's prompt has to describe them."""
+    call_end: str | None = None
+    """interleaved: the text that closes a call, such as </code>."""
+    call_tool: str | None = None
+    """interleaved: the tool that gets the text between call_start and call_end as its one argument;
+    unset: the text is a JSON object with name and arguments."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RolloutConfig":
+        if bool(self.call_start) != bool(self.call_end):
+            raise ValueError("call_start and call_end belong together: set both, or neither")
+        if self.call_tool and not self.call_start:
+            raise ValueError(
+                "call_tool reads what stands between call_start and call_end: set them"
+            )
+        if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
+            raise ValueError(f"call_start belongs to loop: interleaved, not to {self.loop}")
+        return self
 
     @field_validator("loop")
     @classmethod
@@ -329,7 +364,13 @@ class EngineConfig(Section):
     threads: PositiveInt = 1
     """CPU threads of the engine; more than one per core slows everything down."""
     logits_processors: list[str] = []
-    """vLLM logits processors to load, each as package.module:Class."""
+    """Logits processors of every request, each as package.module:name: a callable (token_ids,
+    logits) -> logits, or one of vLLM's classes, which run first. Log-probs are those of the
+    processed distribution; the trainer's own know no processor."""
+    logits_processors_allowed: str | None = None
+    """Pattern of the names, as package.module:function, that requests (and sampling) may choose as
+    `logits_processors`; it must match the whole name, and whatever it matches is imported and
+    called with the client's arguments. Unset: none."""
     start_timeout: Seconds = 300.0
     """Seconds for the engine to start."""
     request_timeout: Seconds = 120.0
@@ -337,6 +378,15 @@ class EngineConfig(Section):
     call. One request may wait in its queue, and take, any time."""
     extra: dict[str, Any] = {}
     """More arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
+
+    @field_validator("logits_processors_allowed")
+    @classmethod
+    def _is_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return pattern
 
     @property
     def devices(self) -> int:
@@ -660,6 +710,15 @@ class Config(Section):
             )
         for key in REPLACED_KEYS.keys() & self.engine.extra.keys():
             raise ValueError(f"engine.extra.{key} is gone: {REPLACED_KEYS[key]}")
+        allowed = self.engine.logits_processors_allowed
+        for key, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval.sampling)):
+            for one in sampling.logits_processors:
+                name = one if isinstance(one, str) else one.qualname
+                if allowed is None or not re.fullmatch(allowed, name):
+                    raise ValueError(
+                        f"{key}.logits_processors: engine.logits_processors_allowed does not match "
+                        f"{name!r}; set it to a pattern of such names"
+                    )
         if self.algorithm.dynamic_sampling and self.sampling.n < 2:
             raise ValueError(
                 "algorithm.dynamic_sampling compares the rewards of a group, and sampling.n 1 has "

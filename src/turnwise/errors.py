@@ -51,6 +51,9 @@ class TrajectoryError(TurnwiseError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["TrajectoryError"], tuple[str, str]]:
+        return type(self), (self.reason, str(self))  # or no other process can read it
+
 
 class StepError(TurnwiseError):
     """A training step cannot be made, because most of its trajectories failed."""

@@ -20,6 +20,16 @@ from typing import Any, cast
 from turnwise import fork_server
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.deadlines import StallClock
+from turnwise.engine.logits_processors import (
+    ADAPTER,
+    EXTRA_ARG,
+    SETTINGS,
+    extra_args,
+    failed,
+    is_unsampled,
+    load_processor,
+    with_request,
+)
 from turnwise.engine.protocol import (
     PAUSE_MODES,
     STREAM_INTERVAL,
@@ -89,10 +99,11 @@ class VllmEngine:
         vllm = importlib.import_module("turnwise.engine.vllm_names")
         gc.enable()
         vllm.use_process_context(context)
-        for processor in engine.logits_processors:
-            _check_class(processor)
         self.name = name
         self._vllm = vllm
+        self._allowed = engine.logits_processors_allowed
+        self._loaded: set[str] = set()
+        """Names of requests' logits processors that can be imported."""
         self._timeout = engine.request_timeout
         self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
@@ -103,6 +114,7 @@ class VllmEngine:
             "worker_extension_cls": worker_extension,
             "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
         }
+        self._adapted = ADAPTER in (arguments["logits_processors"] or [])
         try:
             args = vllm.AsyncEngineArgs(**arguments)
             self._llm = vllm.AsyncLLM.from_engine_args(args)
@@ -162,7 +174,7 @@ class VllmEngine:
             stop_token_ids=sampling.stop_token_ids or None,
             ignore_eos=sampling.ignore_eos,
             prompt_logprobs=0 if sampling.prompt_logprobs else None,
-            extra_args=sampling.logits_processor_args or None,
+            extra_args=extra_args(sampling) or None,
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
@@ -175,6 +187,7 @@ class VllmEngine:
     ) -> AsyncGenerator[Chunk, None]:
         """What vLLM gives for a request, as long as the engine samples tokens of any request."""
         vllm = self._vllm
+        await self._settle_processors(params, request_id)
         prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
         sampled = 0
         prompt_logprobs: list[float | None] | None = None
@@ -196,7 +209,11 @@ class VllmEngine:
                         if finished
                         else vllm.weight_versions_so_far(self._llm, request_id)
                     )
-                    yield _chunk(output, labels or (), sampled, prompt_logprobs)
+                    chunk = _chunk(output, labels or (), sampled, prompt_logprobs)
+                    if is_unsampled(chunk.logprobs):
+                        name = f"request {request_id} on {self.name}"
+                        raise failed(name, await self._processor_failure(request_id))
+                    yield chunk
                     sampled += len(piece.token_ids)
                     if finished:
                         return
@@ -214,6 +231,28 @@ class VllmEngine:
             raise InputError(f"{self.name} refused {request_id}: {error}") from error
         finally:
             self._pending.discard(request_id)
+
+    async def _settle_processors(self, params: Any, request_id: str) -> None:
+        """Check the logits processors that a request names, before it reaches the engine.
+
+        Raises:
+            InputError: when one is not allowed, or cannot be loaded.
+        """
+        if not self._adapted and EXTRA_ARG not in (params.extra_args or {}):
+            return
+        params.extra_args, names = with_request(params.extra_args, request_id, self._allowed)
+        for name in set(names) - self._loaded:
+            async with self._deadline(f"loading the logits processor {name}", self._timeout):
+                await asyncio.to_thread(load_processor, name)
+            self._loaded.add(name)
+
+    async def _processor_failure(self, request_id: str) -> str:
+        """Why a logits processor failed in a request; "" when none did."""
+        if not self._adapted:
+            return ""
+        async with self._deadline(f"explaining the failure of {request_id}", self._timeout):
+            replies = await self._ask("take_processor_failure", request_id)
+        return next((reply["why"] for reply in replies if reply["why"]), "")
 
     async def abort(self, request_id: str) -> None:
         await self._llm.abort(request_id)
@@ -399,6 +438,8 @@ def engine_arguments(
         InputError: when vLLM has no such engine on this machine.
     """
     vllm = importlib.import_module("turnwise.engine.vllm_names")
+    classes, callables = _processors(engine.logits_processors)
+    adapted = bool(callables or engine.logits_processors_allowed is not None)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
@@ -409,7 +450,7 @@ def engine_arguments(
         "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.prefix_caching and not deterministic,
-        "logits_processors": engine.logits_processors or None,
+        "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,
         "disable_log_stats": True,
@@ -432,7 +473,12 @@ def engine_arguments(
         }
     elif vllm.current_platform.is_cuda():
         arguments["enable_sleep_mode"] = True
-    return arguments | engine.extra
+    arguments |= engine.extra
+    if adapted:
+        settings = {"always": callables, "allowed": engine.logits_processors_allowed}
+        own = arguments.get("additional_config", {})
+        arguments["additional_config"] = {**own, SETTINGS: settings}
+    return arguments
 
 
 def _chunk(
@@ -491,12 +537,21 @@ def _version(label: str) -> int:
     return 0 if label == "default" else int(label)
 
 
-def _check_class(path: str) -> None:
-    module, _, name = path.partition(":")
-    try:
-        getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"engine.logits_processors: {path} cannot be loaded: {error}") from error
+def _processors(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names of vLLM's batch classes, and those of callables.
+
+    Raises:
+        InputError: when one cannot be loaded, or is neither.
+    """
+    vllm = importlib.import_module("turnwise.engine.vllm_names")
+    kinds: tuple[list[str], list[str]] = [], []
+    for name in names:
+        loaded = load_processor(name, "engine.logits_processors")
+        if not callable(loaded):
+            raise InputError(f"engine.logits_processors: {name} is not callable")
+        is_class = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
+        kinds[0 if is_class else 1].append(name)
+    return kinds
 
 
 def _first_sentence(error: BaseException) -> str:

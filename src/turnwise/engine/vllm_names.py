@@ -41,6 +41,8 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample import sampler
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -105,6 +107,7 @@ __all__ = [
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
+    "LogitsProcessor",
     "MultiprocExecutor",
     "ParallelLMHead",
     "RequestOutputKind",
@@ -124,6 +127,7 @@ __all__ = [
     "get_ip",
     "get_open_port",
     "initialize_layerwise_reload",
+    "process_dict_updates",
     "run_method",
     "tokens_input",
     "use_process_context",

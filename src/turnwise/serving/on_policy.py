@@ -8,6 +8,7 @@ API still lacks (`min_tokens`, `ignore_eos`) is filled in when its sampling para
 from typing import Any
 
 from turnwise.config import SamplingConfig
+from turnwise.engine.logits_processors import EXTRA_ARG, plain_calls, written
 from turnwise.errors import InputError
 
 MAX_CHOICES = 128
@@ -60,6 +61,33 @@ def bound_choices(request: Any) -> None:
         )
 
 
+def choose_processors(request: Any, sampling: SamplingConfig, allowed: str | None) -> None:
+    """Put the logits processors that a request names, or the configured ones, where the engine
+    looks for them.
+
+    Args:
+        allowed: `engine.logits_processors_allowed`.
+
+    Raises:
+        RefusedParameter: when one of them is not allowed.
+    """
+    if "vllm_xargs" not in type(request).model_fields:
+        return
+    arguments = dict(request.vllm_xargs or {})
+    if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # ours is one, clients cannot send any
+        raise RefusedParameter("vllm_xargs", f"vllm_xargs.{EXTRA_ARG} is not a client's to set")
+    if not _says(request, "vllm_xargs"):
+        arguments = dict(sampling.logits_processor_args)
+    chosen = (request.model_extra or {}).get("logits_processors")
+    try:
+        calls = plain_calls(written(sampling) if chosen is None else chosen, allowed)
+    except InputError as error:
+        raise RefusedParameter("logits_processors", str(error)) from error
+    if calls:
+        arguments[EXTRA_ARG] = {"processors": calls}
+    request.vllm_xargs = arguments or None
+
+
 def give_defaults(request: Any, sampling: SamplingConfig, max_length: int) -> None:
     """Give a request the configured sampling where it says nothing; `n` stays OpenAI's 1.
 
@@ -74,8 +102,6 @@ def give_defaults(request: Any, sampling: SamplingConfig, max_length: int) -> No
     if limits and not any(_says(request, name) for name in limits):
         for name in limits:
             setattr(request, name, min(sampling.max_tokens, max_length))
-    if "vllm_xargs" in fields and not _says(request, "vllm_xargs"):
-        request.vllm_xargs = dict(sampling.logits_processor_args) or None
 
 
 def _says(request: Any, name: str) -> bool:
@@ -110,6 +136,12 @@ def keep_on_policy(request: Any, sampling: SamplingConfig) -> None:
         "ignore_eos": sampling.ignore_eos,
         "vllm_xargs": sampling.logits_processor_args or None,
     }
+    if (request.model_extra or {}).get("logits_processors") not in (None, written(sampling)):
+        raise RefusedParameter(
+            "logits_processors",
+            "logits_processors would make the tokens of this training session off-policy: leave "
+            "it out",
+        )
     for name, wanted in ours.items():
         if name in said and getattr(request, name) not in (None, wanted):
             refuse(name, "leave it out")

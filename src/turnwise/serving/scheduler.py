@@ -488,6 +488,7 @@ def remaining(sampling: Any, sampled: int, seed: int | None = None) -> Any:
         "frequency_penalty",
         "structured_outputs",
         "bad_words",
+        "logits_processors",
         "logits_processor_args",
         "extra_args",
         "prompt_logprobs",

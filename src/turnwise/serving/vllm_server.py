@@ -47,6 +47,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryEr
 from turnwise.serving.on_policy import (
     RefusedParameter,
     bound_choices,
+    choose_processors,
     give_defaults,
     keep_on_policy,
 )
@@ -293,6 +294,8 @@ class _Core:
             self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
         except InputError as error:
             self._fail(request_id, VLLMValidationError(str(error)))
+        except TrajectoryError as error:  # its own logits processor failed: no try again helps
+            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY))
         except asyncio.CancelledError:
             if call is not None and (not chunks or chunks[-1].finish_reason is None):
                 call.session.lost_turns += 1
@@ -412,15 +415,16 @@ class _Gate:
         Raises:
             VLLMValidationError: naming the parameter that cannot be served.
         """
-        own = call.session.sampling
+        own, request, config = call.session.sampling, call.request, self._config
+        sampling = own or config.sampling
         try:
-            bound_choices(call.request)
+            bound_choices(request)
             if own is not None:
-                keep_on_policy(call.request, own)
+                keep_on_policy(request, own)
+            choose_processors(request, sampling, config.engine.logits_processors_allowed)
         except RefusedParameter as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from error
-        sampling, max_length = own or self._config.sampling, self._config.model.max_length
-        give_defaults(call.request, sampling, max_length)
+        give_defaults(request, sampling, config.model.max_length)
 
     async def _exact_prompt(self, call: Call) -> list[int] | None:
         """The ids of a conversation that continues what was sampled; None if vLLM may render it.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from turnwise.engine import vllm_names as vllm
+from turnwise.engine.logits_adapter import take_failure
 from turnwise.errors import TurnwiseError, WeightUpdateError
 from turnwise.weights import BACKEND, disk, in_process, ipc, shm
 from turnwise.weights.collective import CollectiveReceiver, Group
@@ -125,6 +126,11 @@ class WorkerExtension:
         """The `device` of this worker alone."""
         name = device_name(self.device)
         return {"device": name if self.device.type == "cuda" else f"{name}-{os.getpid()}"}
+
+    @_replying
+    def take_processor_failure(self, request_id: str) -> dict[str, Any]:
+        """`why` a logits processor failed in a request; "" when none did."""
+        return {"why": take_failure(request_id)}
 
     @_replying
     def expect_tensors(self, info: dict[str, Any]) -> None:

@@ -1,23 +1,27 @@
-"""Tools inside one assistant turn: generation stops at a closing tag, the result goes in, and on.
+"""Tools inside one assistant turn: sampling stops at a closing tag, and continues after the result.
 
 The result's tokens are part of the assistant's turn but were not sampled, so the response mask
-leaves them out.
+leaves them out. The tags are those of `rollout.tool_parser`, or the user's own.
 """
 
 from dataclasses import replace
 
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
-from turnwise.rollout.loops.tool_calling import answer_calls
+from turnwise.rollout.loops.tagged_calls import TaggedCalls
+from turnwise.rollout.loops.tool_calling import MALFORMED, answer_calls
 
 
 class InterleavedLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
-        open_tag, close_tag = context.tool_parser.tags()
+        tagged = TaggedCalls.configured(rollout)
+        parser = tagged or context.tool_parser
+        open_tag, close_tag = parser.tags()
         trajectory.messages = [dict(message) for message in context.problem]
-        prompt = await context.first_prompt(trajectory.messages, tools=tools)
+        offered = None if tagged else tools
+        prompt = await context.first_prompt(trajectory.messages, tools=offered)
         answer = {"role": "assistant", "content": ""}
         trajectory.messages.append(answer)
         for turn in range(rollout.max_turns):
@@ -26,7 +30,8 @@ class InterleavedLoop:
                 return
             text = template.decode(completion.token_ids)
             answer["content"] += text
-            start, end = text.rfind(open_tag), text.rfind(close_tag)
+            end = text.rfind(close_tag)
+            start = text.rfind(open_tag, 0, max(end, 0))
             if completion.finish_reason == "length":
                 trajectory.status = "length"
                 return
@@ -35,10 +40,11 @@ class InterleavedLoop:
                 return
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(close_tag)]
-                parsed = context.tool_parser.parse(call, tools)
+                parsed = parser.parse(call, tools)
                 if not parsed.calls:  # the closing tag says that a call was meant
                     parsed = replace(parsed, malformed=True)
-                results = await answer_calls(parsed, context, turn)
+                advice = tagged.advice if tagged else MALFORMED
+                results = await answer_calls(parsed, context, turn, advice)
                 said = [str(message["content"]) for message in results]
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in said)

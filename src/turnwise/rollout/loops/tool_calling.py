@@ -40,11 +40,14 @@ class ToolCallingLoop:
         trajectory.status = "max_turns"
 
 
-async def answer_calls(parsed: ParsedText, context: RolloutContext, turn: int) -> list[Message]:
-    """Run the calls of one turn together; one tool message each, in their order."""
+async def answer_calls(
+    parsed: ParsedText, context: RolloutContext, turn: int, advice: str = MALFORMED
+) -> list[Message]:
+    """Run the calls of one turn together; one tool message each, in their order, or `advice` where
+    they cannot be read."""
     if parsed.malformed:
         context.count("tool_malformed")
-        return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": MALFORMED}]
+        return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": advice}]
     with context.timed("tools"):
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(_answer(call, context)) for call in parsed.calls]

@@ -1,0 +1,140 @@
+"""Logits processors that are plain callables: their names, and which of them a request may name.
+
+A callable gets the ids that a request has sampled so far and the logits [V] of its next token, and
+returns the logits to sample from; one with three required parameters gets the prompt's ids first.
+A class is made once for each request. Needs no vLLM: `logits_adapter` runs them in the engine.
+"""
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from turnwise.config import SamplingConfig
+from turnwise.errors import InputError, TrajectoryError, describe_error, ordinary_error
+
+EXTRA_ARG = "turnwise"
+"""The key of vLLM's `extra_args` under which a request's processors reach the engine."""
+SETTINGS = "turnwise_logits_processors"
+"""The key of vLLM's `additional_config` that holds those of every request, and the pattern."""
+ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
+MOST = 16
+"""Processors that one request may name."""
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
+
+
+def load_processor(name: str, key: str = "logits_processors") -> Any:
+    """Import `package.module:name`.
+
+    Raises:
+        InputError: naming `key` and what is missing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except BaseException as error:  # the module's own code may raise anything
+        why = describe_error(ordinary_error(error))
+        raise InputError(f"{key}: {name} cannot be loaded: {why}") from error
+
+
+def extra_args(sampling: SamplingConfig) -> dict[str, Any]:
+    """What vLLM's logits processors see of a request that samples so."""
+    arguments = dict(sampling.logits_processor_args)
+    if sampling.logits_processors:
+        arguments[EXTRA_ARG] = {"processors": written(sampling)}
+    return arguments
+
+
+def written(sampling: SamplingConfig) -> list[Any]:
+    """A configuration's own logits processors as a request's body names them."""
+    return [p if isinstance(p, str) else p.model_dump() for p in sampling.logits_processors]
+
+
+Call = str | dict[str, Any]
+"""A processor as a request names it: `package.module:name`, or how it is made."""
+
+
+def plain_calls(chosen: Any, allowed: str | None) -> list[Call]:
+    """What a request names, after a check of each name; what is returned may be checked again.
+
+    Args:
+        chosen: A list of `package.module:name` (or `package.module.name`), or of
+            `{"qualname": ..., "args": [...], "kwargs": {...}}`, which is called with its arguments
+            and gives the processor.
+        allowed: `engine.logits_processors_allowed`.
+
+    Raises:
+        InputError: when a name is none, or does not match. Nothing is imported here.
+    """
+    if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
+        raise InputError(f"logits_processors is a list of at most {MOST} processors")
+    return [_plain_call(one, allowed) for one in chosen]
+
+
+def _plain_call(one: Any, allowed: str | None) -> Call:
+    if isinstance(one, str):
+        return _allowed_name(one, allowed)
+    if not isinstance(one, Mapping) or not isinstance(one.get("qualname"), str):
+        raise InputError(
+            "a logits processor is package.module:name, or an object with qualname, args and "
+            f"kwargs, not {repr(one)[:80]}"
+        )
+    args, kwargs = one.get("args") or [], one.get("kwargs") or {}
+    unknown = one.keys() - {"qualname", "args", "kwargs"}
+    if unknown or not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise InputError("a logits processor has a qualname, a list args and an object kwargs")
+    name = _allowed_name(one["qualname"], allowed)
+    return {"qualname": name, "args": args, "kwargs": kwargs}
+
+
+def _allowed_name(name: str, allowed: str | None) -> str:
+    """The name as `package.module:name`."""
+    if dotted := _DOTTED.fullmatch(name):
+        name = f"{dotted[1]}:{dotted[2]}"
+    if not _NAME.fullmatch(name):
+        raise InputError(f"a logits processor is package.module:name, not {name[:80]!r}")
+    if allowed is None:
+        raise InputError(
+            f"the logits processor {name} is refused: none may be chosen by request, because "
+            "engine.logits_processors_allowed is not set"
+        )
+    if not re.fullmatch(allowed, name):
+        raise InputError(
+            f"the logits processor {name} is refused: it does not match "
+            "engine.logits_processors_allowed"
+        )
+    return name
+
+
+def with_request(
+    extra_args: Mapping[str, Any] | None, request_id: str, allowed: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """A request's `extra_args` with its id, by which a failure is found, and the names in them.
+
+    Raises:
+        InputError: as `plain_calls` does: what comes here may be a client's.
+    """
+    given = (extra_args or {}).get(EXTRA_ARG) or {}
+    if not isinstance(given, Mapping):
+        raise InputError(f"the extra argument {EXTRA_ARG!r} is not a client's to set")
+    calls = plain_calls(given.get("processors", []), allowed)
+    own = {"request": request_id, "processors": calls}
+    names = [call if isinstance(call, str) else call["qualname"] for call in calls]
+    return {**(extra_args or {}), EXTRA_ARG: own}, names
+
+
+def failed(name: str, why: str) -> TrajectoryError:
+    """The error of a request whose processor failed, or left it no token."""
+    if why:
+        return TrajectoryError("logits_processor_error", f"{name}: {why}")
+    return TrajectoryError(
+        "no_token",
+        f"{name}: no token has a probability: the model's logits are not numbers, or a logits "
+        "processor left none",
+    )
+
+
+def is_unsampled(logprobs: Sequence[float]) -> bool:
+    """Whether a token among them was drawn from no distribution: its log-prob is not a number."""
+    return any(logprob != logprob for logprob in logprobs)

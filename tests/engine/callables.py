@@ -1,0 +1,65 @@
+"""Logits processors as users write them, for `test_logits_processors`."""
+
+from typing import Any
+
+import torch
+
+BANNED = 17
+
+
+def ban(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """No request ever samples `BANNED`."""
+    logits[BANNED] = -torch.inf
+    return logits
+
+
+def even(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Only even ids."""
+    logits = logits.clone()
+    logits[1::2] = -torch.inf
+    return logits
+
+
+def repeat_prompt(prompt: list[int], token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """The prompt's ids again, one after the other."""
+    return only(logits, prompt[len(token_ids) % len(prompt)])
+
+
+def only(logits: torch.Tensor, token: int) -> torch.Tensor:
+    kept = torch.full_like(logits, -torch.inf)
+    kept[token] = logits[token]
+    return kept
+
+
+class Count:
+    """Counts from `start`; one object for each request."""
+
+    def __init__(self, start: int = 100, step: int = 1) -> None:
+        self.start, self.step, self.calls = start, step, 0
+
+    def __call__(self, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        assert len(token_ids) == self.calls, "it is called once for each token"
+        self.calls += 1
+        return only(logits, self.start + self.step * len(token_ids))
+
+
+def broken(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Fails at its third token."""
+    if len(token_ids) == 2:
+        raise KeyError("oops")
+    return logits
+
+
+def leaves(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(3)
+
+
+def returns_nothing(token_ids: list[int], logits: torch.Tensor) -> Any:
+    logits[0] = 0.0
+
+
+def nothing_left(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, -torch.inf)
+
+
+NOT_CALLABLE = 3

@@ -1,0 +1,243 @@
+"""Plain callables as logits processors: of all requests, and of those that choose them."""
+
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
+
+from tests.engine.callables import BANNED
+from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig
+from turnwise.engine.logits_adapter import CallableProcessors, take_failure
+from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
+from turnwise.engine.vllm_engine import engine_arguments
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.serving.openai_server import OpenAIServer
+from turnwise.serving.remote_worker import RemoteWorker
+
+HERE = "tests.engine.callables"
+PROMPT = [30, 31, 32, 33]
+
+
+def named(name: str) -> str:
+    return f"{HERE}:{name}"
+
+
+def chosen(*names: Any, **options: Any) -> SamplingConfig:
+    values = {"max_tokens": 8, "ignore_eos": True, **options}
+    processors = [named(n) if isinstance(n, str) and ":" not in n else n for n in names]
+    return SamplingConfig(**values, logits_processors=processors)
+
+
+@pytest.fixture(scope="module")
+def config(make_config: Callable[..., Config]) -> Config:
+    return make_config(
+        serving={"port": 0},
+        engine={
+            "logits_processors": ["tests.forced_tokens:ForcedTokens", named("ban")],
+            "logits_processors_allowed": rf"{HERE}:(?!secret)\w+".replace(".", r"\."),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+async def worker(ray_started: None, config: Config) -> AsyncIterator[RemoteWorker]:
+    worker = await RemoteWorker.start(config)
+    yield worker
+    await worker.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def client(worker: RemoteWorker, config: Config) -> AsyncIterator[AsyncOpenAI]:
+    server = OpenAIServer(config, worker)
+    await server.start()
+    async with AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+    await server.stop()
+
+
+def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch.Tensor:
+    """Log-probs [V] of the token after `ids`, without the banned ones."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1].float()
+    logits[[token for token in range(len(logits)) if banned(token)]] = -torch.inf
+    return logits.log_softmax(-1)
+
+
+async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
+    worker: RemoteWorker, model_path: str
+) -> None:
+    """A5: of every request and of one; two and three parameters; a class; log-probs."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    samplings = [chosen("even", max_tokens=24), chosen(max_tokens=24), chosen("repeat_prompt")]
+    counting = [{"qualname": named("Count"), "args": [200], "kwargs": {"step": 3}}]
+    samplings += [chosen(*counting), chosen("Count"), chosen("Count", "even", max_tokens=1)]
+    completions = await asyncio.gather(  # in one batch: each row has its own
+        *(worker.generate(PROMPT, s, f"a5-{i}") for i, s in enumerate(samplings))
+    )
+    even, plain, again, by_three, by_one, both = completions
+    for completion, banned in ((even, lambda t: t % 2 or t == BANNED), (plain, BANNED.__eq__)):
+        assert not any(banned(token) for token in completion.token_ids)
+        ids = list(PROMPT)
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+            expected = processed(model, ids, banned)[token]
+            assert logprob == pytest.approx(float(expected), abs=1e-4)
+            ids.append(token)
+    assert any(token % 2 for token in plain.token_ids)
+    assert again.token_ids == PROMPT * 2
+    assert again.logprobs == [0.0] * 8
+    assert by_three.token_ids == [200 + 3 * i for i in range(8)]
+    assert by_one.token_ids == [100 + i for i in range(8)]
+    assert both.token_ids == [100]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "said"),
+    [
+        ("broken", "logits_processor_error", r"callables:broken failed: KeyError: 'oops' \(.*:\d+"),
+        ("leaves", "logits_processor_error", r"callables:leaves failed: .*SystemExit"),
+        ("returns_nothing", "logits_processor_error", r"returned NoneType instead of logits \["),
+        ("nothing_left", "no_token", "no token has a probability"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_callable_that_fails_ends_its_request_alone(
+    worker: RemoteWorker, name: str, reason: str, said: str, temperature: float
+) -> None:
+    """A5: one sentence names the function; the engine and the requests beside it go on."""
+    beside = asyncio.create_task(
+        worker.generate(PROMPT, chosen("Count", max_tokens=40), f"beside-{name}-{temperature}")
+    )
+    sampling = chosen(name, temperature=temperature, top_k=5 if temperature else 0)
+    with pytest.raises(TrajectoryError, match=said) as caught:
+        await worker.generate(PROMPT, sampling, f"{name}-{temperature}")
+    assert caught.value.reason == reason
+    assert (await beside).token_ids == [100 + i for i in range(40)]
+    await worker.check_health()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("os:system", "os:system is refused: it does not match"),
+        (f"x{HERE}:even", "does not match"),
+        (f"{HERE}:even.__call__", "a logits processor is package.module:name, not"),
+        (f"{HERE}:secret", "does not match"),
+        (f"{HERE}:no_such", "no_such cannot be loaded: AttributeError"),
+        (f"{HERE}:NOT_CALLABLE", "NOT_CALLABLE is not callable"),
+    ],
+)
+async def test_only_names_that_match_are_imported(
+    worker: RemoteWorker, client: AsyncOpenAI, name: str, said: str
+) -> None:
+    """A6: the engine checks by itself, whatever stands before it, and so does the server."""
+    with pytest.raises((InputError, TrajectoryError), match=said):
+        await worker.generate(PROMPT, chosen(name), f"refused {name}")
+    with pytest.raises(openai.APIStatusError, match=said) as caught:
+        await client.completions.create(
+            model="m", prompt=PROMPT, extra_body={"logits_processors": [name]}
+        )
+    assert caught.value.status_code in (400, 422)
+
+
+async def test_a_request_chooses_its_own_over_http(
+    client: AsyncOpenAI, tokenizer: Any, worker: RemoteWorker
+) -> None:
+    """A6: chat and completions, whole and streamed; vLLM's older spelling; failures; sessions."""
+    count = {"qualname": f"{HERE}.Count", "kwargs": {"start": 300}}
+    expected = tokenizer.decode([300 + i for i in range(6)])
+    common: dict[str, Any] = {"model": "m", "max_tokens": 6}
+    body = {"logits_processors": [count], "ignore_eos": True}
+    told = {"messages": [{"role": "user", "content": "Count."}]}
+    completion = await client.completions.create(**common, prompt=PROMPT, extra_body=body)
+    assert completion.choices[0].text == expected
+    chat = await client.chat.completions.create(**common, **told, extra_body=body, logprobs=True)
+    assert chat.choices[0].message.content == expected
+    assert [t.logprob for t in chat.choices[0].logprobs.content] == [0.0] * 6
+    streamed = await client.chat.completions.create(**common, **told, extra_body=body, stream=True)
+    parts = [chunk.choices[0].delta.content or "" async for chunk in streamed if chunk.choices]
+    assert "".join(parts) == expected
+    plain = await client.completions.create(**common, prompt=PROMPT)
+    assert plain.choices[0].text != expected
+    with pytest.raises(openai.UnprocessableEntityError, match="callables:broken failed: KeyError"):
+        await client.completions.create(
+            **common,
+            prompt=PROMPT,
+            extra_body={"logits_processors": [named("broken")], "ignore_eos": True},
+        )
+    with pytest.raises(openai.BadRequestError, match="is not a client's to set"):
+        await client.completions.create(
+            **common, prompt=PROMPT, extra_body={"vllm_xargs": {"turnwise": ["os:system"]}}
+        )
+    root = str(client.base_url).removesuffix("/v1/")
+    async with httpx.AsyncClient(base_url=root) as http:
+        opened = (await http.post("/sessions", json={"training": True})).json()
+    training = client.with_options(base_url=opened["base_url"])
+    with pytest.raises(openai.BadRequestError, match="logits_processors would make the tokens"):
+        await training.chat.completions.create(**common, **told, extra_body=body)
+
+
+def test_by_default_none_may_be_chosen_and_nothing_is_imported() -> None:
+    """A6: the check needs no import of what it refuses."""
+    with pytest.raises(InputError, match=r"engine\.logits_processors_allowed is not set"):
+        plain_calls(["antigravity:geohash"], None)
+    with pytest.raises(InputError, match="does not match"):
+        plain_calls(["antigravity.geohash"], "tests[.].*")
+    assert "antigravity" not in sys.modules
+    for nonsense in ("x", [3], [{"args": []}], [{"qualname": "a:b", "code": 1}], ["a:b"] * 17):
+        with pytest.raises(InputError):
+            plain_calls(nonsense, ".*")
+
+
+def test_the_engines_process_checks_names_by_itself() -> None:
+    """A6: what reaches vLLM past every other check is refused where it would be imported."""
+    settings = {SETTINGS: {"always": [], "allowed": "tests[.].*"}}
+    processors = CallableProcessors(SimpleNamespace(additional_config=settings), "cpu", False)
+    extra = {EXTRA_ARG: {"request": "r1", "processors": ["antigravity:geohash"]}}
+    params = [SamplingParams(extra_args=extra), SamplingParams()]
+    added = [(row, one, PROMPT, []) for row, one in enumerate(params)]
+    processors.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
+    logits_2V = processors.apply(torch.zeros(2, 4))
+    assert logits_2V.tolist() == [[-math.inf] * 4, [0.0] * 4]
+    assert "antigravity:geohash is refused" in take_failure("r1")
+    assert take_failure("r1") == ""
+    assert "antigravity" not in sys.modules
+
+
+def test_configured_names_are_checked_before_anything_starts(
+    make_config: Callable[..., Config],
+) -> None:
+    """A5, A6: of sampling against the pattern, and the pattern itself."""
+    with pytest.raises(InputError, match="logits_processors_allowed does not match 'a:b'"):
+        make_config(sampling={"logits_processors": ["a:b"]})
+    with pytest.raises(InputError, match="is no regular expression"):
+        make_config(engine={"logits_processors_allowed": "("})
+    config = make_config(
+        sampling={"logits_processors": ["a:b", {"qualname": "a:c", "args": [1]}]},
+        engine={"logits_processors_allowed": "a:[bc]"},
+    )
+    assert config.sampling.logits_processors[0] == "a:b"
+    assert math.isclose(config.sampling.temperature, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:f", "no_such_module:f cannot be loaded: ModuleNotFoundError"),
+        (named("NOT_CALLABLE"), "NOT_CALLABLE is not callable"),
+    ],
+)
+def test_a_name_that_cannot_be_loaded_is_an_error_at_the_start(name: str, said: str) -> None:
+    """A5: in one sentence, before vLLM starts anything."""
+    with pytest.raises(InputError, match=f"engine.logits_processors: .*{said}"):
+        engine_arguments(ModelConfig(path="x"), EngineConfig(logits_processors=[name]), False)
