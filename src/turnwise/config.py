@@ -314,9 +314,7 @@ class RolloutConfig(Section):
         if bool(self.call_start) != bool(self.call_end):
             raise ValueError("call_start and call_end belong together: set both, or neither")
         if self.call_tool and not self.call_start:
-            raise ValueError(
-                "call_tool reads what stands between call_start and call_end: set them"
-            )
+            raise ValueError("call_tool gets what stands between the tags: set call_start")
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             raise ValueError(f"call_start belongs to loop: interleaved, not to {self.loop}")
         return self

@@ -75,6 +75,20 @@ class SlowDesk(Desk):
         return 0.0
 
 
+class LoudDesk(Desk):
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.tools = [self.double, self.nap, self.shout]
+
+    def shout(self, text: str) -> str:
+        """Say it louder.
+
+        Args:
+            text: What to say.
+        """
+        return f"{text}!"
+
+
 class UntypedDesk(Desk):
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)
@@ -283,6 +297,68 @@ async def test_an_interleaved_call_that_fails_is_answered_too(
     (trajectory,) = (await attempt(said, loop="interleaved")).trajectories
     assert trajectory.events == {"tool_malformed": 1}
     assert "cannot be read" in trajectory.final_text
+
+
+JSON_CALL = '<do>{"name": "double", "arguments": {"x": 4}}</do>'
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "event", "shown"),
+    [
+        ("so " + JSON_CALL, {}, "tool_call", "8"),
+        ("<do>{'name'}</do>", {}, "tool_malformed", "write one JSON object"),
+        ("4</do>", {}, "tool_malformed", "between <do> and </do>"),
+        ("<do>x</do>", {"call_tool": "nap"}, "rollout.call_tool: nap must have one", None),
+        ("<do>x</do>", {"call_tool": "undo"}, "rollout.call_tool: there is no tool 'undo'", None),
+        ("<do>\n4 < 5 </do>", {"call_tool": "shout"}, "tool_call", "\n4 < 5 !"),
+    ],
+)
+async def test_own_tags_mark_a_call(
+    attempt: Callable[..., Any],
+    template: ChatTemplate,
+    said: str,
+    options: dict[str, Any],
+    event: str,
+    shown: str | None,
+) -> None:
+    """A8: tags of the configuration, around JSON or around the text for one tool."""
+    tags = {
+        "environment": "LoudDesk",
+        "loop": "interleaved",
+        "call_start": "<do>",
+        "call_end": "</do>",
+        **options,
+    }
+    if shown is None:
+        with pytest.raises(InputError, match=event):
+            await attempt([said], **tags)
+        return
+    (trajectory,) = (await attempt([said, " done." + END], **tags)).trajectories
+    assert trajectory.events == {event: 1}
+    first, second = trajectory.turns
+    assert first.completion_token_ids == template.encode(said)
+    assert shown in template.decode(second.added_token_ids)
+    assert "double" not in template.decode(first.added_token_ids)  # the template offers no tools
+    assert trajectory.final_text.startswith(said)
+    assert trajectory.final_text.endswith(" done.")
+    (branch,) = trajectory.branches()
+    assert sum(branch.response_mask) == sum(len(template.encode(t)) for t in (said, " done." + END))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"call_start": "<do>"}, "call_start and call_end belong together"),
+        ({"call_tool": "run"}, "set call_start"),
+        ({"call_start": "<", "call_end": ">", "loop": "single_turn"}, "belongs to loop: inter"),
+    ],
+)
+def test_tags_that_do_not_fit_are_refused(
+    make_config: Callable[..., Config], keys: dict[str, str], message: str
+) -> None:
+    """A8: before anything starts."""
+    with pytest.raises(InputError, match=message):
+        make_config(rollout={"loop": "interleaved", **keys})
 
 
 CHAT = (

@@ -1,0 +1,1 @@
+"""Word problems solved by code that is written, and run, in the middle of the answer."""
