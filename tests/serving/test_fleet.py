@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from tests.weights.trainer import OneRank
@@ -18,6 +20,7 @@ from turnwise.errors import EngineError, WeightUpdateError
 from turnwise.machinery import load_training, make_manager
 from turnwise.rollout import Group, Runner
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.openai_server import OpenAIServer
 from turnwise.training.scoring import token_logprobs
 from turnwise.trajectory import audit
 from turnwise.weights.canary import check_canary
@@ -53,6 +56,44 @@ def reference_logprobs(model: Any, token_ids: list[int], mask: list[int]) -> lis
     with torch.no_grad():
         values = token_logprobs(model, ids, torch.tensor([mask]).bool(), SamplingConfig())
     return list(values.tolist())
+
+
+async def test_metrics_show_every_engines_own_statistics(
+    fleet: tuple[Config, AsyncLLMServerManager],
+) -> None:
+    """C38: vLLM's counters by worker beside ours; a worker that hangs is named, not waited for."""
+    config, manager = fleet
+    server = OpenAIServer(config, manager.scheduler, port=0)
+    root = (await server.start()).removesuffix("/v1")
+    names = [engine.name for engine in manager.engines]
+
+    async def values(http: httpx.AsyncClient, metric: str) -> dict[str, float]:
+        text = (await http.get("/metrics")).text
+        found = [m for m in text_string_to_metric_families(text) if m.name == metric]
+        assert len(found) <= 1, "a family stands once, whatever the number of workers"
+        samples = [s for m in found for s in m.samples if s.name in (metric, f"{metric}_total")]
+        return {s.labels["worker"]: s.value for s in samples}
+
+    try:
+        async with httpx.AsyncClient(base_url=root, timeout=60) as http:
+            before = await values(http, "vllm:generation_tokens")
+            assert sorted(before) == sorted(names)
+            for engine, count in zip(manager.engines, (7, 13), strict=True):
+                exact = SamplingConfig(max_tokens=count, ignore_eos=True)
+                await engine.generate([5, 6, 7], exact, f"counted-{engine.name}")
+            after = await values(http, "vllm:generation_tokens")
+            assert [after[name] - before[name] for name in names] == [7, 13]
+            assert await values(http, "turnwise_worker_metrics") == dict.fromkeys(names, 1)
+            assert sorted(await values(http, "turnwise_worker_up")) == sorted(names)
+            os.kill(manager.engines[0].pid, signal.SIGSTOP)
+            try:
+                told = await values(http, "turnwise_worker_metrics")
+                assert list(await values(http, "vllm:generation_tokens")) == names[1:]
+            finally:
+                os.kill(manager.engines[0].pid, signal.SIGCONT)
+            assert told == {names[0]: 0, names[1]: 1}
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from turnwise.config import SamplingConfig
 from turnwise.errors import EngineError
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -22,6 +25,8 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 }
 """How an engine pauses for an update."""
 
+VLLM_METRICS = "vllm:"
+"""How the names of vLLM's own statistics begin."""
 STREAM_INTERVAL = 32
 """Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
 
@@ -227,6 +232,10 @@ class Engine(Generator, Protocol):
 
     async def load(self) -> int:
         """Requests in flight."""
+        ...
+
+    async def metrics(self) -> "list[Metric]":
+        """The engine's own statistics, vLLM's by name; empty where it keeps none."""
         ...
 
     async def shutdown(self) -> None: ...

@@ -301,6 +301,9 @@ class SimulatedEngine:
     async def reset_prefix_cache(self) -> None:
         self._cache.clear()
 
+    async def metrics(self) -> list[Any]:
+        return []
+
     async def check_health(self) -> None:
         if self._dead:
             raise EngineError(f"{self.name} is dead")

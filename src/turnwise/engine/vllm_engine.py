@@ -15,7 +15,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from turnwise import fork_server
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
@@ -33,6 +33,7 @@ from turnwise.engine.logits_processors import (
 from turnwise.engine.protocol import (
     PAUSE_MODES,
     STREAM_INTERVAL,
+    VLLM_METRICS,
     Chunk,
     Completion,
     FinishReason,
@@ -47,6 +48,9 @@ from turnwise.errors import (
     InputError,
     WeightUpdateError,
 )
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -117,7 +121,9 @@ class VllmEngine:
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
         try:
             args = vllm.AsyncEngineArgs(**arguments)
-            self._llm = vllm.AsyncLLM.from_engine_args(args)
+            # Named, because vLLM's default adds a logger that nobody reads.
+            loggers = [vllm.PrometheusStatLogger] if engine.metrics else []
+            self._llm = vllm.AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         except (ValueError, TypeError, OSError) as error:
             raise InputError(f"vLLM cannot serve {model.path}: {_first_sentence(error)}") from error
         except RuntimeError as error:  # the engine's process failed: its log tells why
@@ -416,6 +422,11 @@ class VllmEngine:
 
     async def load(self) -> int:
         return len(self._pending)
+
+    async def metrics(self) -> "list[Metric]":
+        from prometheus_client import REGISTRY
+
+        return [m for m in REGISTRY.collect() if m.name.startswith(VLLM_METRICS)]
 
     async def shutdown(self) -> None:
         self._llm.shutdown()

@@ -40,6 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -110,6 +111,7 @@ __all__ = [
     "LogitsProcessor",
     "MultiprocExecutor",
     "ParallelLMHead",
+    "PrometheusStatLogger",
     "RequestOutputKind",
     "SamplingParams",
     "ToolParserManager",

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -28,6 +28,9 @@ from turnwise.errors import EngineError, TurnwiseError
 from turnwise.ray_calls import death, reply_of
 from turnwise.serving.worker import HEARTBEAT_SECONDS, Submission, VllmAsyncGenerationWorker
 from turnwise.watchdog import made_progress
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +263,10 @@ class RemoteWorker:
 
     async def load(self) -> int:
         return int(await self._call("load"))
+
+    async def metrics(self) -> "list[Metric]":
+        metrics: list[Metric] = await self._call("metrics")
+        return metrics
 
     async def shutdown(self) -> None:
         """End the engine and its process; an actor that does not answer is killed."""

@@ -1,7 +1,7 @@
 """The server's own routes: an index, sessions and Prometheus' metrics."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Response
@@ -10,8 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from turnwise.engine.protocol import Generator
+from turnwise.engine.protocol import VLLM_METRICS, Generator
 from turnwise.errors import InputError
+from turnwise.serving.engine_metrics import EngineMetrics
 from turnwise.serving.middleware import GENERATING, http_error
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.sessions import NAME_PATTERN, Session, SessionStore
@@ -37,7 +38,7 @@ class _Reward(BaseModel):
 def add_routes(
     app: FastAPI,
     store: SessionStore,
-    metrics: Callable[[], bytes],
+    metrics: Callable[[], Awaitable[bytes]],
     *,
     model: str,
     url: Callable[[str | None], str],
@@ -125,16 +126,24 @@ def add_routes(
     @app.get("/metrics")
     async def get_metrics() -> Response:
         """Prometheus."""
-        return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def make_metrics(
     store: SessionStore, generator: Generator, counts: Counter[str]
-) -> Callable[[], bytes]:
-    """Prometheus' text of the server, its sessions and its workers."""
+) -> Callable[[], Awaitable[bytes]]:
+    """Prometheus' text of the server, its sessions, its workers and their engines."""
+    engines = EngineMetrics(generator)
 
     class Collector:
+        def __init__(self, of_engines: Sequence[Any]) -> None:
+            self._of_engines = of_engines
+
         def collect(self) -> Iterator[Any]:
+            yield from self._of_engines
+            for metric in REGISTRY.collect():  # this process's own
+                if not metric.name.startswith(VLLM_METRICS):
+                    yield metric
             yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", len(store))
             requests = CounterMetricFamily("turnwise_requests", "HTTP requests", labels=["what"])
             for what, count in counts.items():
@@ -155,6 +164,9 @@ def make_metrics(
                 tokens.add_metric([worker.name], worker.tokens)
             yield from (load, up, tokens)
 
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    return lambda: generate_latest(registry) + generate_latest(REGISTRY)
+    async def text() -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Collector(await engines.collect()))
+        return generate_latest(registry)
+
+    return text
