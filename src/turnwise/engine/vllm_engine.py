@@ -76,7 +76,7 @@ class VllmEngine:
         deterministic: Compute one request at a time without a prefix cache, so that a request's
             tokens and log-probs depend on nothing but its prompt and seed.
         worker_extension: `package.module.Class` that vLLM mixes into its worker; it brings the
-            weight transports.
+            weight transports. Without one the engine keeps its weights.
         weight_backend: Name under which the extension registers its transports.
         name: What errors call this engine.
 
@@ -113,11 +113,13 @@ class VllmEngine:
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Keeps requests from cached prefixes that older weights computed."""
-        arguments = engine_arguments(model, engine, deterministic) | {
-            "seed": seed,
-            "worker_extension_cls": worker_extension,
-            "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
-        }
+        arguments = engine_arguments(model, engine, deterministic) | {"seed": seed}
+        if worker_extension:
+            arguments |= {
+                "worker_extension_cls": worker_extension,
+                "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
+            }
+        self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
         try:
             args = vllm.AsyncEngineArgs(**arguments)
@@ -254,7 +256,7 @@ class VllmEngine:
 
     async def _processor_failure(self, request_id: str) -> str:
         """Why a logits processor failed in a request; "" when none did."""
-        if not self._adapted:
+        if not (self._adapted and self._extended):
             return ""
         async with self._deadline(f"explaining the failure of {request_id}", self._timeout):
             replies = await self._ask("take_processor_failure", request_id)

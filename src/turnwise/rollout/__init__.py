@@ -7,6 +7,7 @@ from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
 from turnwise.rollout.producer import Batch, GroupProducer
 from turnwise.rollout.runner import Runner
+from turnwise.rollout.sampler import RolloutSampler
 
 __all__ = [
     "AgentLoop",
@@ -17,6 +18,7 @@ __all__ = [
     "Problem",
     "ProblemStream",
     "RolloutContext",
+    "RolloutSampler",
     "Runner",
     "check_failures",
     "load_eval_rows",

@@ -56,15 +56,17 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Makes groups with one environment type and one agent loop.
+    """Makes groups with one environment type, by default the configuration's, and one agent loop.
 
     Raises:
         InputError: when the environment, the loop or a reward function cannot be loaded.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any, environment: EnvironmentType | None = None
+    ) -> None:
         self._config = config
-        self._environment: EnvironmentType = load_object(config.environment, "environment")
+        self._environment = environment or load_object(config.environment, "environment")
         self._environment_name = f"the environment {config.environment}"
         self.template = load_template(config, tokenizer)
         """The model's chat template; its `tokenizer` is the model's."""
@@ -144,14 +146,14 @@ class Runner:
         group, started = Group(problem.id), time.perf_counter()
         async with task_group() as tasks:
             running = [
-                tasks.create_task(self._run_one(engine, problem, index, sampling, tag, group))
+                tasks.create_task(self.run_one(engine, problem, index, sampling, tag, group))
                 for index in range(sampling.n)
             ]
         group.trajectories = [t for task in running if (t := task.result()) is not None]
         group.elapsed = time.perf_counter() - started
         return group
 
-    async def _run_one(
+    async def run_one(
         self,
         engine: Generator,
         problem: Problem,
@@ -160,6 +162,7 @@ class Runner:
         tag: str,
         group: Group,
     ) -> Trajectory | None:
+        """Run trajectory `index` of a problem; None, and counted in `group`, where it fails."""
         name, tries = f"{tag}-{problem.id}-{index}", 1 + self._config.rollout.retries
         async with self._slots:
             for number in range(1, tries + 1):

@@ -1,0 +1,104 @@
+"""A batch of prompts in, finished trajectories out."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import turnwise
+from turnwise.config import Config
+from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.errors import EngineError, InputError, StepError
+from turnwise.rollout.sampler import RolloutSampler
+
+QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
+ROWS = [{"question": f"What is {n} plus 1?", "answer": n + 1} for n in (1, 22, 333)]
+
+
+@pytest.fixture
+def llm(tokenizer: Any) -> SimulatedEngine:
+    return SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    return make_config(rollout={"loop": "single_turn"}, sampling={"n": 2, "max_tokens": 12})
+
+
+async def test_a_batch_is_sampled_in_three_lines(
+    llm: SimulatedEngine, config: Config, tokenizer: Any
+) -> None:
+    """A2: rows of the environment, with its reward; n of each; groups in the prompts' order."""
+    sampler = turnwise.RolloutSampler(llm, ROWS, {"n": 4}, config=config, tokenizer=tokenizer)
+    trajectories = [trajectory async for trajectory in sampler]
+    places = sorted((t.problem_id, t.sample_index) for t in trajectories)
+    assert places == [(f"prompt:{p}", i) for p in (1, 2, 3) for i in range(4)]
+    assert all(t.reward == 0.0 and t.sampled_tokens > 0 for t in trajectories)
+    assert [group.problem_id for group in sampler.groups] == ["prompt:1", "prompt:2", "prompt:3"]
+    assert [len(group.trajectories) for group in sampler.groups] == [4, 4, 4]
+    asked = {t.problem_id: t.messages[0]["content"] for t in trajectories}
+    assert asked == {f"prompt:{place}": row["question"] for place, row in enumerate(ROWS, 1)}
+
+
+async def test_texts_and_messages_are_answered_with_tools(
+    llm: SimulatedEngine, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """A2: no environment is needed."""
+
+    def double(x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: The number.
+        """
+        return 2 * x
+
+    prompts = ["Hello.", [{"role": "user", "content": "Twice 4?"}]]
+    config = make_config(sampling={"n": 1, "max_tokens": 12}, environment="not.there:Nothing")
+    sampler = RolloutSampler(llm, prompts, config=config, tools=[double], tokenizer=tokenizer)
+    asked = {t.messages[0]["content"]: t async for t in sampler}
+    assert set(asked) == {"Hello.", "Twice 4?"}
+    prompt = tokenizer.decode(asked["Hello."].turns[0].added_token_ids)
+    assert "Double a number" in prompt
+
+
+async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest(
+    llm: SimulatedEngine, config: Config, tokenizer: Any
+) -> None:
+    """A2: nothing goes on behind the loop's back."""
+    slow = RolloutSampler(llm, ROWS, {"n": 8}, config=config, tokenizer=tokenizer)
+    stream = aiter(slow)
+    first = await anext(stream)
+    assert first.status != "running"
+    await stream.aclose()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert await llm.load() == 0
+
+
+async def test_failures_are_counted_and_most_of_them_are_an_error(
+    config: Config, tokenizer: Any
+) -> None:
+    """A2: none is lost in silence."""
+
+    class Failing(SimulatedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            raise EngineError("it is broken")
+
+    sampler = RolloutSampler(Failing(), ROWS, config=config, tokenizer=tokenizer)
+    with pytest.raises(StepError, match=r"6 of 6 trajectories failed \(6 engine_error: it is bro"):
+        [t async for t in sampler]
+    assert [group.dropped["engine_error"] for group in sampler.groups] == [2, 2, 2]
+
+
+def test_what_cannot_be_sampled_is_refused(
+    llm: SimulatedEngine, config: Config, tokenizer: Any
+) -> None:
+    """A2: before anything is sampled."""
+    with pytest.raises(InputError, match="sampling_params has no heat"):
+        RolloutSampler(llm, ROWS, {"heat": 1}, config=config, tokenizer=tokenizer)
+    with pytest.raises(InputError, match="the tools of rows are those of their environment"):
+        RolloutSampler(llm, ROWS, config=config, tools=[print], tokenizer=tokenizer)
+    with pytest.raises(AttributeError, match="turnwise has no Sampler"):
+        _ = turnwise.Sampler
