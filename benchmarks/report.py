@@ -123,6 +123,19 @@ def show(claims: Sequence[Claim]) -> None:
             console.print(f"{claim.name}: {claim.note}", highlight=False)
 
 
+def verdict(claims: Sequence[Claim], failed: Sequence[str], quick: bool) -> tuple[int, list[str]]:
+    """The exit status of a run and the lines that explain it.
+
+    Scripts that failed end every run with 1, goals that were missed a full one: a quick one
+    measures nothing. What has no goal is listed, so that nobody takes it for met.
+    """
+    missed = [] if quick else [claim.name for claim in claims if not claim.met]
+    open_ended = [] if quick else [claim.name for claim in claims if not claim.goal]
+    kinds = (("failed", failed), ("missed", missed), ("without a goal", open_ended))
+    lines = [f"{kind}: {'; '.join(names)}" for kind, names in kinds if names]
+    return int(bool(failed or missed)), lines
+
+
 def load(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     """The claims of a results file."""
     return [Claim(**row) for row in rows]

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.report import COLUMNS, Claim, digits, load, markdown, quotients, spread
+from benchmarks.report import COLUMNS, Claim, digits, load, markdown, quotients, spread, verdict
 
 
 def test_a_goal_is_of_the_median_ratio() -> None:
@@ -57,3 +57,13 @@ def test_results_come_back_from_a_file_and_fill_the_readmes_table() -> None:
     head, line, row = markdown(again).splitlines()
     assert head.count("|") == line.count("|") == row.count("|") == len(COLUMNS) + 1
     assert row.startswith("| a | s | 1.5 (1–2) | b | 2 (2–2) | 0.75 (0.5–1) times | ≤ 1 | met |")
+
+
+def test_a_full_run_with_a_missed_goal_fails_and_a_quick_one_judges_scripts_alone() -> None:
+    met, missed = Claim("a", "s", [1.0], at_most=2.0), Claim("b", "s", [3.0], at_most=2.0)
+    told = Claim("c", "s", [1.0])
+    assert verdict([met], [], False) == (0, [])
+    assert verdict([met, told], [], False) == (0, ["without a goal: c"])
+    assert verdict([met, missed, told], [], False) == (1, ["missed: b", "without a goal: c"])
+    assert verdict([met, missed, told], [], True) == (0, [])
+    assert verdict([], ["start"], True) == (1, ["failed: start"])

@@ -10,8 +10,10 @@ import httpx
 import pytest
 
 from turnwise.config import Config
+from turnwise.engine.protocol import Engine
 from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.serving.openai_server import OpenAIServer
+from turnwise.serving.remote_worker import RemoteWorker
 
 QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
 
@@ -20,19 +22,30 @@ QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
 async def test_schemathesis_finds_no_500_and_no_hang(
     make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path
 ) -> None:
-    config = make_config(
-        serving={"port": 0}, model={"path": make_config().model.path, "max_length": 512}
-    )
     engine = SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
+    await check_with_schemathesis(make_config(serving={"port": 0}), engine, tmp_path, examples=20)
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_no_500_before_a_real_engine(
+    engine: RemoteWorker, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    await check_with_schemathesis(make_config(serving={"port": 0}), engine, tmp_path, examples=8)
+
+
+async def check_with_schemathesis(
+    config: Config, engine: Engine, folder: Path, examples: int
+) -> None:
+    """Send generated requests to a server before `engine`: it answers, and stays well."""
     server = OpenAIServer(config, engine)
     root = (await server.start()).removesuffix("/v1")
     try:
         fuzzer = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{root}/openapi.json"),
-            *("--checks", "not_a_server_error", "--request-timeout", "20"),
-            *("--phases", "fuzzing", "--max-examples", "20", "--seed", "1"),
+            *("--checks", "not_a_server_error", "--request-timeout", "60"),
+            *("--phases", "fuzzing", "--max-examples", str(examples), "--seed", "1"),
             *("--suppress-health-check", "all", "--continue-on-failure", "--no-color"),
-            cwd=tmp_path,
+            cwd=folder,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -46,5 +59,6 @@ async def test_schemathesis_finds_no_500_and_no_hang(
         assert 'turnwise_requests_total{what="200"}' in served
         assert 'what="500"' not in served
         assert await engine.load() == 0
+        await engine.check_health()
     finally:
         await server.stop()
