@@ -21,7 +21,8 @@ from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.logits_adapter import CallableProcessors, take_failure
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
 from turnwise.engine.vllm_engine import engine_arguments
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError, StepError, TrajectoryError
+from turnwise.rollout.sampler import RolloutSampler
 from turnwise.serving.openai_server import OpenAIServer
 from turnwise.serving.remote_worker import RemoteWorker
 
@@ -185,6 +186,24 @@ async def test_a_request_chooses_its_own_over_http(
     training = client.with_options(base_url=opened["base_url"])
     with pytest.raises(openai.BadRequestError, match="logits_processors would make the tokens"):
         await training.chat.completions.create(**common, **told, extra_body=body)
+
+
+async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
+    worker: RemoteWorker, config: Config, tokenizer: Any
+) -> None:
+    """A6: by `sampling.logits_processors`; a failure is counted by its reason."""
+
+    def sampler(name: str) -> RolloutSampler:
+        chosen = {"n": 3, "logits_processors": [named(name)]}
+        return RolloutSampler(worker, ["Hello."], chosen, config=config, tokenizer=tokenizer)
+
+    trajectories = [trajectory async for trajectory in sampler("even")]
+    ids = [i for t in trajectories for turn in t.turns for i in turn.completion_token_ids]
+    assert len(trajectories) == 3
+    assert len(ids) > 3
+    assert not any(i % 2 for i in ids)
+    with pytest.raises(StepError, match=r"3 of 3 .*\(3 logits_processor_error: .*callables:leaves"):
+        [trajectory async for trajectory in sampler("leaves")]
 
 
 def test_by_default_none_may_be_chosen_and_nothing_is_imported() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.serving.test_fleet import engine_process
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion, VersionSpan
-from turnwise.errors import DeadlineError, EngineError, InputError
+from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.training.scoring import token_logprobs
 
@@ -86,9 +86,10 @@ async def test_prompt_logprobs_come_on_request(engine: RemoteWorker, reference: 
 
 async def test_limits_are_kept(engine: RemoteWorker, tokenizer: Any) -> None:
     eos = tokenizer.eos_token_id
-    script = {"script": [[7, 8, eos, 9, 10, 11]]}
+    with_end, without = [7, 8, eos, 9, 10, 11], [7, 8, 11, 10, 9, 12]
 
-    async def finish(**changes: Any) -> Completion:
+    async def finish(said: list[int] = with_end, **changes: Any) -> Completion:
+        script = {"script": [said]}
         sampling = SamplingConfig(max_tokens=6, logits_processor_args=script, **changes)
         return await engine.generate(PROMPT, sampling, f"limits-{changes}")
 
@@ -98,8 +99,13 @@ async def test_limits_are_kept(engine: RemoteWorker, tokenizer: Any) -> None:
     assert (ignored.token_ids, ignored.finish_reason) == ([7, 8, eos, 9, 10, 11], "length")
     by_id = await finish(stop_token_ids=[8])
     assert (by_id.token_ids, by_id.finish_reason) == ([7, 8], "stop")
-    at_least = await finish(min_tokens=5)
-    assert len(at_least.token_ids) >= 5
+    stop = [tokenizer.decode([8])]
+    assert (await finish(without, stop=stop)).token_ids == [7, 8]
+    at_least = await finish(without, stop=stop, min_tokens=5)
+    assert at_least.token_ids[:5] == without[:5]
+    # A forced end that min_tokens bans leaves no token, which is an error and no sample.
+    with pytest.raises(TrajectoryError, match="no token has a probability"):
+        await finish(min_tokens=5)
 
 
 async def test_a_stop_string_ends_the_turn_and_stays_in_it(
