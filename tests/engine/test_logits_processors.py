@@ -46,6 +46,7 @@ def config(make_config: Callable[..., Config]) -> Config:
         serving={"port": 0},
         engine={
             "logits_processors": ["tests.forced_tokens:ForcedTokens", named("ban")],
+            "metrics": False,
             "logits_processors_allowed": rf"{HERE}:(?!secret)\w+".replace(".", r"\."),
         },
     )
@@ -65,6 +66,12 @@ async def client(worker: RemoteWorker, config: Config) -> AsyncIterator[AsyncOpe
     async with AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
         yield client
     await server.stop()
+
+
+async def test_without_statistics_an_engine_has_none_to_show(worker: RemoteWorker) -> None:
+    """C38: `engine.metrics: false` keeps vLLM from counting."""
+    await worker.generate(PROMPT, chosen(), "uncounted")
+    assert await worker.metrics() == []
 
 
 def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch.Tensor:
