@@ -89,13 +89,55 @@ def test_a_part_that_is_one_of_several_kinds_is_checked_as_that_kind(
 
 @pytest.mark.parametrize("key", sorted(REPLACED_KEYS))
 def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> None:
+    """D21, D28: and one whose value asks for nothing is no mistake."""
     with pytest.raises(InputError, match=rf"engine\.{key} is gone: .*(sampling|engine)"):
-        load_config(file, [f"engine.{key}=1"])
+        load_config(file, [f"engine.{key}=7"])
+    for value in ("false", "null", "0", "[]", "{ranking: false}", "None"):
+        assert load_config(file, [f"engine.{key}={value}"]) == load_config(file)
 
 
 def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -> None:
     with pytest.raises(InputError, match=r"engine\.extra\.swap_space is gone"):
         load_config(file, ["engine.extra={swap_space: 4}"])
+    assert load_config(file, ["engine.extra={swap_space: 0}"]).engine.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("sampling.top_k=-1", 0),
+        ("sampling.top_p=0", 1.0),
+        ("sampling.top_p=0.0", 1.0),
+        ("sampling.prompt_logprobs=null", False),
+        ("sampling.prompt_logprobs=1", True),
+        ("eval.sampling.top_k=-1", 0),
+        ("sampling.temperature=2", 2.0),
+    ],
+)
+def test_values_of_other_systems_mean_what_they_mean_there(
+    file: Path, override: str, value: object
+) -> None:
+    """D19, D20, D25."""
+    section: Any = load_config(file, [override])
+    for name in override.partition("=")[0].split("."):
+        section = getattr(section, name)
+    assert section == value
+
+
+@pytest.mark.parametrize("override", ["top_k=-2", "top_p=-0.1", "temperature=2.1"])
+def test_what_vllm_would_refuse_in_every_request_is_refused_when_it_is_read(
+    file: Path, override: str
+) -> None:
+    with pytest.raises(InputError, match=rf"sampling\.{override.partition('=')[0]}: "):
+        load_config(file, [f"sampling.{override}"])
+
+
+def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> None:
+    """D26: but where they must not be computed in parts."""
+    overrides = ["engine.max_num_batched_tokens=256", "model.max_length=1024"]
+    assert load_config(file, overrides).engine.max_num_batched_tokens == 256
+    with pytest.raises(InputError, match=r"256 is below model\.max_length 1024, and .*chunked"):
+        load_config(file, [*overrides, "engine.extra={enable_chunked_prefill: false}"])
 
 
 def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:

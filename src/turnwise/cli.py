@@ -31,7 +31,7 @@ from turnwise.interrupt import (
     kill_children,
 )
 from turnwise.serving.address import listen
-from turnwise.sources import check_data, check_model
+from turnwise.sources import check_data, check_model, check_tokenizer
 from turnwise.tasks import run_in_thread, stuck_calls, unreturned_calls
 
 if TYPE_CHECKING:
@@ -406,6 +406,8 @@ def _check_sources(config: Config, *data: str | None) -> None:
     for path in filter(None, data):
         check_data(path)
     check_model(config.model.path)
+    if config.model.tokenizer is not None:
+        check_tokenizer(config.model.tokenizer)
 
 
 def _display(config: Config, console: Console, steps: int = 0) -> "Display":

@@ -42,16 +42,68 @@ Seconds = Annotated[
 ]
 """A deadline; null is none."""
 
-# Keys of other systems that no vLLM of today reads, and what took their place.
+_NO_PENALTY = (
+    "a penalty samples from another distribution than the one that the trainer computes; shape "
+    "answers by the reward, or by sampling.temperature"
+)
+_NO_SWAP = (
+    "vLLM recomputes preempted requests instead of swapping them; give engine.kv_cache_gib "
+    "enough room"
+)
+_BATCHES = (
+    "vLLM forms its batches token by token; bound them by engine.max_num_seqs and "
+    "engine.max_num_batched_tokens"
+)
+_GRAPHS = (
+    "vLLM captures CUDA graphs by the batch's size; set engine.extra.max_cudagraph_capture_size, "
+    "or engine.extra.enforce_eager to have none"
+)
+
+# Keys of other systems that no vLLM of today reads, or that we do not, and what took their place.
 REPLACED_KEYS = {
     "use_beam_search": "vLLM no longer samples by beam search; use sampling.n with "
     "sampling.temperature for several answers to one prompt",
+    "early_stopping": "it belongs to beam search, which vLLM no longer has; use sampling.n",
+    "length_penalty": "it belongs to beam search, which vLLM no longer has; use sampling.n",
     "best_of": "vLLM no longer has it; sample sampling.n answers and let the reward choose",
+    "presence_penalty": _NO_PENALTY,
+    "frequency_penalty": _NO_PENALTY,
+    "repetition_penalty": _NO_PENALTY,
+    "min_p": "the trainer computes no min_p; use sampling.top_p or sampling.top_k",
     "max_paddings": "vLLM packs batches without padding; bound a batch by "
     "engine.max_num_seqs and engine.max_num_batched_tokens",
-    "swap_space": "vLLM recomputes preempted requests instead of swapping them; give "
-    "engine.kv_cache_gib enough room",
+    "batch_generation": _BATCHES,
+    "vllm_micro_batch_size": _BATCHES,
+    "num_scheduler_steps": "vLLM schedules while it computes, in every step; bound a batch by "
+    "engine.max_num_seqs",
+    "max_seq_len_to_capture": _GRAPHS,
+    "max_context_len_to_capture": _GRAPHS,
+    "swap_space": _NO_SWAP,
+    "blocks_to_swap_in": _NO_SWAP,
+    "blocks_to_swap_out": _NO_SWAP,
+    "blocks_to_copy": "vLLM shares the blocks of a common prefix instead of copying them; see "
+    "engine.prefix_caching",
+    "sliding_window": "the model's own config.json holds it, for the engine and the trainer; "
+    "change it in the folder of model.path, or bound the context by model.max_length; it is no "
+    "key of engine",
 }
+
+_NEUTRAL: dict[str, float] = {
+    "best_of": 1,
+    "length_penalty": 1,
+    "num_scheduler_steps": 1,
+    "repetition_penalty": 1,
+    "vllm_micro_batch_size": -1,
+}
+"""Values of such keys that ask for nothing, beside false, 0 and empty ones."""
+
+
+def asks_for_nothing(key: str, value: Any) -> bool:
+    """Whether a value of one of `REPLACED_KEYS` means what happens without the key."""
+    if isinstance(value, dict):
+        return all(asks_for_nothing(key, below) for below in value.values())
+    return value in (None, False, 0, "", [], "None") or value == _NEUTRAL.get(key)
+
 
 # What other trainers call a key of ours, by the last part of its name.
 ALIASES = {
@@ -62,23 +114,36 @@ ALIASES = {
     "clip_eps": "algorithm.loss.clip_high",
     "clip_grad": "training.max_grad_norm",
     "clip_ratio": "algorithm.loss.clip_high",
+    "cliprange": "algorithm.loss.clip_high",
+    "cliprange_value": "algorithm.advantage.clip",
     "context_length": "model.max_length",
+    "data_path": "data.path",
     "dataset": "data.path",
     "dataset_name": "data.path",
     "env": "environment",
     "epochs": "training.steps",
     "epsilon": "algorithm.loss.clip_low",
     "epsilon_high": "algorithm.loss.clip_high",
+    "eval_data_num_limit": "data.eval_limit",
+    "eval_data_path": "data.eval_path",
     "eval_dataset": "data.eval_path",
+    "eval_episode_interval": "eval.every",
     "eval_freq": "eval.every",
     "eval_interval": "eval.every",
     "eval_steps": "eval.every",
+    "eval_temperature": "eval.sampling.temperature",
+    "eval_top_k": "eval.sampling.top_k",
+    "eval_top_p": "eval.sampling.top_p",
+    "exp_name": "name",
+    "generation_batch_size": "engine.max_num_seqs",
+    "grad_clip": "training.max_grad_norm",
     "gradient_checkpointing": "training.activation_checkpointing",
     "group_size": "sampling.n",
-    "grad_clip": "training.max_grad_norm",
+    "init_kl_coef": "algorithm.kl.coef",
     "kl_beta": "algorithm.kl.coef",
     "kl_coef": "algorithm.kl.coef",
     "kl_loss_coef": "algorithm.kl.coef",
+    "load": "model.path",
     "logger": "sinks",
     "logging": "sinks",
     "logits_processor_pattern": "engine.logits_processors_allowed",
@@ -97,10 +162,14 @@ ALIASES = {
     "micro_batch_size": "training.micro_batch_tokens",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
+    "new_token_limit": "sampling.max_tokens",
     "num_engines": "serving.workers",
+    "num_episode": "training.steps",
     "num_epochs": "training.steps",
     "num_generations": "sampling.n",
     "num_gpus": "training.ranks",
+    "num_inference_per_prompt": "sampling.n",
+    "num_ppo_episode": "training.steps",
     "num_rollouts": "sampling.n",
     "num_samples": "sampling.n",
     "num_steps": "training.steps",
@@ -108,6 +177,7 @@ ALIASES = {
     "num_workers": "serving.workers",
     "output": "output_dir",
     "per_device_train_batch_size": "training.micro_batch_tokens",
+    "pipeline_model_parallel_size": "engine.pipeline_parallel_size",
     "ppo_epochs": "training.updates_per_step",
     "report_to": "sinks",
     "reward": "rollout.rewards",
@@ -115,16 +185,25 @@ ALIASES = {
     "reward_funcs": "rollout.rewards",
     "rollout_n": "sampling.n",
     "run_name": "name",
+    "sample_per_episode": "rollout.prompts_per_step",
+    "save_episode_interval": "training.checkpoint_every",
     "save_freq": "training.checkpoint_every",
     "save_interval": "training.checkpoint_every",
     "save_steps": "training.checkpoint_every",
     "save_total_limit": "training.keep_last",
+    "seq_length": "model.max_length",
+    "stop_token_list": "sampling.stop",
+    "tensor_model_parallel_size": "engine.tensor_parallel_size",
     "test_freq": "eval.every",
+    "tokenizer_model": "model.tokenizer",
+    "tokenizer_path": "model.tokenizer",
     "total_steps": "training.steps",
     "train_batch_size": "rollout.prompts_per_step",
     "train_dataset": "data.path",
     "train_file": "data.path",
     "train_files": "data.path",
+    "train_micro_batch_size": "training.micro_batch_tokens",
+    "training_data_num_limit": "data.limit",
     "val_file": "data.eval_path",
     "val_files": "data.eval_path",
     "warmup": "training.warmup_steps",
@@ -144,21 +223,25 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, tree: Any) -> Any:
-        """A required key or a section with nothing behind its colon is not set."""
+        """A required key or a section with nothing behind its colon is not set, nor is a key of
+        another system whose value asks for nothing."""
         if not isinstance(tree, dict):
             return tree
-        return {
-            key: value
-            for key, value in tree.items()
-            if value is not None
-            or (field := cls.model_fields.get(key)) is None
-            or not (field.is_required() or _sections(field.annotation))
-        }
+
+        def is_set(key: Any, value: Any) -> bool:
+            field = cls.model_fields.get(key)
+            if field is None:
+                return key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+            return value is not None or not (field.is_required() or _sections(field.annotation))
+
+        return {key: value for key, value in tree.items() if is_set(key, value)}
 
 
 class ModelConfig(Section):
     path: str
     """Folder or Hugging Face name of the model to start from, tokenizer included."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face name of its tokenizer and chat template; unset: model.path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights, in the engine and in the trainer."""
     max_length: PositiveInt = 4096
@@ -207,12 +290,12 @@ class ProcessorCall(Section):
 class SamplingConfig(Section):
     n: PositiveInt = 8
     """Trajectories per problem: the size of a group."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; 0 is greedy."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Sampling temperature, at most 2; 0 is greedy."""
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with this probability; 1 or 0 is all."""
     top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens; 0 is all."""
+    """Sample from this many most likely tokens; 0 or -1 is all."""
     max_tokens: PositiveInt = 512
     """Tokens that one turn may sample, within what the context still holds."""
     min_tokens: NonNegativeInt = 0
@@ -230,6 +313,24 @@ class SamplingConfig(Section):
     logits_processors: list[str | ProcessorCall] = []
     """Logits processors of these requests alone, each as package.module:function or as
     {qualname, args, kwargs}; engine.logits_processors_allowed must match their names."""
+
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def _all_of_them(cls, top_p: Any) -> Any:
+        """Megatron's 0, which switches it off."""
+        return 1.0 if top_p == 0 else top_p
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all_tokens(cls, top_k: Any) -> Any:
+        """vLLM's older -1."""
+        return 0 if top_k == -1 else top_k
+
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _whether(cls, prompt_logprobs: Any) -> Any:
+        """vLLM's null, which is none of them."""
+        return False if prompt_logprobs is None else prompt_logprobs
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingConfig":
@@ -356,7 +457,7 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Requests that the engine computes together."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Tokens that the engine computes together; at least model.max_length."""
+    """Tokens that the engine computes together; longer prompts are computed in several parts."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes."""
     threads: PositiveInt = 1
@@ -393,6 +494,16 @@ class EngineConfig(Section):
     def devices(self) -> int:
         """Devices, and processes that compute, of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @field_validator("extra")
+    @classmethod
+    def _in_use(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        """Without keys of older vLLMs whose value asks for nothing."""
+        return {
+            key: value
+            for key, value in extra.items()
+            if key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+        }
 
 
 class ServingConfig(Section):
@@ -704,10 +815,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if self.engine.max_num_batched_tokens < self.model.max_length:
+        together = self.engine.max_num_batched_tokens
+        if together < self.model.max_length and (
+            self.engine.extra.get("enable_chunked_prefill") is False
+        ):
             raise ValueError(
-                f"engine.max_num_batched_tokens {self.engine.max_num_batched_tokens} is below "
-                f"model.max_length {self.model.max_length}; raise the one or lower the other"
+                f"engine.max_num_batched_tokens {together} is below model.max_length "
+                f"{self.model.max_length}, and engine.extra.enable_chunked_prefill is false: raise "
+                "the one, lower the other, or leave the third out"
+            )
+        if together < self.engine.max_num_seqs and not self.deterministic:
+            raise ValueError(
+                f"engine.max_num_batched_tokens {together} is below engine.max_num_seqs "
+                f"{self.engine.max_num_seqs}, which compute a token each in one step: raise the "
+                "one or lower the other"
             )
         for key in REPLACED_KEYS.keys() & self.engine.extra.keys():
             raise ValueError(f"engine.extra.{key} is gone: {REPLACED_KEYS[key]}")

@@ -31,7 +31,7 @@ from turnwise.rollout.evaluation import summarize
 from turnwise.rollout.reward_model import start_reward_models
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
-from turnwise.sources import check_model
+from turnwise.sources import check_model, check_tokenizer
 from turnwise.tasks import run_in_thread, task_group
 from turnwise.training.remote import RemotePolicy
 from turnwise.trajectory import Trajectory
@@ -279,15 +279,17 @@ def _gpu_share(config: Config, gpus: float, training: bool) -> float:
 def _load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
-    path = config.model.path
-    check_model(path)
+    model = config.model
+    check_model(model.path)
+    key, path = "model.path", model.path
+    if model.tokenizer is not None:
+        key, path = "model.tokenizer", model.tokenizer
+        check_tokenizer(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"model.path: the tokenizer of {path} cannot be loaded: {reason}"
-        ) from error
+        raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {reason}") from error
 
 
 def _make_runner(config: Config, problems: Sequence[Problem]) -> Runner:

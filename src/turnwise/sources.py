@@ -29,18 +29,27 @@ def check_model(path: str) -> None:
     Raises:
         InputError: when it is neither.
     """
+    _check(path, "config.json", "model.path", "model", "config.json, weights and tokenizer")
+
+
+def check_tokenizer(path: str) -> None:
+    """See the same of `model.tokenizer`; raises as `check_model` does."""
+    own = "tokenizer_config.json"
+    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
+
+
+def _check(path: str, file: str, key: str, what: str, files: str) -> None:
     folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
+    if (folder / file).is_file():
         return
     if folder.exists() or not may_be_on_hub(path):
         raise InputError(
-            f"model.path: there is no model in {path} (a folder with config.json, weights and "
-            "tokenizer, or a Hugging Face name)"
+            f"{key}: there is no {what} in {path} (a folder with {files}, or a Hugging Face name)"
         )
-    if (offline := why_offline()) and not _is_cached(path):
+    if (offline := why_offline()) and not _is_cached(path, file):
         raise InputError(
-            f"model.path: there is no folder {path}, {offline}, and the Hugging Face cache on "
-            "this machine has no such model"
+            f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
+            f"this machine has no such {what}"
         )
 
 
@@ -81,10 +90,10 @@ def why_offline() -> str:
     return f"{endpoint} cannot be reached"
 
 
-def _is_cached(name: str) -> bool:
+def _is_cached(name: str, file: str) -> bool:
     from huggingface_hub import try_to_load_from_cache  # a third of a second to import
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return isinstance(try_to_load_from_cache(name, file), str)
 
 
 def _answers(url: str) -> bool:

@@ -455,6 +455,7 @@ def engine_arguments(
     adapted = bool(callables or engine.logits_processors_allowed is not None)
     arguments: dict[str, Any] = {
         "model": model.path,
+        "tokenizer": model.tokenizer,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": engine.tensor_parallel_size,

@@ -28,6 +28,8 @@ class Group:
     agents of their own."""
     elapsed: float = 0.0
     """Seconds from its start to its end, the wait for a free slot included."""
+    prompt: str | None = None
+    """The prompt's text, where it came with its ids."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -41,6 +43,7 @@ class Group:
     def from_dict(cls, tree: dict[str, Any]) -> "Group":
         """What `to_dict` made."""
         group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
+        group.prompt = tree.get("prompt")
         group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
         for name in ("dropped", "retried", "dropped_tokens"):
             setattr(group, name, Counter(tree[name]))

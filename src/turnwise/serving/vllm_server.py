@@ -119,6 +119,7 @@ async def build(
     """
     arguments = [
         *("--model", config.model.path),
+        *("--tokenizer", config.model.tokenizer or config.model.path),
         *("--served-model-name", *names),
         *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
     ]

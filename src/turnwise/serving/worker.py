@@ -311,7 +311,7 @@ class VllmAsyncGenerationWorker:
         model = self._config.model
         if not hasattr(self, "_chat_template"):
             tokenizer = AutoTokenizer.from_pretrained(
-                model.path, trust_remote_code=model.trust_remote_code
+                model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
             )
             self._chat_template = load_template(self._config, tokenizer)
         return self._chat_template

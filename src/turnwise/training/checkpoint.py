@@ -255,9 +255,8 @@ def export(
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
         empty.save_pretrained(folder, state_dict=whole)
-        AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=trust).save_pretrained(
-            folder
-        )
+        tokenizer = config.model.tokenizer or config.model.path
+        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust).save_pretrained(folder)
 
 
 @contextmanager
