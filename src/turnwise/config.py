@@ -1081,11 +1081,12 @@ def _nearest(key: str) -> str:
 
     beside = f"{section}." if section else ""
     alias = ALIASES.get(leaf.lower().replace("-", "_"), "")
-    if alias.rpartition(".")[2] in siblings:
-        alias = beside + alias.rpartition(".")[2]
+    owner, _, own = alias.rpartition(".")
+    if own in siblings and section.endswith(owner):
+        alias = beside + own
     meant = (
-        [beside + name for name in close(leaf, siblings, 0.75)]
-        or ([alias] if alias else [])
+        ([alias] if alias else [])
+        or [beside + name for name in close(leaf, siblings, 0.75)]
         or elsewhere
         or ([] if section else close(key, sections, 0.75))
         or close(key, known, 0.75)

@@ -5,7 +5,7 @@ import pytest
 from turnwise.config import load_config
 from turnwise.errors import InputError
 from turnwise.modules import Pipeline, VLLMModule
-from turnwise.modules.model_file import as_overrides, read_model_file
+from turnwise.modules.model_file import as_overrides, read_model_args, read_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "calculator"
 
@@ -95,9 +95,22 @@ def test_a_file_may_be_included_twice_but_not_by_itself(tmp_path: Path) -> None:
     [
         ("sampling: {temprature: 1}", "no key sampling.temprature; did you mean sampling.temp"),
         ("samplings: {n: 1}", "no key samplings; did you mean sampling?"),
-        ("temperature: 1", "no key temperature; did you mean sampling.temperature?"),
+        ("temprature: 1", "no key temprature; did you mean temperature?"),
+        ("sampling: {eval_temperature: 1}", "did you mean eval_sampling.temperature?"),
+        ("sampling: {max_new_tokens: 1}", "sampling.max_new_tokens; did you mean sampling.max_to"),
+        ("sampling: {stop_token_list: a}", "sampling.stop_token_list; did you mean sampling.stop?"),
+        ("engine: {seq_length: 9}", "engine.seq_length; did you mean model.max_length?"),
+        ("model: {tokenizer: x}", "no key model.tokenizer; did you mean tokenizer.path?"),
+        ("lr: 1", "lr is no key of a model's file: it is training.learning_rate"),
         ("engine: {max_num_seqs: 1}", "engine.max_num_seqs; did you mean scheduler.max_num_seqs?"),
-        ("tokenizer: {path: x}", "no key tokenizer.path; did you mean model.path?"),
+        ("sliding_window: 4096", "sliding_window is gone: the model's own config.json holds it"),
+        ("repetition_penalty: 1.1", "repetition_penalty is gone: a penalty samples from another"),
+        ("batch_generation: {ranking: true}", "batch_generation is gone: vLLM forms its batches"),
+        ("fp16: true", "fp16 True is not supported: model.dtype is bfloat16 or float32"),
+        ("include_prompt: false", "all_tokens begin with the prompt; cut them at prompt_token_l"),
+        ("n: many", "n is a number from 1 on, not 'many'"),
+        ("new_token_limit: false", "new_token_limit false samples up to seq_length, which is not"),
+        ("n: 2\nsampling: {n: 3}", "sampling.n is 3 in a section and 2 by a flat key"),
         ("sampling: {use_beam_search: true}", "sampling.use_beam_search is gone: vLLM no longer"),
         ("scheduler: {max_paddings: 512}", "scheduler.max_paddings is gone: vLLM packs"),
         ("cache: {swap_space: 4}", "cache.swap_space is gone: vLLM recomputes"),
@@ -118,6 +131,155 @@ def test_a_mistake_in_a_file_is_one_sentence_that_names_it(
     assert message in str(error.value)
     assert "own.yaml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+POLICY = """
+includes: [base_inference.yaml]
+n: 1
+ignore_eos: ${policy_ignore_eos:False}
+top_p: ${policy_top_p:0.9}
+top_k: ${policy_top_k:-1}
+temperature: ${policy_temperature:1.0}
+use_beam_search: ${policy_use_beam_search:False}
+eval_temperature: ${eval_temperature:1.0}
+eval_top_k: ${eval_top_k:-1}
+eval_top_p: ${eval_top_p:0.9}
+apply_replica_id_to_seed: ${apply_replica_id_to_seed:True}
+stop_token_list: ${stop_token_list:<EOS>;</s>}
+new_token_limit: ${new_token_limit:True}
+prompt_logprobs: ${prompt_logprobs:None}
+max_num_batched_tokens: ${max_num_batched_tokens:32768}
+max_paddings: ${max_paddings:512}
+num_scheduler_steps: ${num_scheduler_steps:1}
+enforce_eager: ${enforce_eager:False}
+block_size: ${cache_block_size:16}
+gpu_memory_utilization: ${gpu_memory_utilization:0.5}
+swap_space: ${swap_space:4}
+sliding_window: ${sliding_window:None}
+tokenizer: ${tokenizer_load}
+vllm_input_ids_key: input_ids
+vllm_prompt_key: prompt
+tensor_model_parallel_size: ${policy_tp}
+pipeline_model_parallel_size: ${policy_pp}
+"""
+"""The keys of ChatLearn's examples/megatron/configs/llama2/vllm_policy_inference.yaml."""
+
+BASE = """
+bf16: True
+init_shuffle_prompts: ${init_shuffle_prompts:0}
+num_inference_per_prompt: ${num_inference_per_prompt:1}
+seq_length: ${seq_length:1024}
+max_new_tokens: ${max_new_tokens:512}
+temperature: 0.1
+seed: 42
+load: ${policy_inference_load}
+load_iteration: ${policy_load_iteration}
+"""
+"""What the files that it includes say about sampling and the checkpoint."""
+
+
+@pytest.fixture
+def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("tokenizer_load", "some/tokenizer")
+    monkeypatch.setenv("policy_inference_load", "some/model")
+    monkeypatch.setenv("policy_tp", "2")
+    monkeypatch.setenv("swap_space", "0")
+    monkeypatch.setenv("max_paddings", "0")
+    return write(tmp_path, policy=POLICY, base_inference=BASE)
+
+
+def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
+    """D17 to D29: flat keys, variables of the environment, and files that are included."""
+    base = write(chatlearn.parent, pipeline="environment: a:B\ndata: {path: d}")
+    settings = read_model_file(chatlearn)
+    config = load_config(base, as_overrides(settings))
+    sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "n": 1, "ignore_eos": False}
+    sampling |= {"stop": ["<EOS>", "</s>"], "max_tokens": 512, "prompt_logprobs": False}
+    for section in (config.sampling, config.eval.sampling):
+        assert section.model_dump(include=set(sampling)) == sampling
+    assert (config.model.path, config.model.tokenizer) == ("some/model", "some/tokenizer")
+    assert (config.model.max_length, config.model.dtype, config.seed) == (1024, "bfloat16", 42)
+    engine = config.engine
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == (2, 1)
+    assert engine.max_num_batched_tokens == 32768
+    assert engine.extra == {"block_size": 16, "gpu_memory_utilization": 0.5}
+    args = read_model_args(chatlearn)
+    assert (args["vllm_input_ids_key"], args["vllm_prompt_key"]) == ("input_ids", "prompt")
+
+
+def test_all_of_an_examples_keys_that_are_gone_are_named_at_once(
+    chatlearn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D21: as the example is written, two keys ask for what vLLM no longer does."""
+    monkeypatch.delenv("swap_space")
+    monkeypatch.delenv("max_paddings")
+    with pytest.raises(InputError) as error:
+        read_model_file(chatlearn)
+    first, second = str(error.value).split(f"; {chatlearn}")
+    assert "max_paddings is gone: vLLM packs batches without padding" in first
+    assert "swap_space is gone: vLLM recomputes preempted requests" in second
+
+
+def test_megatrons_keys_are_named_in_one_sentence_with_what_took_their_place(
+    tmp_path: Path,
+) -> None:
+    """D17: what base.yaml and policy_shared.yaml say to Megatron."""
+    path = write(
+        tmp_path,
+        policy="includes: [base.yaml]\nnum_layers: 32\nhidden_size: 4096\nadd_bias_linear: False",
+        base="swiglu: True\ninit_kl_coef: 0.02\ngamma: 1\nload_iteration:",
+    )
+    with pytest.raises(InputError) as error:
+        read_model_file(path)
+    assert "hidden_size, num_layers, swiglu describe a model and its checkpoint to Megatron" in str(
+        error.value
+    )
+    assert "gamma, init_kl_coef are the trainer's" in str(error.value)
+    assert "add_bias_linear" not in str(error.value)
+
+
+def test_chatlearns_first_example_had_other_values(tmp_path: Path) -> None:
+    """D19 to D21, D28: -1, 0 and None are what is asked for by saying nothing."""
+    path = write(
+        tmp_path,
+        own="vllm_micro_batch_size: -1\ntop_p: 1.0\ntop_k: 1\neval_temperature: 0.01\n"
+        "use_attn_acc: False\neval_top_k: 1\neval_top_p: 0\nswap_space : 0\n"
+        "sliding_window: None\nearly_stopping: false\nbest_of: 1\nblocks_to_swap_in: {}",
+    )
+    base = write(tmp_path, base="environment: a:B\ndata: {path: d}\nmodel: {path: m}")
+    config = load_config(base, as_overrides(read_model_file(path)))
+    assert (config.sampling.top_k, config.eval.sampling.top_k) == (1, 1)
+    assert (config.eval.sampling.temperature, config.eval.sampling.top_p) == (0.01, 1.0)
+
+
+def test_answers_to_a_prompt_are_a_group_in_training(tmp_path: Path) -> None:
+    """D18: num_inference_per_prompt repeats prompts in training alone."""
+    settings = read_model_file(write(tmp_path, own="n: 2\nnum_inference_per_prompt: 4"))
+    assert settings == {"sampling.n": 8, "eval.sampling.n": 2}
+
+
+def test_without_a_limit_of_new_tokens_an_answer_may_fill_the_context(tmp_path: Path) -> None:
+    """D7, D24: and prompts still leave room for max_new_tokens."""
+    limits = "seq_length: 100\nmax_new_tokens: 30\nnew_token_limit: "
+    settings = read_model_file(write(tmp_path, own=limits + "false"))
+    assert settings["sampling.max_tokens"] == settings["eval.sampling.max_tokens"] == 100
+    assert settings["data.max_prompt_tokens"] == 70
+    settings = read_model_file(write(tmp_path, own=limits + "true"))
+    assert settings["sampling.max_tokens"] == settings["eval.sampling.max_tokens"] == 30
+    assert "data.max_prompt_tokens" not in settings
+
+
+def test_variables_of_the_environment_take_the_place_of_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D17: in sections too; a variable without value or default leaves its key out."""
+    monkeypatch.setenv("own_n", "3")
+    path = write(
+        tmp_path,
+        own="sampling: {n: '${own_n:2}', stop: ['${own_stop:a:b}']}\nn: ${not_set}\n"
+        "temperature: ${not_set}",
+    )
+    assert read_model_file(path) == {"sampling.n": 3, "sampling.stop": ["a:b"]}
 
 
 @pytest.fixture

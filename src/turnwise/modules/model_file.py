@@ -10,7 +10,9 @@
     engine: {threads: 1}         # what is neither scheduler nor cache
 
 Sections are merged key by key, a value that is itself a mapping too. Only names are checked here;
-values are, together with everything else, where the configuration is made.
+values are, together with everything else, where the configuration is made. ChatLearn's flat keys
+(`temperature`, `eval_top_p`, `seq_length` ..., see `chatlearn`) may stand beside sections or take
+their place, and any text may be `${VARIABLE:default}`, from the environment.
 """
 
 import difflib
@@ -20,8 +22,9 @@ from typing import Any
 
 import yaml
 
-from turnwise.config import REPLACED_KEYS, known_keys
+from turnwise.config import ALIASES, REPLACED_KEYS, asks_for_nothing, known_keys
 from turnwise.errors import InputError
+from turnwise.modules import chatlearn
 
 
 def _section(prefix: str) -> dict[str, str]:
@@ -40,6 +43,7 @@ _CACHE = {
     "gpu_memory_utilization": "engine.extra.gpu_memory_utilization",
 }
 _TOKENIZER = {
+    "path": "model.tokenizer",
     "tool_parser": "rollout.tool_parser",
     "reasoning_parser": "serving.reasoning_parser",
     "template_args": "model.template_args",
@@ -66,10 +70,20 @@ def read_model_file(path: str | Path) -> Settings:
     """The settings of a model's file and of all that it includes.
 
     Raises:
-        InputError: naming the file that cannot be read, is included by itself, or has a key that
-            is unknown (with the nearest known one) or that vLLM no longer has.
+        InputError: naming the file that cannot be read or is included by itself, or every key
+            that is unknown (with the nearest known one), that vLLM no longer has, or that has no
+            meaning here.
     """
-    return _read(Path(path).expanduser(), ())
+    return _resolved(path)[0]
+
+
+def read_model_args(path: str | Path) -> chatlearn.Args:
+    """The values of a file's flat keys, ChatLearn's names, as they are written there.
+
+    Raises:
+        InputError: as `read_model_file` does.
+    """
+    return _resolved(path)[1]
 
 
 def as_overrides(settings: Settings) -> list[str]:
@@ -80,7 +94,29 @@ def as_overrides(settings: Settings) -> list[str]:
     ]
 
 
-def _read(path: Path, including: tuple[Path, ...]) -> Settings:
+def _resolved(path: str | Path) -> tuple[Settings, chatlearn.Args]:
+    """The settings of a file, and its flat keys, which are a part of them."""
+    mistakes: list[str] = []
+    settings, flat = _read(Path(path).expanduser(), (), mistakes)
+    flat = {key: value for key, value in flat.items() if value is not None}
+    if not mistakes:
+        mistakes = [f"{path}: {mistake}" for mistake in chatlearn.mistakes(flat)]
+    if mistakes:
+        raise InputError("; ".join(mistakes))
+    meant = chatlearn.settings_of(flat)
+    for key in sorted(meant.keys() & settings.keys()):
+        if meant[key] != settings[key]:
+            raise InputError(
+                f"{path}: {key} is {settings[key]!r} in a section and {meant[key]!r} by a flat key "
+                "of ChatLearn's; keep one"
+            )
+    return settings | meant, flat
+
+
+def _read(
+    path: Path, including: tuple[Path, ...], mistakes: list[str]
+) -> tuple[Settings, chatlearn.Args]:
+    """The settings in a file's sections, and its flat keys; `mistakes` gets a sentence each."""
     where = path.resolve()
     if where in including:
         chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
@@ -91,15 +127,23 @@ def _read(path: Path, including: tuple[Path, ...]) -> Settings:
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
         raise InputError(f"{path}: includes must be a list of files, not {includes!r}")
     settings: Settings = {}
+    flat: chatlearn.Args = {}
     for name in includes:
-        settings |= _read(path.parent / Path(name).expanduser(), (*including, where))
-    return settings | dict(_named(tree, path))
+        below = _read(path.parent / Path(name).expanduser(), (*including, where), mistakes)
+        settings |= below[0]
+        flat |= below[1]
+    own, sections = _parted(tree)
+    for key in sorted(own.keys() - chatlearn.KNOWN):
+        if key not in REPLACED_KEYS or not asks_for_nothing(key, own.pop(key)):
+            mistakes.append(f"{path}: {_unknown('', key)}")
+    mistakes += [f"{path}: {mistake}" for mistake in _unknown_in(sections)]
+    return settings | dict(_named(sections)), flat | own
 
 
 def _load(path: Path, included_by: Path | None) -> dict[str, Any]:
     by = f", which {included_by} includes" if included_by else ""
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = chatlearn.expand(yaml.safe_load(path.read_text()) or {})
     except FileNotFoundError:
         raise InputError(f"there is no model file {path}{by}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -110,17 +154,34 @@ def _load(path: Path, included_by: Path | None) -> dict[str, Any]:
     return tree
 
 
-def _named(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of one file under the configuration's keys."""
-    for section, values in tree.items():
-        if section not in _SECTIONS:
-            raise InputError(f"{path}: {_unknown('', str(section))}")
+def _parted(tree: Mapping[str, Any]) -> tuple[chatlearn.Args, dict[str, Any]]:
+    """The flat keys of one file, and its sections."""
+    flat = {
+        str(key): None if value == "None" else value
+        for key, value in tree.items()
+        if key not in _SECTIONS or (key in chatlearn.KNOWN and isinstance(value, str))
+    }
+    return flat, {key: value for key, value in tree.items() if key not in flat}
+
+
+def _unknown_in(sections: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the sections of one file, a sentence each."""
+    for section, values in sections.items():
         if values is not None and not isinstance(values, dict):
-            raise InputError(f"{path}: {section} must hold keys and values, not {values!r}")
+            yield f"{section} must hold keys and values, not {values!r}"
+            continue
         for name, value in (values or {}).items():
-            if name not in _SECTIONS[section]:
-                raise InputError(f"{path}: {_unknown(section, str(name))}")
-            yield from _leaves(_SECTIONS[section][name], value)
+            known = name in _SECTIONS[section]
+            if not known and not (name in REPLACED_KEYS and asks_for_nothing(name, value)):
+                yield _unknown(section, str(name))
+
+
+def _named(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of one file's sections under the configuration's keys."""
+    for section, values in sections.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if name in _SECTIONS[section]:
+                yield from _leaves(_SECTIONS[section][name], value)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -138,9 +199,14 @@ def _unknown(section: str, name: str) -> str:
         return f"{full} is gone: {REPLACED_KEYS[name]}"
     known = {f"{s}.{k}": k for s, keys in _SECTIONS.items() for k in keys}
     own = [key for key in known if section and key.startswith(f"{section}.")]
+    alias = ALIASES.get(name.lower().replace("-", "_"), "")
+    named = {key: f"{s}.{k}" for s, keys in _SECTIONS.items() for k, key in keys.items()}
+    if not section and alias and alias not in named:
+        return f"{full} is no key of a model's file: it is {alias} in the configuration"
     meant = (
-        difflib.get_close_matches(full, own, 1, 0.75)
+        [named[key] for key in (full, alias) if key in named]
+        or difflib.get_close_matches(full, own, 1, 0.75)
         or [key for key, leaf in known.items() if leaf == name]
-        or difflib.get_close_matches(full, [*_SECTIONS, *known], 1, 0.0)
+        or difflib.get_close_matches(full, [*_SECTIONS, *known, *chatlearn.KNOWN], 1, 0.0)
     )
     return f"there is no key {full}; did you mean {meant[0]}?"
