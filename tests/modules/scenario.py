@@ -16,6 +16,7 @@ from typing import Any
 from turnwise.engine.protocol import Generator
 from turnwise.errors import TurnwiseError
 from turnwise.modules import Pipeline, VLLMModule
+from turnwise.modules.outputs import RequestOutput
 from turnwise.rollout import Group, Problem
 
 TEXTS = ["What is 3 + 4?", "What is 5 + 6?"]
@@ -54,8 +55,8 @@ class Recorder:
 
 
 class OwnModel(VLLMModule):
-    def model_provider(self) -> Any:
-        self.seen = Recorder(super().model_provider())
+    def generator_provider(self) -> Any:
+        self.seen = Recorder(super().generator_provider())
         return self.seen
 
 
@@ -66,8 +67,8 @@ class OwnDataset(VLLMModule):
 
 class OwnForward(VLLMModule):
     def forward_step(self, data: Any, iteration: int = 0) -> dict[str, Any]:
-        groups = self.wait(self._add_request(data[:1]))
-        return {**self.decode_internal(groups), "iteration": iteration}
+        outputs = self.generate_vllm(data[:1])
+        return {**self.decode_internal(outputs), "iteration": iteration}
 
 
 class OwnEval(VLLMModule):
@@ -82,8 +83,8 @@ class OwnRequests(VLLMModule):
 
 
 class OwnDecoding(VLLMModule):
-    def decode_internal(self, outputs: Sequence[Group]) -> dict[str, Any]:
-        return {"said": [t.final_text for group in outputs for t in group.trajectories]}
+    def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {"said": [done.text for output in batched_outputs for done in output.outputs]}
 
 
 def lists(outputs: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def run(config: str, model_file: str, seen: dict[str, Any]) -> None:
             "prompt": refused(policy.build_dataset, [3]),
             "row": refused(policy.build_dataset, [{"no": "question"}]),
             "item": refused(policy.forward_step, rows[:1]),
-            "long": refused(policy.build_dataset, ["word " * 2000]),
+            "long": refused(policy.build_dataset, [[{"role": "user", "content": "word " * 2000}]]),
             "late": refused(
                 pipeline.add, VLLMModule("late", Path(model_file).parent / "late.yaml")
             ),

@@ -163,7 +163,7 @@ def test_setup_alone_can_be_overridden(seen: Seen) -> None:
     assert len(outputs["all_tokens"]) == 2 * GROUP
 
 
-def test_model_provider_alone_can_be_overridden(seen: Seen) -> None:
+def test_generator_provider_alone_can_be_overridden(seen: Seen) -> None:
     assert seen["model_calls"] == len(seen["model"]["all_tokens"]) == 2 * GROUP
 
 

@@ -125,7 +125,7 @@ def expand(value: Any) -> Any:
         return [expand(below) for below in value]
     if not isinstance(value, str) or not (found := _VARIABLE.fullmatch(value.strip())):
         return value
-    text = os.environ.get(found[1], found[2])
+    text: str | None = os.environ.get(found[1], found[2])
     if text is None:
         return None
     try:

@@ -1,8 +1,9 @@
-"""Prompts that are no rows of an environment: a text, or messages, answered in one turn."""
+"""Prompts that are no rows of an environment: texts, messages, token ids, answered in one turn."""
 
 from typing import Any
 
-from turnwise.rollout import Problem
+from turnwise.rollout import Problem, RolloutContext
+from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
 
@@ -18,6 +19,20 @@ class Conversation:
 
 
 class ConversationProblem(Problem):
-    """A problem whose row is `{"messages": [...]}`, for `Conversation`."""
+    """A problem whose row holds `messages`, a view for people and rewards, and `input_ids`, what
+    the engine is asked with."""
 
     __slots__ = ()
+
+
+class TokenProblem(ConversationProblem):
+    """One whose ids the program gave, with their text in `prompt`."""
+
+    __slots__ = ()
+
+
+class PromptLoop(SingleTurnLoop):
+    """Answers exactly the row's `input_ids`."""
+
+    async def prompt(self, context: RolloutContext) -> list[int]:
+        return list(context.row["input_ids"])

@@ -193,6 +193,19 @@ class Pipeline:
         self._call(lambda: self._save(place), seconds, f"{place} to be saved")
         return place
 
+    def load(self, folder: str | Path) -> int:
+        """Go on from a checkpoint that `save` wrote: the trainer's whole state, and the engines at
+        its weights; returns its weight version.
+
+        Raises:
+            InputError: when it is no whole checkpoint, or one of another model.
+        """
+        place = Path(folder).expanduser().resolve()
+        if flaw := checkpoint.flaw(place):
+            raise InputError(f"{place} is no checkpoint to go on from: {flaw}")
+        seconds = self.config.training.step_timeout + self._update_seconds
+        return self._call(lambda: self._load(place), seconds, f"{place} to be loaded")
+
     @property
     def generator(self) -> Generator:
         """What samples: the scheduler before all engines."""
@@ -307,6 +320,12 @@ class Pipeline:
         if made.samples:
             metrics |= await opened.step.train(made.samples)
         return metrics | await opened.step.update_weights()
+
+    async def _load(self, folder: Path) -> int:
+        with waiting(f"the trainer to load {folder}"):
+            version = await self._opened.policy.load(folder)
+        await self._opened.step.update_weights()
+        return version
 
     async def _save(self, folder: Path) -> None:
         with waiting(f"the trainer to save {folder}"):
