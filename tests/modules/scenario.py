@@ -87,6 +87,24 @@ class OwnDecoding(VLLMModule):
         return {"said": [done.text for output in batched_outputs for done in output.outputs]}
 
 
+class Ported(VLLMModule):
+    """Reads vLLM's objects alone."""
+
+    def _add_request(self, data: Any, is_eval: bool = False) -> "list[Future[Group]]":
+        return self._add_request_internal(data["prompt"], data["input_ids"], is_eval=is_eval)
+
+    def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        answers = [(request, done) for request in batched_outputs for done in request.outputs]
+        return {
+            "prompts": [[request.prompt, request.prompt_token_ids] for request, _ in answers],
+            "token_ids": [done.token_ids for _, done in answers],
+            "logprobs": [
+                [known[token].logprob for known, token in zip(d.logprobs, d.token_ids, strict=True)]
+                for _, d in answers
+            ],
+        }
+
+
 def lists(outputs: dict[str, Any]) -> dict[str, Any]:
     return {name: outputs[name] for name in LISTS}
 
@@ -154,7 +172,27 @@ def run(config: str, model_file: str, seen: dict[str, Any]) -> None:
         seen["decoding"] = decoded["said"]
         seen["trained_on_decoding"] = pipeline.train(decoded)
 
+        port = Ported("port")
+        pipeline.add(port)
+        batch = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "prompt": ["one", "two"]}
+        ported = port.forward_step(batch)
+        ported["rewards"] = [float(number % 2) for number, _ in enumerate(ported["token_ids"])]
+        seen["ported"] = {name: ported[name] for name in ("prompts", "token_ids", "logprobs")}
+        seen["trained_on_ported"] = pipeline.train(ported)
+
         seen["saved"] = str(pipeline.save(Path(model_file).parent / "saved"))
+        numbered = policy.save_checkpoint(7)
+        saved = lists(policy.eval_forward(data))
+        later = pipeline.train(policy.forward_step(data))
+        policy.load_checkpoint(7)
+        again = lists(policy.eval_forward(data))
+        seen["loaded"] = {
+            "folder": str(numbered),
+            "before": [saved, later["weight_version"]],
+            "after": [again, pipeline.weight_version],
+            "trained": pipeline.train(policy.forward_step(data)),
+            "refused": refused(policy.load_checkpoint, 8),
+        }
         seen["exactness"] = pipeline.exactness.to_dict()
     seen["ended"] = refused(policy.forward_step, data)
 

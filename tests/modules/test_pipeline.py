@@ -143,7 +143,7 @@ def test_rewards_of_ones_own_are_what_is_trained_on(seen: Seen) -> None:
         ("rewards", "InputError: rewards must be one finite number for each of 12 trajectories"),
         ("nan", "InputError: rewards must be one finite number for each of 12 trajectories"),
         ("no groups", "InputError: train takes what forward_step returned"),
-        ("prompt", "InputError: policy:1: a prompt is a text, a list of messages or a row, not 3"),
+        ("prompt", "InputError: policy:1: a prompt is a text, a list of messages, token ids"),
         ("row", "InputError: policy:1 has no field 'question'"),
         ("item", "which build_dataset did not make"),
         ("long", "does not fit the context of 512"),
@@ -190,6 +190,32 @@ def test_add_request_alone_can_be_overridden(seen: Seen) -> None:
 def test_decode_internal_alone_can_be_overridden_and_its_outputs_train(seen: Seen) -> None:
     assert len(seen["decoding"]) == 2 * GROUP
     assert seen["trained_on_decoding"]["trajectories"] == 2 * GROUP
+
+
+def test_token_ids_are_answered_and_trained_on_as_they_are(seen: Seen) -> None:
+    """D5, D10, D11: by a decoding that was written for vLLM's outputs."""
+    ported, trained = seen["ported"], seen["trained_on_ported"]
+    given = [["one", [5, 6, 7, 8]]] * GROUP + [["two", [9, 10, 11]]] * GROUP
+    assert ported["prompts"] == given
+    for ids, logprobs in zip(ported["token_ids"], ported["logprobs"], strict=True):
+        assert 0 < len(ids) == len(logprobs) <= 16
+        assert all(p < 0 for p in logprobs)
+    assert trained["trajectories"] == 2 * GROUP
+    assert trained["trained_tokens"] > 0
+    assert trained["logprob_diff_max"] < 1e-4
+
+
+def test_a_checkpoint_brings_back_weights_and_version(seen: Seen) -> None:
+    """D2: to the trainer and to the engines, and training continues from there."""
+    loaded = seen["loaded"]
+    assert loaded["folder"].endswith("checkpoints/step-0007")
+    (before, later), (after, version) = loaded["before"], loaded["after"]
+    assert version == later - 1
+    assert after["all_tokens"] == before["all_tokens"]
+    assert after["logprobs"] == before["logprobs"]
+    assert loaded["trained"]["weight_version"] == later
+    assert loaded["trained"]["logprob_diff_max"] < 1e-4
+    assert "step-0008 is no checkpoint to go on from: " in loaded["refused"]
 
 
 def test_everything_that_was_trained_is_exact(seen: Seen) -> None:
