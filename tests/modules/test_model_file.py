@@ -189,7 +189,7 @@ def chatlearn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
-    """D17 to D29: flat keys, variables of the environment, and files that are included."""
+    """D19 to D29: flat keys, variables of the environment, and files that are included."""
     base = write(chatlearn.parent, pipeline="environment: a:B\ndata: {path: d}")
     settings = read_model_file(chatlearn)
     config = load_config(base, as_overrides(settings))
@@ -223,7 +223,7 @@ def test_all_of_an_examples_keys_that_are_gone_are_named_at_once(
 def test_megatrons_keys_are_named_in_one_sentence_with_what_took_their_place(
     tmp_path: Path,
 ) -> None:
-    """D17: what base.yaml and policy_shared.yaml say to Megatron."""
+    """What base.yaml and policy_shared.yaml say to Megatron."""
     path = write(
         tmp_path,
         policy="includes: [base.yaml]\nnum_layers: 32\nhidden_size: 4096\nadd_bias_linear: False",
@@ -253,7 +253,7 @@ def test_chatlearns_first_example_had_other_values(tmp_path: Path) -> None:
 
 
 def test_answers_to_a_prompt_are_a_group_in_training(tmp_path: Path) -> None:
-    """D18: num_inference_per_prompt repeats prompts in training alone."""
+    """num_inference_per_prompt repeats prompts in training alone."""
     settings = read_model_file(write(tmp_path, own="n: 2\nnum_inference_per_prompt: 4"))
     assert settings == {"sampling.n": 8, "eval.sampling.n": 2}
 
@@ -272,7 +272,7 @@ def test_without_a_limit_of_new_tokens_an_answer_may_fill_the_context(tmp_path: 
 def test_variables_of_the_environment_take_the_place_of_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D17: in sections too; a variable without value or default leaves its key out."""
+    """In sections too; a variable without value or default leaves its key out."""
     monkeypatch.setenv("own_n", "3")
     path = write(
         tmp_path,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai import AsyncOpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.config import Config, dump_config
@@ -16,6 +17,7 @@ from turnwise.modules import Pipeline, VLLMModule
 from turnwise.modules.loop_thread import LoopThread
 from turnwise.modules.outputs import RequestOutput, request_outputs
 from turnwise.rollout import Group, Runner
+from turnwise.serving.openai_server import OpenAIServer
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import ChatTemplate, Trajectory
@@ -132,7 +134,7 @@ def collated(items: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: Any) -> None:
-    """D4, D5, D8 to D14: dataset, request, forward step and decoding."""
+    """D4, D5, D10 to D14: dataset, request, forward step and decoding."""
     policy = join(Ported("policy"))
     prompts = ["Seven plus eight", "What is a group?"]
     items = policy.build_dataset(prompts)
@@ -155,7 +157,7 @@ def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: An
 
 
 def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) -> None:
-    """D9, D11: the groups stay with what the default forward_step returns."""
+    """D11: the groups stay with what the default forward_step returns."""
 
     class Decoding(VLLMModule):
         decode_internal = Ported.decode_internal
@@ -208,7 +210,7 @@ def test_token_ids_reach_the_engine_as_they_are_in_every_shape(join: Join) -> No
 def test_the_names_of_a_prompts_fields_come_from_the_models_file(
     join: Join, tmp_path: Path, tokenizer: Any
 ) -> None:
-    """D5, D17: vllm_input_ids_key, vllm_prompt_key and prompt_key."""
+    """D5: vllm_input_ids_key, vllm_prompt_key and prompt_key."""
     (tmp_path / "own.yaml").write_text(
         "vllm_input_ids_key: ids\nvllm_prompt_key: text\nprompt_key: question"
     )
@@ -233,7 +235,7 @@ def test_prompts_that_are_too_long_are_cut_to_what_new_tokens_leave(
     ids, text = [7] * 200, "word " * 100
     cut, short, told = policy.build_dataset([{"input_ids": ids}, "word", text])
     assert cut.row["input_ids"] == ids[: CONTEXT - NEW]
-    assert "of 3 prompts of policy 2 are cut to 84 tokens, and 0 are left out" in caplog.text
+    assert "2 of 3 prompts of policy are cut to 84 tokens" in caplog.text
     (message,) = told.row["messages"]
     assert text.startswith(message["content"])
     assert len(message["content"]) > 100
@@ -382,7 +384,7 @@ def pipeline_file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
 def test_model_provider_says_which_model_it_is(
     pipeline_file: Path, model_path: str, tmp_path: Path
 ) -> None:
-    """D1, D3: a folder, a model of transformers, or its configuration; before anything starts."""
+    """D3: a folder, a model of transformers, or its configuration; before anything starts."""
 
     class Named(VLLMModule):
         def model_provider(self) -> Any:
@@ -424,7 +426,7 @@ def test_model_provider_says_which_model_it_is(
 def test_flat_names_of_the_configuration_are_there_for_ported_code(
     join: Join, tmp_path: Path
 ) -> None:
-    """D4, D18: model_args, with num_inference_per_prompt in n."""
+    """D4: model_args, with num_inference_per_prompt in n."""
     (tmp_path / "own.yaml").write_text("n: 1\nnum_inference_per_prompt: 4\nprompt_key: text")
     args = join(VLLMModule("policy", tmp_path / "own.yaml")).model_args
     assert (args["seq_length"], args["max_new_tokens"], args["n"]) == (CONTEXT, NEW, 2)
@@ -452,12 +454,23 @@ async def test_an_engine_runs_what_a_flat_model_file_asks_for(
     assert config.engine.extra == {"block_size": 32, "gpu_memory_utilization": 0.5}
     prompt = [5 + number % 300 for number in range(300)]
     engine = await RemoteWorker.start(config)
+    server = OpenAIServer(config, engine, port=0)
     try:
+        await server.start()
+        async with AsyncOpenAI(base_url=server.base_url, api_key="none") as client:
+            said = await client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "one"}], max_tokens=4
+            )
         completion = await engine.generate(prompt, config.sampling, "long")
         rows = engine.actor.generate_text_async.remote({"prompts": ["one and two"]})
         text = [await row async for row in rows]
     finally:
+        await server.stop()
         await engine.shutdown()
+    assert said.usage is not None
+    assert said.usage.prompt_tokens == len(
+        ChatTemplate(tokenizer).render([{"role": "user", "content": "one"}])
+    )
     ids = torch.tensor([prompt + completion.token_ids])
     with torch.no_grad():
         likely = model(ids).logits.log_softmax(-1)[0, :-1]

@@ -1,6 +1,7 @@
 """A pipeline on the real stack; see `scenario` for what is run."""
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -21,13 +22,23 @@ from turnwise.config import Config, dump_config
 from turnwise.training import checkpoint
 
 GROUP, ITEMS = 4, 4
+OWN_TEMPLATE = "{# of model.tokenizer #}"
 Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def seen(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(
+    make_config: Callable[..., Config],
+    model_path: str,
+    tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Seen:
     folder = tmp_path_factory.mktemp("scenario")
+    own = copy.deepcopy(tokenizer)
+    own.chat_template += OWN_TEMPLATE
+    own.save_pretrained(folder / "tokenizer")
     config = make_config(
+        model={"path": model_path, "tokenizer": str(folder / "tokenizer"), "max_length": 512},
         environment="tests.test_cli:Lottery",
         output_dir=str(folder / "runs"),
         engine={},
@@ -229,7 +240,8 @@ def test_what_is_saved_is_a_whole_checkpoint_that_others_can_load(seen: Seen) ->
     assert checkpoint.flaw(folder) == ""
     assert not checkpoint.temporary(folder).exists()
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
-    assert AutoTokenizer.from_pretrained(folder).chat_template
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template.endswith(OWN_TEMPLATE), "model.tokenizer's, not model.path's"
 
 
 def test_nothing_is_left_after_the_block(seen: Seen) -> None:

@@ -5,6 +5,7 @@ trainer behind it, and keeps the engines at the trainer's weights.
 """
 
 from turnwise.modules.module import VLLMModule
+from turnwise.modules.outputs import CompletionOutput, RequestOutput
 from turnwise.modules.pipeline import Pipeline
 
-__all__ = ["Pipeline", "VLLMModule"]
+__all__ = ["CompletionOutput", "Pipeline", "RequestOutput", "VLLMModule"]

@@ -61,6 +61,19 @@ class VLLMModule:
 
     Raises:
         InputError: when the file cannot be read or has an unknown key.
+
+    Example:
+        class Policy(VLLMModule):
+            def decode_internal(self, batched_outputs):
+                answers = [done for output in batched_outputs for done in output.outputs]
+                return {"texts": [done.text for done in answers]}
+
+        policy = Policy("policy", "policy.yaml")
+        with Pipeline("pipeline.yaml", policy) as pipeline:
+            data = policy.build_dataset(["What is 3 + 4?", {"input_ids": [5, 6, 7]}])
+            outputs = policy.forward_step(data)
+            outputs["rewards"] = [float("7" in text) for text in outputs["texts"]]
+            pipeline.train(outputs)
     """
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
@@ -70,7 +83,7 @@ class VLLMModule:
         self._pipeline: Pipeline | None = None
         self._numbers = itertools.count(1)
         self._cut = 0
-        """Prompts that were cut since `build_dataset` began."""
+        """Prompts that were cut since it was last told."""
 
     @cached_property
     def settings(self) -> Settings:
@@ -223,7 +236,6 @@ class VLLMModule:
         name = f"{self.name}-eval" if is_eval else self.name
         limit, left_out = self.longest_prompt(is_eval), 0
         items: list[Problem] = []
-        self._cut = 0
         for number, prompt in enumerate(train_prompts, 1):
             item = self._item(f"{name}:{number}", prompt, limit)
             if item is None:
@@ -232,11 +244,11 @@ class VLLMModule:
                 items.append(item)
         rows = [item for item in items if not isinstance(item, ConversationProblem)]
         fitting = {item.id for item in self.runner.fitting(rows)}
-        if self._cut or left_out:
+        self._tell_cut(len(train_prompts), name, limit)
+        if left_out:
             logger.warning(
-                "of %d prompts of %s %d are cut to %d tokens, and %d are left out "
-                "(data.max_prompt_tokens)",
-                *(len(train_prompts), name, self._cut, limit, left_out),
+                "%d of %d prompts of %s are longer than data.max_prompt_tokens and left out",
+                *(left_out, len(train_prompts), name),
             )
         return [i for i in items if isinstance(i, ConversationProblem) or i.id in fitting]
 
@@ -271,8 +283,7 @@ class VLLMModule:
 
         Mappings with token ids and their text go through `_add_request_internal`.
         """
-        args = self.model_args
-        text, ids = args["vllm_prompt_key"], args["vllm_input_ids_key"]
+        ids, text, _ = self._fields
         if isinstance(data, Mapping):
             return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
         requests: list[Future[Group]] = []
@@ -310,6 +321,7 @@ class VLLMModule:
                 zip(prompt_list, prompt_token_id_list, strict=True), 1
             )
         ]
+        self._tell_cut(len(items), self.name, limit)
         return [self.begin(item, sampling) for item in items]
 
     def generate_vllm(self, query: Batch, is_eval: bool = False) -> list[RequestOutput]:
@@ -405,18 +417,31 @@ class VLLMModule:
     def _sampling(self, is_eval: bool) -> SamplingConfig:
         return self.config.eval.sampling if is_eval else self.config.sampling
 
+    @cached_property
+    def _fields(self) -> tuple[str, str, str | None]:
+        """Where a prompt has its token ids, their text, and a text without ids."""
+        names = "vllm_input_ids_key", "vllm_prompt_key", "prompt_key"
+        ids, text, said = (self.model_args[name] for name in names)
+        return ids, text, said
+
+    def _tell_cut(self, count: int, name: str, limit: int) -> None:
+        if self._cut:
+            logger.warning(
+                "%d of %d prompts of %s are cut to %d tokens", self._cut, count, name, limit
+            )
+        self._cut = 0
+
     def _item(self, name: str, prompt: Any, limit: int) -> Problem | None:
         """The item of one prompt; None where it is left out."""
-        args = self.model_args
+        ids, text, said_key = self._fields
         if isinstance(prompt, str | Sequence | Mapping) and not prompt:
             raise InputError(f"{name}: the prompt is empty")
         row = prompt if isinstance(prompt, Mapping) else {}
-        if (ids := args["vllm_input_ids_key"]) in row:
-            text = row.get(args["vllm_prompt_key"])
-            return self._tokens(name, row, text, row[ids], limit)
-        if row and args["prompt_key"] not in row:
+        if ids in row:
+            return self._tokens(name, row, row.get(text), row[ids], limit)
+        if row and said_key not in row:
             return Problem(name, dict(row))
-        said = row[args["prompt_key"]] if row else prompt
+        said = row[said_key] if row else prompt
         if isinstance(said, str):
             return self._text(name, row, said, limit)
         if (
