@@ -157,14 +157,10 @@ def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: An
 
 
 def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) -> None:
-    """D11: the groups stay with what the default forward_step returns."""
-
-    class Decoding(VLLMModule):
-        decode_internal = Ported.decode_internal
-
-    policy = join(Decoding("policy"))
+    """D11: the groups stay with what a forward_step of one's own returns, too."""
+    policy = join(Ported("policy"))
     items = [{"input_ids": torch.tensor([5, 6, 7, 8]), "prompt": "own text"}]
-    outputs = policy.forward_step(policy.build_dataset(items))
+    outputs = policy.forward_step(collated(items))
     trajectories = [t for group in outputs["groups"] for t in group.trajectories]
     trajectories[0].reward = 1.0  # a group of equal rewards has no signal
     made = make_samples(outputs["groups"], policy.config, 0)
@@ -284,6 +280,15 @@ def test_a_prompt_that_cannot_be_used_is_named_in_one_sentence(
         policy.build_dataset(["first", prompt])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_outputs_must_be_a_dictionary(join: Join) -> None:
+    class Wrong(VLLMModule):
+        def decode_internal(self, batched_outputs: Any) -> Any:
+            return list(batched_outputs)
+
+    with pytest.raises(InputError, match="wrong: decode_internal must return a dictionary"):
+        join(Wrong("wrong")).forward_step([{"input_ids": [1]}])
 
 
 def test_requests_need_a_text_for_each_prompt(join: Join) -> None:

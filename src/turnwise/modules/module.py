@@ -18,9 +18,9 @@ Knows nothing of training: a pipeline trains on what forward_step returned.
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 Batch = Sequence[Problem | Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 """Items of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
 Outputs = dict[str, Any]
+_Decode = Callable[[Sequence[RequestOutput]], Outputs]
 
 
 class VLLMModule:
@@ -93,6 +94,9 @@ class VLLMModule:
     def join(self, pipeline: "Pipeline") -> None:
         """Called by the pipeline, before `setup`."""
         self._pipeline = pipeline
+        # Whoever calls it, an override of forward_step too, gets what a pipeline trains on.
+        decode = _keeping_groups(self.decode_internal, self.name)
+        self.decode_internal = decode  # type: ignore[method-assign]
 
     @property
     def pipeline(self) -> "Pipeline":
@@ -342,8 +346,9 @@ class VLLMModule:
             batched_outputs: With the attributes of vLLM's (see `outputs`).
 
         Returns:
-            `groups`, what a pipeline trains on; and lists with an entry for each trajectory, in
-            the outputs' order (of one with branches: the branch that ends with its last turn):
+            Lists with an entry for each trajectory, in the outputs' order (of one with branches:
+            the branch that ends with its last turn). What an override returns, a dictionary too,
+            gets `groups` beside it, which a pipeline trains on.
 
             trajectories          `Trajectory` each
             problem_ids           the item's name
@@ -361,7 +366,6 @@ class VLLMModule:
         """
         pairs = [(output, done) for output in batched_outputs for done in output.outputs]
         return {
-            "groups": _groups(batched_outputs),
             "trajectories": [done.trajectory for _, done in pairs],
             "problem_ids": [done.trajectory.problem_id for _, done in pairs],
             "str_prompts": [output.prompt for output, _ in pairs],
@@ -378,9 +382,8 @@ class VLLMModule:
         }
 
     def forward_step(self, data: Batch, iteration: int = 0) -> Outputs:
-        """Answer all items under `sampling`; returns what `decode_internal` makes of it, and
-        `groups`, which an override must return too for a pipeline to train on its outputs
-        (`[output.group for output in generate_vllm(...)]`).
+        """Answer all items under `sampling`; returns what `decode_internal` makes of it, and its
+        `groups`, which a pipeline trains on.
 
         Args:
             iteration: The caller's count; for overrides.
@@ -395,12 +398,7 @@ class VLLMModule:
         return self._forward(data, is_eval=True)
 
     def _forward(self, data: Batch, is_eval: bool) -> Outputs:
-        outputs = self.generate_vllm(data, is_eval)
-        decoded = self.decode_internal(outputs)
-        if not isinstance(decoded, dict):
-            raise InputError(f"{self.name}: decode_internal must return a dictionary")
-        decoded.setdefault("groups", _groups(outputs))  # to train on, however it was decoded
-        return decoded
+        return self.decode_internal(self.generate_vllm(data, is_eval))
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
         """The groups of requests, each trajectory given `rollout.trajectory_timeout` seconds.
@@ -541,6 +539,19 @@ class VLLMModule:
 def _groups(outputs: Sequence[RequestOutput]) -> list[Group]:
     """Each group once, in the outputs' order."""
     return list({id(output.group): output.group for output in outputs}.values())
+
+
+def _keeping_groups(decode: _Decode, name: str) -> _Decode:
+    """A `decode_internal` whose outputs have `groups`, however it decodes."""
+
+    @wraps(decode)
+    def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
+        decoded = decode(batched_outputs)
+        if not isinstance(decoded, dict):
+            raise InputError(f"{name}: decode_internal must return a dictionary")
+        return {"groups": _groups(batched_outputs), **decoded}
+
+    return decode_and_keep
 
 
 def _with_weights(model: Any) -> Any:
