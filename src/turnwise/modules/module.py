@@ -96,7 +96,7 @@ class VLLMModule:
         self._pipeline = pipeline
         # Whoever calls it, an override of forward_step too, gets what a pipeline trains on.
         decode = _keeping_groups(self.decode_internal, self.name)
-        self.decode_internal = decode  # type: ignore[method-assign]
+        self.decode_internal = decode  # type: ignore[assignment, method-assign]
 
     @property
     def pipeline(self) -> "Pipeline":
