@@ -470,9 +470,9 @@ class EngineConfig(Section):
     """Pattern of the names, as package.module:function, that requests (and sampling) may choose as
     `logits_processors`; it must match the whole name, and whatever it matches is imported and
     called with the client's arguments. Unset: none."""
-    metrics: bool = True
-    """Keep vLLM's own statistics, which /metrics shows as vllm:* with a label for the worker; they
-    take 5 us of processor time for each token, beside the process that computes."""
+    metrics: bool | None = None
+    """Keep vLLM's own statistics, which /metrics shows as vllm:* with a label for the worker; each
+    token takes 5 us of processor time. Unset: `turnwise serve` and serving.worker_servers do."""
     start_timeout: Seconds = 300.0
     """Seconds for the engine to start."""
     request_timeout: Seconds = 120.0

@@ -195,6 +195,9 @@ async def open_server(
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
+    if config.engine.metrics is None:
+        engine = config.engine.model_copy(update={"metrics": True})
+        config = config.model_copy(update={"engine": engine})
     _begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: _load_tokenizer(config))

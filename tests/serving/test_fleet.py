@@ -36,6 +36,7 @@ async def fleet(
     """Two real workers."""
     config = make_config(
         serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
+        engine={"metrics": True},
         sampling={"n": 8, "max_tokens": 160, "ignore_eos": True},
         data={"path": str(make_config().data.path), "limit": 8},
     )

@@ -186,6 +186,8 @@ async def test_a_worker_can_serve_by_itself(
             model = (await http.get("/models")).json()["data"][0]["id"]
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
             answer = (await http.post("/completions", json=body)).json()
+            told = (await http.get(worker.base_url.removesuffix("/v1") + "/metrics")).text
+        assert "vllm:generation_tokens_total{" in told, "a server of its own keeps statistics"
         assert answer["usage"]["prompt_tokens"] == 3
         assert await worker.actor.shutdown.remote() is True
     finally:

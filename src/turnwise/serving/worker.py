@@ -71,6 +71,8 @@ class VllmAsyncGenerationWorker:
             utilization = engine.extra.get("gpu_memory_utilization", _GPU_MEMORY) * self._share
             extra = {**engine.extra, "gpu_memory_utilization": utilization}
             engine = engine.model_copy(update={"extra": extra})
+        if engine.metrics is None and self._config.serving.worker_servers:
+            engine = engine.model_copy(update={"metrics": True})
         self._engine = self._create_engine(engine)
         if self._config.serving.worker_servers:
             from turnwise.serving.openai_server import OpenAIServer
