@@ -236,6 +236,7 @@ def two_nodes() -> Iterator[str]:
 def test_engines_and_trainer_on_two_nodes_by_collective(
     two_nodes: str, file: Path, tmp_path: Path
 ) -> None:
+    """C42, as far as one machine shows it."""
     done = turnwise(
         "train",
         file,
