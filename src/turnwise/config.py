@@ -8,6 +8,7 @@ imports no torch, vLLM or Ray.
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -255,6 +256,15 @@ class ModelConfig(Section):
     no tool result can end its turn and open another."""
 
 
+class OtherModel(Section):
+    """A model beside the policy, with the policy's tokenizer."""
+
+    path: str | None = None
+    """Folder or Hugging Face name; unset: model.path."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of its forward passes, float32 or bfloat16; unset: model.dtype."""
+
+
 class DataConfig(Section):
     path: str
     """Training rows: a .jsonl, .csv, .tsv (every value of these two is text) or .parquet file, a
@@ -346,6 +356,12 @@ class RewardConfig(Section):
     """package.module:function(trajectory, row) -> number, sync or async."""
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the model's weights: float32, bfloat16, or (auto) as they were saved."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs of the model's process, or a share of one; 0 computes on CPU cores."""
+    name: str | None = None
+    """What metrics call it; unset: the function's or the model's name."""
     weight: float = 1.0
     """What it is multiplied by in the sum."""
 
@@ -606,6 +622,9 @@ class Gae(Section):
     """Values move at most this far from those before the step."""
     warmup_steps: NonNegativeInt = 0
     """Training steps that train the value model alone."""
+    model: OtherModel = OtherModel()
+    """Where the value model starts: a causal language model, with a head that says 0; or a
+    reward model (sequence classification, one output), with that model's head."""
 
 
 class PpoClip(Section):
@@ -650,7 +669,10 @@ class Dpo(Section):
 
 class KlConfig(Section):
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL penalty towards the starting model; 0 keeps no copy of it, but for dpo."""
+    """Weight of the KL penalty towards the reference model."""
+    model: OtherModel = OtherModel()
+    """The reference model, of the penalty and of dpo. It is loaded where one of the two needs it,
+    or where its path is set."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators of the KL divergence."""
     where: Literal["loss", "reward"] = "loss"
@@ -901,9 +923,17 @@ def load_config(
         raise InputError(f"the configuration file {path} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise InputError(f"the configuration file {path} must hold keys and values")
+    return make_config(tree, overrides, defaults)
+
+
+def make_config(
+    tree: dict[str, Any], overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None
+) -> Config:
+    """What `load_config` makes of a file's tree of plain values, which stays as it is."""
+    changed = deepcopy(tree)
     for override in overrides:
-        _apply_override(tree, override)
-    return parse_config(_filled(tree, defaults or {}))
+        apply_override(changed, override)
+    return parse_config(_filled(changed, defaults or {}))
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -1016,7 +1046,12 @@ def _filled(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one key of a tree by `key.sub=value`.
+
+    Raises:
+        InputError: when it does not read so, or a part of the key is a value.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"an override reads key.sub=value, not {override!r}")

@@ -4,8 +4,9 @@ The training loop and pipelines share it; where groups come from, and what is wr
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config import Config
 from turnwise.errors import ExactnessError
@@ -16,6 +17,9 @@ from turnwise.trajectory import ExactnessReport
 from turnwise.watchdog import waiting
 from turnwise.weights.canary import check_canary
 from turnwise.weights.delivery import Delivery
+
+if TYPE_CHECKING:
+    from turnwise.training.policy import ModelName
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
@@ -76,14 +80,30 @@ class TrainingStep:
         Raises:
             TrainerError, DeadlineError: naming the rank that did not do its part.
         """
-        colocated = self._config.training.colocated
-        if colocated:  # one of the two may compute
-            await self._manager.sleep()
         with waiting("the trainer to train"):
-            metrics = await self._policy.train(samples)
+            async with self._trainers_turn():
+                return await self._policy.train(samples)
+
+    async def score(
+        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """What one of the policy's models says of sequences; see `RemotePolicy.score`."""
+        with waiting(f"the {name} model"):
+            async with self._trainers_turn():
+                scored = await self._policy.score(name, token_ids, masks)
+                if self._config.training.offload:
+                    await self._policy.offload()
+                return scored
+
+    @asynccontextmanager
+    async def _trainers_turn(self) -> AsyncIterator[None]:
+        """Where engines live in the trainer's processes, one of the two may compute."""
+        colocated = self._config.training.colocated
+        if colocated:
+            await self._manager.sleep()
+        yield
         if colocated:
             await self._manager.wake_up()
-        return metrics
 
     async def update_weights(self) -> dict[str, Any]:
         """Hand the trainer's weights to the engines and prove that they arrived.

@@ -61,6 +61,8 @@ async def test_two_ranks_do_what_one_does(
     hosts = {1: None, 2: "127.0.0.1"}
     metrics: dict[int, list[dict[str, Any]]] = {}
     exported: dict[int, Any] = {}
+    scored: dict[int, Any] = {1: [], 2: []}
+    tokens = [s.token_ids_T.tolist() for s in batch], [s.response_mask_T.tolist() for s in batch]
     for ranks in (1, 2):
         async with make_policy(algorithm, ranks=ranks, micro_batch_tokens=150) as policy:
             assert len(set(policy.pids)) == ranks
@@ -68,6 +70,8 @@ async def test_two_ranks_do_what_one_does(
                 lambda rank: rank._store.host if hasattr(rank, "_store") else None
             )
             assert store == hosts[ranks]
+            if algorithm:
+                scored[ranks] = [await policy.score(n, *tokens) for n in ("reference", "value")]
             metrics[ranks] = [await policy.train(batch) for _ in range(3)]
             assert policy.version == 6
             folder = tmp_path / f"step-000{ranks}"
@@ -78,6 +82,10 @@ async def test_two_ranks_do_what_one_does(
         for key in EXACT:
             assert two.get(key, 0) == pytest.approx(one.get(key, 0), abs=1e-5, rel=1e-5), key
         assert two["staleness"] == one["staleness"]
+    for one, two in zip(scored[1], scored[2], strict=True):
+        for sample, ours, theirs in zip(batch, one, two, strict=True):
+            assert theirs == pytest.approx(ours, abs=1e-5)
+            assert len(ours) == sample.length
     ids = list(range(3, 40))
     assert score(exported[2], ids, 1) == pytest.approx(score(exported[1], ids, 1), abs=1e-4)
 

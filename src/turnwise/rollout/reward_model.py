@@ -37,20 +37,27 @@ class RewardModel:
             sequence where this is 0, is one by itself.
         gpu: Whether it has one.
         trust_remote_code: Run model code that comes with the weights.
+        dtype: Name of the weights' precision; `auto` is that in which they were saved.
 
     Raises:
         InputError: when the model cannot be loaded, or is no reward model.
     """
 
     def __init__(
-        self, path: str, *, batch_tokens: int, gpu: bool, trust_remote_code: bool = False
+        self,
+        path: str,
+        *,
+        batch_tokens: int,
+        gpu: bool,
+        trust_remote_code: bool = False,
+        dtype: str = "auto",
     ) -> None:
         import torch
 
         self._path = path
         self._batch_tokens = batch_tokens
         self._device = torch.device("cuda" if gpu else "cpu")
-        self._model, self._tokenizer = _load(path, trust_remote_code)
+        self._model, self._tokenizer = _load(path, trust_remote_code, dtype)
         self._model.to(self._device).eval()
         self._max_length = min(
             getattr(self._model.config, "max_position_embeddings", None) or _NO_LIMIT,
@@ -226,6 +233,7 @@ class RewardModelActor:
     async def start(self, path: str, config: Config, gpu: bool) -> int:
         """Load the model; returns this process's id."""
         logs.follow()
+        dtypes = {part.model: part.dtype for part in config.rollout.rewards}
         self._model = await asyncio.to_thread(
             lambda: RewardModel(
                 path,
@@ -233,6 +241,7 @@ class RewardModelActor:
                 batch_tokens=0 if config.deterministic else config.training.micro_batch_tokens,
                 gpu=gpu,
                 trust_remote_code=config.model.trust_remote_code,
+                dtype=dtypes.get(path, "auto"),
             )
         )
         return os.getpid()
@@ -241,26 +250,24 @@ class RewardModelActor:
         return await self._model.score(messages)
 
 
-async def start_reward_models(
-    config: Config, *, num_gpus: float = 0
-) -> dict[str, RemoteRewardModel]:
-    """Start the models that `rollout.rewards` names, side by side, each on `num_gpus` GPUs.
+async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
+    """Start the models that `rollout.rewards` names, side by side.
 
     Returns them by their names, for `Rewards.models`; none is left running where one fails.
 
     Raises:
         InputError, DeadlineError: see `RemoteRewardModel.start`.
     """
-    paths = [part.model for part in config.rollout.rewards if part.model]
+    models = {part.model: part.gpus for part in config.rollout.rewards if part.model}
     started: dict[str, RemoteRewardModel] = {}
 
-    async def start(path: str) -> None:
-        started[path] = await RemoteRewardModel.start(path, config, num_gpus=num_gpus)
+    async def start(path: str, gpus: float) -> None:
+        started[path] = await RemoteRewardModel.start(path, config, num_gpus=gpus)
 
     try:
         async with task_group() as tasks:
-            for path in paths:
-                tasks.create_task(start(path))
+            for path, gpus in models.items():
+                tasks.create_task(start(path, gpus))
     except BaseException:
         for model in started.values():
             model.kill()
@@ -282,7 +289,7 @@ def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[in
     return made
 
 
-def _load(path: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(path: str, trust_remote_code: bool, dtype: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     where = f"rollout.rewards: the reward model {path}"
@@ -290,7 +297,7 @@ def _load(path: str, trust_remote_code: bool) -> tuple[Any, Any]:
     try:
         labels = AutoConfig.from_pretrained(path, **options).num_labels
         model, told = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype="auto", output_loading_info=True, **options
+            path, dtype=dtype, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:

@@ -34,6 +34,8 @@ class _Part:
     kind: Literal["environment", "function", "model"]
     weight: float
     function: Callable[[Trajectory, Row], Any] | None = None
+    model: str = ""
+    """Path of the reward model."""
 
     def __str__(self) -> str:
         return (
@@ -59,6 +61,10 @@ class Rewards:
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"rollout.rewards names {name} twice; add the weights up")
+        paths = [part.model for part in self._parts if part.model]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise InputError(f"rollout.rewards has the model {path} twice; add the weights up")
 
     async def judge(self, environment: Environment, trajectory: Trajectory, row: Row) -> None:
         """Set the trajectory's `reward` and `reward_parts`.
@@ -99,7 +105,7 @@ class Rewards:
         if part.function is not None:
             value = await call_user_code(part.function, trajectory, row, name=str(part))
         elif part.kind == "model":
-            value = await self.models[part.name].score(trajectory.messages)
+            value = await self.models[part.model].score(trajectory.messages)
         elif trajectory.reward is not None:
             value = trajectory.reward
         else:
@@ -114,10 +120,10 @@ class Rewards:
 def _load(part: RewardConfig) -> _Part:
     if part.function:
         function = load_object(part.function, "rollout.rewards.function")
-        return _Part(part.function, "function", part.weight, function)
+        return _Part(part.name or part.function, "function", part.weight, function)
     if part.model:
-        return _Part(part.model, "model", part.weight)
-    return _Part("environment", "environment", part.weight)
+        return _Part(part.name or part.model, "model", part.weight, model=part.model)
+    return _Part(part.name or "environment", "environment", part.weight)
 
 
 def _number(value: Any, part: _Part) -> float:

@@ -17,9 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.batching import MicroBatch
 from turnwise.training.scoring import Scores, hidden_before, score
@@ -28,14 +33,18 @@ _TRAINED_BYTES = 16
 """Of one parameter: weight, gradient, and AdamW's two moments, in float32."""
 _FROZEN_BYTES = 4
 _GIB = 2**30
+POLICY = OtherModel()
+"""The model of `model.path` itself."""
 
 
 class Scorer(nn.Module):
     """A causal language model whose forward pass scores tokens."""
 
-    def __init__(self, model: Any, sampling: SamplingConfig) -> None:
+    def __init__(self, model: Any, sampling: SamplingConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
+        self.dtype = dtype
+        """Of forward passes."""
         self._sampling = sampling
 
     def forward(self, batch: MicroBatch, sampling: SamplingConfig | None = None) -> Scores:
@@ -49,13 +58,21 @@ class Scorer(nn.Module):
 
 
 class Critic(nn.Module):
-    """PPO's value model: the same backbone, and a number for each token to come."""
+    """PPO's value model: a backbone, and a number for each token to come. The head is that of a
+    reward model, or new and says 0."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.backbone = model.base_model
+        self.dtype = dtype
+        """Of forward passes."""
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, bias=False)
-        nn.init.zeros_(self.head.weight)
+        trained = getattr(model, "score", None)
+        with torch.no_grad():
+            if trained is None:
+                self.head.weight.zero_()
+            else:
+                self.head.weight.copy_(trained.weight)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What the return will be, told before each masked token: [N]."""
@@ -66,19 +83,36 @@ class Critic(nn.Module):
         return values_N
 
 
-def check_room(config: Config, device: torch.device, ranks: int, copies: int) -> None:
-    """Raises `InputError` when the model, its optimizer and its frozen or second `copies` cannot
-    fit into what this rank may use; activations are not counted."""
-    trust = config.model.trust_remote_code
-    with _refusals(config), torch.device("meta"):
-        shape = AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust)
-        empty = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust)
-    count = sum(p.numel() for p in empty.parameters())
-    needed = count * (_TRAINED_BYTES + _FROZEN_BYTES * copies) / ranks
+def check_room(
+    config: Config,
+    device: torch.device,
+    ranks: int,
+    frozen: OtherModel | None,
+    trained: OtherModel | None,
+) -> None:
+    """Raises `InputError` when the policy, a reference model (`frozen`) and a value model
+    (`trained`) cannot fit into what this rank may use with their optimizers, or cannot read the
+    policy's tokens; activations are not counted."""
+    count, _ = _size(config, POLICY)
+    bytes_needed = count * _TRAINED_BYTES
+    for key, other, each in (
+        ("algorithm.kl.model", frozen, _FROZEN_BYTES),
+        ("algorithm.advantage.model", trained, _TRAINED_BYTES),
+    ):
+        if other is None:
+            continue
+        more, words = _size(config, other)
+        bytes_needed += more * each
+        if other.path and words < (tokens := _tokens(config)):
+            raise InputError(
+                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the tokenizer of "
+                f"model.path one of {tokens:,}: both models must have the same tokenizer"
+            )
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
+    needed = bytes_needed / ranks
     if needed > free:
         raise InputError(
             f"the model {config.model.path} does not fit: its {count / 1e6:,.0f} M parameters "
@@ -87,17 +121,69 @@ def check_room(config: Config, device: torch.device, ranks: int, copies: int) ->
         )
 
 
-def load_model(config: Config) -> Any:
-    """The model of `model.path` in float32, without dropout, which would make every ratio wrong.
+def _size(config: Config, other: OtherModel) -> tuple[int, int]:
+    """A model's parameters and its vocabulary, without its weights."""
+    path, trust = path_of(config, other), config.model.trust_remote_code
+    with _refusals(path), torch.device("meta"):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        kind = AutoModelForSequenceClassification if _scores(shape) else AutoModelForCausalLM
+        empty = kind.from_config(shape, trust_remote_code=trust)
+    return sum(p.numel() for p in empty.parameters()), shape.get_text_config().vocab_size
+
+
+def _tokens(config: Config) -> int:
+    """How many tokens the policy's tokenizer has; models often have room for some more."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    with _refusals(path):
+        return len(AutoTokenizer.from_pretrained(path, trust_remote_code=trust))
+
+
+def path_of(config: Config, other: OtherModel) -> str:
+    """Where a model beside the policy is loaded from."""
+    return other.path or config.model.path
+
+
+def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
+    """The precision of the forward passes of a model beside the policy."""
+    dtype: torch.dtype = getattr(torch, other.dtype or config.model.dtype)
+    return dtype
+
+
+def load_model(config: Config, other: OtherModel = POLICY) -> Any:
+    """A causal language model in float32, without dropout, which would make every ratio wrong.
+
+    Args:
+        other: By default the policy, the model of `model.path`.
 
     Raises:
         InputError: when it cannot be loaded.
     """
-    with _refusals(config):
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            dtype=torch.float32,
-            trust_remote_code=config.model.trust_remote_code,
+    return _loaded(AutoModelForCausalLM, config, path_of(config, other))
+
+
+def load_value_model(config: Config, other: OtherModel) -> Any:
+    """What the value model starts from: a causal language model, or a reward model.
+
+    Raises:
+        InputError: when it cannot be loaded, or has other than one output.
+    """
+    path, trust = path_of(config, other), config.model.trust_remote_code
+    with _refusals(path):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    if not _scores(shape):
+        return load_model(config, other)
+    if shape.num_labels != 1:
+        raise InputError(
+            f"algorithm.advantage.model: {path} has {shape.num_labels} outputs; a value model "
+            "starts from a reward model with one, or from a language model"
+        )
+    return _loaded(AutoModelForSequenceClassification, config, path)
+
+
+def _loaded(kind: Any, config: Config, path: str) -> Any:
+    with _refusals(path):
+        model = kind.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
         )
     if config.training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
@@ -105,17 +191,22 @@ def load_model(config: Config) -> Any:
     return model.eval()
 
 
+def _scores(shape: Any) -> bool:
+    """Whether a checkpoint is a sequence classifier's."""
+    return any("SequenceClassification" in name for name in shape.architectures or ())
+
+
 @contextmanager
-def _refusals(config: Config) -> Iterator[None]:
+def _refusals(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise InputError(f"the model {config.model.path} cannot be loaded: {error}") from error
+        raise InputError(f"the model {path} cannot be loaded: {error}") from error
 
 
 def distribute(
-    module: nn.Module, config: Config, device: torch.device, *, trained: bool = True
-) -> nn.Module:
+    module: "Scorer | Critic", config: Config, device: torch.device, *, trained: bool = True
+) -> "Scorer | Critic":
     """Put a module where it computes: on the device, and over all ranks where there are several.
 
     Each decoder layer is gathered for its own computation alone. One rank needs no sharding and
@@ -128,10 +219,11 @@ def distribute(
     if not dist.is_initialized():
         return module.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     options: dict[str, Any] = {"mesh": mesh}
-    if dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if module.dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=module.dtype, reduce_dtype=torch.float32
+        )
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
@@ -36,12 +35,15 @@ from turnwise.training.algorithms import (
 from turnwise.training.batching import MicroBatch, Share, make_micro_batch
 from turnwise.training.learner import Learner
 from turnwise.training.model import (
+    POLICY,
     Critic,
     Scorer,
     check_room,
     distribute,
+    dtype_of,
     full_tensors,
     load_model,
+    load_value_model,
 )
 from turnwise.training.offload import Offload
 from turnwise.training.sample import Array
@@ -52,6 +54,13 @@ from turnwise.weights.outlet import make_outlet
 
 _PLAIN = SamplingConfig()
 _ALL = ("params", "optimizer")
+ModelName = Literal["policy", "reference", "value"]
+"""The models that a policy computes with."""
+_HOW = {
+    "reference": "set algorithm.kl.coef, algorithm.kl.model.path, or loss dpo",
+    "value": "set algorithm.advantage.name to gae",
+}
+"""What makes a policy have the models that it may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +127,38 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         torch.set_num_threads(threads_of(config.training))
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._dtype = dtype_of(config, POLICY)
         self._packed = packs(config.training, self.device)
         if place.ranks > 1:
             _join(place, self.device, config.training.step_timeout)
-        needs_reference = bool(config.algorithm.kl.coef) or isinstance(config.algorithm.loss, Dpo)
-        advantage = config.algorithm.advantage
-        copies = needs_reference + 4 * isinstance(advantage, Gae)  # the latter learns too
-        check_room(config, self.device, place.ranks, copies)
+        kl, advantage = config.algorithm.kl, config.algorithm.advantage
+        self._compares = bool(kl.coef) or isinstance(config.algorithm.loss, Dpo)
+        frozen = kl.model if self._compares or kl.model.path else None
+        trained = advantage.model if isinstance(advantage, Gae) else None
+        check_room(config, self.device, place.ranks, frozen, trained)
         model = load_model(config)
         self._shape = model.config
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._scorer = self._placed(Scorer(model, config.sampling))
+        self._scorer = self._placed(Scorer(model, config.sampling, self._dtype))
         self._learner = Learner(
             self._scorer,
             self._training,
             self._training.learning_rate,
             self._training.steps * self._training.updates_per_step,
         )
-        self._reference: nn.Module | None = None
-        if needs_reference:
-            frozen = Scorer(load_model(config), config.sampling).requires_grad_(False)
-            self._reference = self._placed(frozen, trained=False)
-        self._critic: nn.Module | None = None
+        self._reference: Scorer | Critic | None = None
+        if frozen is not None:
+            reference = Scorer(
+                load_model(config, frozen), config.sampling, dtype_of(config, frozen)
+            )
+            self._reference = self._placed(reference.requires_grad_(False), trained=False)
+        self._critic: Scorer | Critic | None = None
         self._critic_learner: Learner | None = None
         if isinstance(advantage, Gae):
-            self._critic = self._placed(Critic(load_model(config)))
+            critic = Critic(
+                load_value_model(config, advantage.model), dtype_of(config, advantage.model)
+            )
+            self._critic = self._placed(critic)
             self._critic_learner = Learner(
                 self._critic, self._training, advantage.learning_rate, None
             )
@@ -166,7 +181,7 @@ class Policy:
         self._skipped_in_row = 0
         self.version = 0
 
-    def _placed(self, module: nn.Module, *, trained: bool = True) -> nn.Module:
+    def _placed(self, module: Scorer | Critic, *, trained: bool = True) -> Scorer | Critic:
         return distribute(module, self._config, self.device, trained=trained)
 
     def train(self, shares: Sequence[Share]) -> StepReport:
@@ -218,7 +233,8 @@ class Policy:
             for batch in batches:
                 if corrected or kl_in_reward:
                     batch.old_logprobs_N, _ = self._forward(self._scorer, batch)
-                if self._reference is not None:
+                if self._compares:
+                    assert self._reference is not None
                     batch.reference_logprobs_N, _ = self._forward(self._reference, batch)
                 if self._critic is not None:
                     batch.values_N = self._forward(self._critic, batch)
@@ -342,10 +358,42 @@ class Policy:
             report.logprob_diff_max = max(report.logprob_diff_max, float(diff_N.max()))
         ratios.append(made.result.ratio_N.float())
 
-    def _forward(self, module: nn.Module, *inputs: Any) -> Any:
+    def score(self, name: ModelName, share: Share) -> list[tuple[int, list[float]]]:
+        """Compute what one of the models says of tokens, without learning from it.
+
+        Returns:
+            For each sequence of this rank's share its number and a value for each masked token:
+            its log-prob under `sampling`, or, of the value model, the return that it expects
+            before that token.
+
+        Raises:
+            InputError: when this policy has no such model.
+        """
+        module = {
+            "policy": self._scorer,
+            "reference": self._reference,
+            "value": self._critic,
+        }[name]
+        if module is None:
+            raise InputError(f"there is no {name} model: {_HOW[name]}")
+        self._offload.bring_back(["params"])
+        scored: list[tuple[int, list[float]]] = []
+        for samples in share.micro_batches:
+            batch = make_micro_batch(
+                samples, share.trajectory_tokens, self.version, self._packed, self.device
+            )
+            with torch.no_grad():
+                values_N = self._forward(module, batch)
+            if name != "value":
+                values_N, _ = values_N
+            parts = values_N.float().cpu().split([sample.trained for sample in samples])
+            scored += [(s.sequence, part.tolist()) for s, part in zip(samples, parts, strict=True)]
+        return scored
+
+    def _forward(self, module: Scorer | Critic, *inputs: Any) -> Any:
         # Sharded modules compute in their dtype by themselves.
-        lower = self._dtype != torch.float32 and self._place.ranks == 1
-        with torch.autocast(self.device.type, dtype=self._dtype, enabled=lower):
+        lower = module.dtype != torch.float32 and self._place.ranks == 1
+        with torch.autocast(self.device.type, dtype=module.dtype, enabled=lower):
             result = module(*inputs)
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
             module.reshard()  # what a backward pass would have done

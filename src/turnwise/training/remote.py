@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -22,6 +22,9 @@ from turnwise.training.batching import Share, plan
 from turnwise.training.metrics import merge
 from turnwise.training.sample import Sample
 from turnwise.weights.meeting import LOOPBACK
+
+if TYPE_CHECKING:
+    from turnwise.training.policy import ModelName
 
 _GRACE_SECONDS = 5.0
 """How long after one rank's error the others' are waited for: one of them may be the cause."""
@@ -161,6 +164,40 @@ class RemotePolicy:
         self.version = reports[0].version
         return merge(reports)
 
+    async def score(
+        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """What one of the policy's models says of sequences.
+
+        Args:
+            token_ids: For each sequence its T tokens.
+            masks: For each sequence T times 1 (a token to be scored) or 0; a first token, before
+                which nothing stands, is never scored.
+
+        Returns:
+            For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
+            under `sampling`, or, of the value model, the return that it expects before it.
+
+        Raises:
+            InputError: when the policy has no such model.
+        """
+        training = self._config.training
+        samples = [
+            Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
+            for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
+        ]
+        found: dict[int, list[float]] = {}
+        if any(sample.trained for sample in samples):
+            planned = await asyncio.to_thread(
+                plan, samples, 1, training.ranks, training.micro_batch_tokens, self.packed
+            )
+            replies = await self._all(
+                f"score tokens with the {name} model",
+                lambda rank, actor: actor.call.remote("score", name, planned[rank][0]),
+            )
+            found = {number: values for reply in replies for number, values in reply}
+        return [_spread(sample, found.get(sample.sequence, [])) for sample in samples]
+
     async def publish(self) -> dict[str, Any]:
         """Returns rank 0's manifest; `canary` is that of the published version from here on."""
         published = await self._same("publish its weights", "publish")
@@ -240,6 +277,12 @@ class RemotePolicy:
 
     async def _one(self, rank: int, reply: Any, what: str) -> Any:
         return await reply_of(reply, _name(rank), what, self._timeout, TrainerError)
+
+
+def _spread(sample: Sample, values: Sequence[float]) -> list[float]:
+    """A value for each token of a sequence, of those of its masked tokens."""
+    rest = iter(values)
+    return [next(rest) if scored else 0.0 for scored in sample.response_mask_T]
 
 
 def _name(rank: int) -> str:

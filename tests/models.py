@@ -1,0 +1,39 @@
+"""Models that stand beside the tests' policy: another reference, a reward model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+
+
+def perturbed(path: str, folder: Path, scale: float = 0.02) -> str:
+    """A causal language model near that of `path`, with its tokenizer's vocabulary."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_reward_model(
+    tokenizer: Any, folder: Path, *, vocabulary: int | None = None, outputs: int = 1
+) -> str:
+    """A tiny sequence classifier with random weights, and the tokenizer."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=vocabulary or len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_labels=outputs,
+        pad_token_id=None if vocabulary else tokenizer.pad_token_id,
+        max_position_embeddings=512,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
