@@ -1,4 +1,4 @@
-"""The command line: train, eval, rollout, serve, config.
+"""The command line: train, pipeline, eval, rollout, serve, config.
 
 Every mistake of the user's ends in one sentence on standard error and exit code 2; Ctrl-C and
 SIGTERM end the run, everything that it started, and exit with 130. The traceback of an error that
@@ -151,6 +151,19 @@ def train(
     _run(lambda: _resume(resume, command.of(_config_of(resume, changes))), command)
 
 
+@app.command()
+def pipeline(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML file with models and runtime.")
+    ],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Train the models of a pipeline's file, from the last checkpoint where there is one."""
+    command = _Command(debug)
+    _run(lambda: _pipeline(file, overrides or (), command), command)
+
+
 @app.command("eval")
 def evaluate(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Evaluate the model on data.eval_path (or data.path), and keep the trajectories."""
@@ -253,6 +266,20 @@ async def _resume(run: Path, config: Config) -> None:
             "training.steps"
         )
     await _train(config, resume)
+
+
+async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> None:
+    from turnwise.modules.pipeline_file import read_pipeline_file
+
+    read = await run_in_thread(lambda: read_pipeline_file(file, changes))
+    config = command.of(read.config)
+    for note in read.notes:
+        _print_error(f"turnwise: {file}: {note}", style="yellow")
+    run = Path(config.output_dir, config.name)
+    if read.resumes and any((run / "checkpoints").glob("step-*[0-9]")):
+        await _resume(run, config)
+    else:
+        await _train(config)
 
 
 def _config_of(run: Path, changes: Sequence[str]) -> Config:

@@ -25,7 +25,6 @@ from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LOOP = "loop.json"
 _SHARE = (-0.02, 1.02)
 """The y axis of what lies between 0 and 1."""
 
@@ -50,7 +49,7 @@ def find_resume(run: Path) -> Resume:
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     folder, flaws = checkpoint.newest_whole(run / "checkpoints")
-    state = json.loads((folder / "state" / _LOOP).read_text())
+    state = checkpoint.read_loop(folder)
     return Resume(folder.resolve(), state["step"], state, flaws)
 
 
@@ -140,9 +139,7 @@ class RunFolder:
     def commit_checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """The checkpoint is whole with the loop's state; older ones go, but for the best."""
         folder = self._checkpoint(step)
-        with checkpoint.told_when_full(folder):
-            place = checkpoint.temporary(folder) / "state" / _LOOP
-            place.write_text(json.dumps(state) + "\n")
+        checkpoint.write_loop(folder, state)
         checkpoint.commit(folder)
         checkpoint.prune(folder.parent, self._keep_last, self._best())
 

@@ -2,16 +2,32 @@
 
 from typing import Any
 
+from turnwise.errors import InputError
 from turnwise.rollout import Problem, RolloutContext
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
 
 class Conversation:
-    """The environment of such a prompt: its messages, no tools, and 0 as reward."""
+    """The environment of such a prompt: its messages, no tools, and 0 as reward.
+
+    Args:
+        row: `messages`, or `prompt`, the text of a user's message.
+
+    Raises:
+        InputError: when it has neither.
+    """
 
     def __init__(self, row: dict[str, Any]) -> None:
-        self.problem = row["messages"]
+        if "messages" in row:
+            self.problem = row["messages"]
+        elif isinstance(row.get("prompt"), str):
+            self.problem = [{"role": "user", "content": row["prompt"]}]
+        else:
+            raise InputError(
+                "without an environment a row needs prompt, a text, or messages; set environment "
+                "to read rows of another kind"
+            )
         self.tools: list[Any] = []
 
     def reward(self, trajectory: Trajectory) -> float:

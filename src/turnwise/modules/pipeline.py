@@ -8,7 +8,6 @@ trainer's weights whenever a call returns: before the first one, and after each 
 import asyncio
 import logging
 import math
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from turnwise.config import Config, dump_config, load_config
+from turnwise.config import Config, load_config, make_config
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.machinery import (
@@ -27,22 +26,27 @@ from turnwise.machinery import (
     mean,
     open_machinery,
 )
+from turnwise.modules.companions import CompanionModule
 from turnwise.modules.conversation import Conversation
 from turnwise.modules.loop_thread import LoopThread, Work
-from turnwise.modules.model_file import as_overrides
+from turnwise.modules.model_file import Settings, as_overrides
 from turnwise.modules.module import Outputs, VLLMModule
+from turnwise.modules.pipeline_file import is_pipeline_file, read_pipeline_file
 from turnwise.rollout import Group, Problem, Runner, check_failures
 from turnwise.tasks import task_group
 from turnwise.training import checkpoint
+from turnwise.training.policy import ModelName, missing_model
 from turnwise.training.remote import RemotePolicy
 from turnwise.training.samples import make_samples
 from turnwise.training_step import UNTRAINED, TrainingStep, check_exactness, describe
-from turnwise.trajectory import MAX_REWARD, ExactnessReport
+from turnwise.trajectory import MAX_REWARD, ExactnessReport, Trajectory
 from turnwise.watchdog import Watchdog, waiting
 
 logger = logging.getLogger(__name__)
 
+Module = VLLMModule | CompanionModule
 _Result = TypeVar("_Result")
+_REWARDS = "rollout.rewards"
 _STOP_SECONDS = 60.0
 _NOT_RUNNING = "the pipeline does not run: use it inside its with block"
 _NO_DATA: dict[str, Any] = {
@@ -60,15 +64,17 @@ class _Opened:
 
 
 class Pipeline:
-    """Runs modules, and trains the model that they share; a context manager.
+    """Runs modules, and trains the policy that those which sample share; a context manager.
 
     Modules are given before it starts, because their model files are part of the configuration
     that the engines start with. One that comes later must ask for nothing else than what runs.
 
     Args:
-        config: A YAML file or a `Config`; `environment` and `data` may be left out of a file.
+        config: A YAML file of a pipeline (see `pipeline_file`) or a configuration, or a `Config`;
+            `environment` and `data` may be left out of a file.
         modules: To bind; their model files apply over `config`, in this order.
         overrides: `key.sub=value` changes, over all of that.
+        resume: A checkpoint that `save` or `turnwise train` wrote, to start from.
 
     Raises:
         InputError: when any of it cannot be used, or two modules' files disagree.
@@ -77,21 +83,27 @@ class Pipeline:
     def __init__(
         self,
         config: str | Path | Config,
-        *modules: VLLMModule,
+        *modules: Module,
         overrides: Sequence[str] = (),
+        resume: str | Path | None = None,
     ) -> None:
         self._given = config
         self._overrides = list(overrides)
-        self._modules: list[VLLMModule] = []
+        self._resume = None if resume is None else _whole(resume)
+        self._modules: list[Module] = []
         self._thread: LoopThread[_Opened] | None = None
         self._running: _Opened | None = None
         self.exactness = ExactnessReport()
         """Of all that was trained so far."""
+        self.iteration = 0
+        """How often `train` was called so far, before what was resumed too."""
+        self.state: dict[str, Any] = {}
+        """What the program gave to `save`, after a checkpoint was loaded."""
         self.config = self._resolve([])
         for module in modules:
             self.add(module)
 
-    def add(self, module: VLLMModule) -> None:
+    def add(self, module: Module) -> None:
         """Bind a module; in a running pipeline its `setup` is called at once.
 
         Raises:
@@ -103,7 +115,7 @@ class Pipeline:
         modules = [*self._modules, module]
         if self._running is None:
             self.config = self._resolve(modules)
-        elif _load(self._given, self._changes(modules)) != self.config:
+        elif _resolved(self._given, self._changes(modules)) != self.config:
             raise InputError(
                 f"the model file of {module.name} changes the configuration, and the pipeline "
                 "runs already: give the module to Pipeline(...)"
@@ -176,10 +188,69 @@ class Pipeline:
         seconds = self.config.training.step_timeout + self._update_seconds
         return self._call(lambda: self._train(groups), seconds, "the training step")
 
-    def save(self, folder: str | Path) -> Path:
+    def score(
+        self, name: ModelName, token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """What a model in the trainer's processes says of sequences of T tokens.
+
+        Args:
+            name: The policy as it is trained, the reference or the value model.
+            masks: For each sequence T times 1 (a token to be scored) or 0.
+
+        Returns:
+            For each sequence T floats, 0.0 where a token is not scored: its log-prob under
+            `sampling`, or, of the value model, the return that it expects before the token.
+
+        Raises:
+            InputError: when the trainer has no such model.
+            TrainerError, DeadlineError: naming who failed.
+        """
+        self.check_model(name)
+        seconds = self.config.training.step_timeout
+        return self._call(
+            lambda: self._opened.step.score(name, token_ids, masks), seconds, f"the {name} model"
+        )
+
+    def check_model(self, name: ModelName) -> None:
+        """Raises `InputError` when the trainer has no such model."""
+        if why := missing_model(self.config.algorithm, name):
+            raise InputError(why)
+
+    def judge(self, name: str, trajectories: Sequence[Trajectory]) -> list[float]:
+        """What one entry of `rollout.rewards` gives each trajectory, before its weight.
+
+        Raises:
+            InputError: when no entry has this name, or it can judge no finished trajectory.
+            TrajectoryError: naming what gave no reward, and why.
+        """
+        rewards = self.runner.rewards
+
+        async def score() -> list[float]:
+            return await asyncio.gather(*(rewards.score(name, t) for t in trajectories))
+
+        seconds = self.config.rollout.trajectory_timeout + self.config.engine.start_timeout
+        return self._call(score, seconds, f"the rewards of {name}")
+
+    def load(self, folder: str | Path) -> int:
+        """Go on from a checkpoint that `save` or `turnwise train` wrote, engines included: model,
+        optimizer and weight version, `iteration`, `exactness`, and `state`; returns the version.
+
+        Raises:
+            InputError: when it is not whole, or does not fit this model.
+            TrainerError, WeightUpdateError, DeadlineError: naming who failed.
+        """
+        place = _whole(folder)
+        seconds = self.config.training.step_timeout + self._update_seconds
+        return self._call(lambda: self._load(self._opened, place), seconds, f"{place} to be loaded")
+
+    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint: the model in Hugging Face's format, and state/ to go on from.
 
         It appears whole or not at all; returns its absolute path.
+
+        Args:
+            state: Plain values of the program's own, such as `ProblemStream.state()`; a pipeline
+                that loads the checkpoint has them as its `state`.
 
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
@@ -190,21 +261,8 @@ class Pipeline:
         if taken and (flaw := checkpoint.flaw(place)):
             raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
         seconds = self.config.training.step_timeout
-        self._call(lambda: self._save(place), seconds, f"{place} to be saved")
+        self._call(lambda: self._save(place, state or {}), seconds, f"{place} to be saved")
         return place
-
-    def load(self, folder: str | Path) -> int:
-        """Go on from a checkpoint that `save` wrote: the trainer's whole state, and the engines at
-        its weights; returns its weight version.
-
-        Raises:
-            InputError: when it is no whole checkpoint, or one of another model.
-        """
-        place = Path(folder).expanduser().resolve()
-        if flaw := checkpoint.flaw(place):
-            raise InputError(f"{place} is no checkpoint to go on from: {flaw}")
-        seconds = self.config.training.step_timeout + self._update_seconds
-        return self._call(lambda: self._load(place), seconds, f"{place} to be loaded")
 
     @property
     def generator(self) -> Generator:
@@ -263,23 +321,29 @@ class Pipeline:
         """For an update, and for a worker that is started anew meanwhile."""
         return 2 * self.config.weights.update_timeout + self.config.engine.start_timeout
 
-    def _resolve(self, modules: Sequence[VLLMModule]) -> Config:
+    def _resolve(self, modules: Sequence[Module]) -> Config:
         """The configuration that all modules share."""
-        config = _load(self._given, self._changes(modules))
+        config = _resolved(self._given, self._changes(modules))
         for module in modules:
-            if _load(self._given, self._changes([*modules, module])) != config:
+            if _resolved(self._given, self._changes([*modules, module])) != config:
                 raise InputError(
                     f"the model file of {module.name} contradicts that of a module after it; the "
                     "modules of a pipeline share one model and its engines"
                 )
         return config
 
-    def _changes(self, modules: Sequence[VLLMModule]) -> list[str]:
+    def _changes(self, modules: Sequence[Module]) -> list[str]:
         """What applies over the configuration that was given, the last word last."""
-        own = [change for module in modules for change in as_overrides(module.settings)]
-        return [*own, *self._overrides]
+        settings: Settings = {}
+        rewards: list[Any] = []
+        for module in modules:
+            settings |= module.settings
+            rewards += [r for r in module.settings.get(_REWARDS, []) if r not in rewards]
+        if rewards:  # each of several rewards counts
+            settings[_REWARDS] = rewards
+        return [*as_overrides(settings), *self._overrides]
 
-    def _set_up(self, module: VLLMModule) -> None:
+    def _set_up(self, module: Module) -> None:
         module.join(self)
         module.setup()
 
@@ -298,8 +362,12 @@ class Pipeline:
             async with task_group() as tasks:
                 watching = tasks.create_task(machinery.policy.watch())
                 step = TrainingStep(self.config, machinery)
-                await step.update_weights()
-                yield _Opened(machinery, machinery.policy, step)
+                opened = _Opened(machinery, machinery.policy, step)
+                if self._resume is None:
+                    await step.update_weights()
+                else:
+                    await self._load(opened, self._resume)
+                yield opened
                 watching.cancel()
 
     async def _train(self, groups: Sequence[Group]) -> dict[str, Any]:
@@ -319,28 +387,50 @@ class Pipeline:
         }
         if made.samples:
             metrics |= await opened.step.train(made.samples)
+        self.iteration += 1
         return metrics | await opened.step.update_weights()
 
-    async def _load(self, folder: Path) -> int:
-        with waiting(f"the trainer to load {folder}"):
-            version = await self._opened.policy.load(folder)
-        await self._opened.step.update_weights()
-        return version
-
-    async def _save(self, folder: Path) -> None:
+    async def _save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        loop = {
+            "step": self.iteration,
+            "exactness": self.exactness.to_dict(),
+            "program": dict(state),
+        }
         with waiting(f"the trainer to save {folder}"):
             place = await asyncio.to_thread(checkpoint.begin, folder)
             await self._opened.policy.save(place)
+            await asyncio.to_thread(checkpoint.write_loop, folder, loop)
             await asyncio.to_thread(checkpoint.commit, folder)
 
+    async def _load(self, opened: _Opened, folder: Path) -> int:
+        with waiting(f"the trainer to load {folder}"):
+            loop = await asyncio.to_thread(checkpoint.read_loop, folder)
+            version = await opened.policy.load(folder)
+        await opened.step.update_weights()
+        self.iteration = loop["step"]
+        self.exactness = ExactnessReport.from_dict(loop["exactness"])
+        self.state = loop.get("program", {})
+        return version
 
-def _load(config: str | Path | Config, overrides: Sequence[str]) -> Config:
-    if not isinstance(config, Config):
-        return load_config(config, overrides, _NO_DATA)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.yaml")
-        path.write_text(dump_config(config, secrets=True))
-        return load_config(path, overrides)
+
+def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:
+    if isinstance(config, Config):
+        return make_config(config.model_dump(), overrides)
+    if is_pipeline_file(config):
+        return read_pipeline_file(config, overrides).config
+    return load_config(config, overrides, _NO_DATA)
+
+
+def _whole(folder: str | Path) -> Path:
+    """A checkpoint's absolute path.
+
+    Raises:
+        InputError: when there is none, or it is not whole.
+    """
+    place = Path(folder).expanduser().resolve()
+    if flaw := checkpoint.flaw(place):
+        raise InputError(f"{place} is no checkpoint to go on from: {flaw}")
+    return place
 
 
 async def _all(requests: "Sequence[Future[_Result]]") -> list[_Result]:

@@ -86,6 +86,37 @@ class Rewards:
             raise TrajectoryError("reward_error", f"the weighted sum of rewards is {_out(reward)}")
         trajectory.reward = reward
 
+    async def score(self, name: str, trajectory: Trajectory) -> float:
+        """What one part gives a trajectory, before its weight: what it has given already, or what
+        a reward model says of the messages.
+
+        Args:
+            name: The part's; another name stands for the only part there is.
+
+        Raises:
+            InputError: when no part is meant, or one that judges rows as they are answered.
+            TrajectoryError: `reward_error`, when it gives no number.
+        """
+        named = [part for part in self._parts if part.name == name] or self._parts
+        if len(named) != 1:
+            names = ", ".join(part.name for part in self._parts)
+            raise InputError(f"rollout.rewards has no entry with name {name}, but {names}")
+        (part,) = named
+        if part.name in trajectory.reward_parts:
+            return trajectory.reward_parts[part.name]
+        if part.kind != "model":
+            raise InputError(
+                f"{part} judges a trajectory together with its row, when it is made; a reward "
+                "model can judge any"
+            )
+        try:
+            return _number(await self.models[part.model].score(trajectory.messages), part)
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            described = await describe_user_error(error)
+            raise TrajectoryError("reward_error", f"{part} gave no reward: {described}") from error
+
     async def _value(
         self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
     ) -> float:

@@ -40,6 +40,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training.learner import Learner
 
 _FILES = "files.json"
+_LOOP = "loop.json"
 _METADATA = ".metadata"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 2**20
@@ -68,6 +69,26 @@ def commit(folder: Path) -> None:
         (place / "state" / _FILES).write_text(json.dumps(sizes, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         place.rename(folder)
+
+
+def write_loop(folder: Path, state: Mapping[str, Any]) -> None:
+    """Add what the loop goes on from, plain values, to a checkpoint that is not yet whole."""
+    with told_when_full(folder):
+        (temporary(folder) / "state" / _LOOP).write_text(json.dumps(state) + "\n")
+
+
+def read_loop(folder: Path) -> dict[str, Any]:
+    """What `write_loop` wrote.
+
+    Raises:
+        InputError: when it is not there, or cannot be read.
+    """
+    path = folder / "state" / _LOOP
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"the checkpoint {folder} cannot be loaded: {path}: {error}") from error
+    return state
 
 
 def flaw(folder: Path) -> str:

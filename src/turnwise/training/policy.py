@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from turnwise.config import Config, Dpo, Gae, SamplingConfig, TrainingConfig
+from turnwise.config import AlgorithmConfig, Config, Dpo, Gae, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import (
@@ -56,11 +56,6 @@ _PLAIN = SamplingConfig()
 _ALL = ("params", "optimizer")
 ModelName = Literal["policy", "reference", "value"]
 """The models that a policy computes with."""
-_HOW = {
-    "reference": "set algorithm.kl.coef, algorithm.kl.model.path, or loss dpo",
-    "value": "set algorithm.advantage.name to gae",
-}
-"""What makes a policy have the models that it may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class Policy:
             _join(place, self.device, config.training.step_timeout)
         kl, advantage = config.algorithm.kl, config.algorithm.advantage
         self._compares = bool(kl.coef) or isinstance(config.algorithm.loss, Dpo)
-        frozen = kl.model if self._compares or kl.model.path else None
+        frozen = None if missing_model(config.algorithm, "reference") else kl.model
         trained = advantage.model if isinstance(advantage, Gae) else None
         check_room(config, self.device, place.ranks, frozen, trained)
         model = load_model(config)
@@ -375,7 +370,7 @@ class Policy:
             "value": self._critic,
         }[name]
         if module is None:
-            raise InputError(f"there is no {name} model: {_HOW[name]}")
+            raise InputError(missing_model(self._algorithm, name))
         self._offload.bring_back(["params"])
         scored: list[tuple[int, list[float]]] = []
         for samples in share.micro_batches:
@@ -493,6 +488,19 @@ class Policy:
             "skipped_in_row": self._skipped_in_row,
             "rng": torch.get_rng_state(),
         }
+
+
+def missing_model(algorithm: AlgorithmConfig, name: ModelName) -> str:
+    """Why a policy lacks a model, and which key gives it one; "" where it has it."""
+    if name == "value" and not isinstance(algorithm.advantage, Gae):
+        return "there is no value model: set algorithm.advantage.name to gae"
+    kl, compares = algorithm.kl, isinstance(algorithm.loss, Dpo)
+    if name == "reference" and not (kl.coef or kl.model.path or compares):
+        return (
+            "there is no reference model: set algorithm.kl.coef, algorithm.kl.model.path, or "
+            "algorithm.loss.name to dpo"
+        )
+    return ""
 
 
 def packs(training: TrainingConfig, device: torch.device) -> bool:
