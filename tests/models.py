@@ -31,7 +31,7 @@ def make_reward_model(
         num_attention_heads=2,
         num_key_value_heads=2,
         num_labels=outputs,
-        pad_token_id=None if vocabulary else tokenizer.pad_token_id,
+        pad_token_id=min(tokenizer.pad_token_id, (vocabulary or len(tokenizer)) - 1),
         max_position_embeddings=512,
     )
     LlamaForSequenceClassification(config).save_pretrained(folder)
