@@ -1,7 +1,8 @@
 """The demo as a pipeline of one's own: modules instead of `turnwise train`.
 
 python -m examples.calculator.prepare
-python -m examples.calculator.pipeline [--steps N] [--save FOLDER] [key.sub=value ...]
+python -m examples.calculator.pipeline [--steps N] [--save FOLDER] [--resume FOLDER]
+                                       [key.sub=value ...]
 """
 
 import argparse
@@ -31,16 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="examples.calculator.pipeline", description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--resume", type=Path, help="a folder that --save wrote")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args(arguments)
 
     policy = Policy("policy", HERE / "policy.yaml")
     changes = ["name=calculator-pipeline", f"training.steps={options.steps}", *options.overrides]
-    with Pipeline(HERE / "config.yaml", policy, overrides=changes) as pipeline:
+    with Pipeline(
+        HERE / "config.yaml", policy, overrides=changes, resume=options.resume
+    ) as pipeline:
         heldout = policy.build_dataset(pipeline.rows(is_eval=True), is_eval=True)
         problems = ProblemStream(policy.build_dataset(pipeline.rows()), pipeline.config.seed)
+        if options.resume:
+            problems.restore(pipeline.state)
         print(f"accuracy before {policy.eval_forward(heldout)['accuracy']:.3f}", flush=True)
-        for iteration in range(1, options.steps + 1):
+        for iteration in range(pipeline.iteration + 1, options.steps + 1):
             batch = problems.take(pipeline.config.rollout.prompts_per_step)
             metrics = pipeline.train(policy.forward_step(batch, iteration))
             print(
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         print(f"accuracy after  {policy.eval_forward(heldout)['accuracy']:.3f}", flush=True)
         if options.save:
-            print(f"saved {pipeline.save(options.save)}")
+            print(f"saved {pipeline.save(options.save, problems.state())}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def ppo(path: str, folder: Path, seen: dict[str, Any]) -> None:
     reward = RewardModule("reward")
     modules = policy, reference, value, reward, trainer
     changes = ["pipeline=ppo", 'runtime.colocation=["policy,ppo_policy"]', "name=ppo"]
+    changes += ["training.offload=[params, optimizer]"]
     with Pipeline(path, *modules, overrides=changes) as pipeline:
         stream = ProblemStream(policy.build_dataset(pipeline.rows()), pipeline.config.seed)
         steps = []

@@ -428,7 +428,7 @@ class Policy:
         """
         return self._offload.put_away(self._training.offload)
 
-    def _modules(self) -> list[nn.Module]:
+    def _modules(self) -> list[Scorer | Critic]:
         modules = (self._scorer, self._reference, self._critic)
         return [module for module in modules if module is not None]
 
