@@ -298,6 +298,8 @@ async def _train(config: Config, resume: "Resume | None" = None) -> None:
     from turnwise.display import why_untrained
 
     _check_sources(config, config.data.path, config.data.eval_path)
+    for key, other in config.algorithm.other_models().items():
+        check_model(other, f"{key}.path")
     console = Console()
     with _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):

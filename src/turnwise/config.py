@@ -731,6 +731,13 @@ class AlgorithmConfig(Section):
     overlong_penalty: PositiveFloat = 1.0
     """What a trajectory that fills the context loses."""
 
+    def other_models(self) -> dict[str, str]:
+        """The models that are set beside the policy, by their keys."""
+        models = {"algorithm.kl.model": self.kl.model.path}
+        if isinstance(self.advantage, Gae):
+            models["algorithm.advantage.model"] = self.advantage.model.path
+        return {key: path for key, path in models.items() if path is not None}
+
     @model_validator(mode="after")
     def _consistent(self) -> "AlgorithmConfig":
         if isinstance(self.loss, Dpo):

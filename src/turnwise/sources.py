@@ -23,13 +23,13 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def check_model(path: str) -> None:
-    """See that `model.path` is a model's folder, or a name that the Hub or its cache may have.
+def check_model(path: str, key: str = "model.path") -> None:
+    """See that a key names a model's folder, or a model that the Hub or its cache may have.
 
     Raises:
         InputError: when it is neither.
     """
-    _check(path, "config.json", "model.path", "model", "config.json, weights and tokenizer")
+    _check(path, "config.json", key, "model", "config.json, weights and tokenizer")
 
 
 def check_tokenizer(path: str) -> None:

@@ -135,6 +135,13 @@ def test_a_run_that_is_complete_says_so(file: Path, grpo: Path) -> None:
     assert (anew.returncode, "already holds a run" in anew.stderr) == (2, True)
 
 
+def test_a_model_that_is_not_there_is_named_before_anything_starts(file: Path) -> None:
+    done = turnwise("pipeline", file, "algorithm.advantage.model.path=./nowhere")
+    assert done.returncode == 2
+    assert "algorithm.advantage.model.path: there is no model in ./nowhere" in done.stderr
+    assert not (file.parent / "runs" / "rlhf").exists()
+
+
 def test_the_reference_gives_the_logprobs_that_transformers_computes(
     file: Path, seen: Seen
 ) -> None:

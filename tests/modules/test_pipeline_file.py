@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
+from turnwise.config import Gae
 from turnwise.errors import InputError
 from turnwise.modules.pipeline_file import is_pipeline_file, read_pipeline_file
 
@@ -209,6 +211,7 @@ def test_colocation_is_the_group_of_policy_and_trainer(
         ("models.reward={num_gpu: 1}", "models.reward needs a model_config_file with model.path"),
         ("models.reference.weight=1", "models.reference.weight is for rewards"),
         ("models.ppo_policy.lora={enable_lora: true}", "all weights are trained"),
+        ("models.ppo_policy.trainable=false", "trainable is False: ppo_policy and ppo_value learn"),
         ("runtime.num_episodes=1", "no key runtime.num_episodes; did you mean num_episode?"),
         ("runtime.num_training_epoch=2", "runtime.num_training_epoch is 2: a sample is trained"),
         ("runtime.colocation=[policy, nobody]", "colocation names nobody, which is not in models"),
@@ -245,6 +248,39 @@ def test_files_that_cannot_be_used_are_named(
     (file.parent / f"{name}.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         read_pipeline_file(file)
+
+
+def test_modules_may_bring_their_files_to_a_plain_configuration(file: Path) -> None:
+    config = file.parent / "config.yaml"
+    config.write_text("algorithm: {advantage: {name: gae}}")
+    (file.parent / "other.yaml").write_text("load: models/other")
+    pipeline = Pipeline(
+        config,
+        VLLMModule("policy", file.parent / "policy.yaml"),
+        ReferenceModule("reference", file.parent / "reference.yaml"),
+        ValueModule("value", file.parent / "value.yaml"),
+        RewardModule("reward", file.parent / "reward.yaml"),
+        RewardModule("other_reward", file.parent / "other.yaml"),
+        overrides=["training.steps=3"],
+    )
+    made = pipeline.config
+    assert (made.model.path, made.training.steps) == ("models/policy", 3)
+    assert made.algorithm.kl.model.path == "models/reference"
+    assert isinstance(made.algorithm.advantage, Gae)
+    assert made.algorithm.advantage.model.path == "models/value"
+    assert [(part.name, part.model) for part in made.rollout.rewards] == [
+        ("reward", "models/reward"),
+        ("other_reward", "models/other"),
+    ]
+
+
+def test_a_pipeline_takes_the_file_with_overrides_of_both_kinds(file: Path) -> None:
+    changes = ["runtime.num_episode=3", "sampling.temperature=0.5"]
+    pipeline = Pipeline(file, VLLMModule("policy"), overrides=changes)
+    assert pipeline.config == read_pipeline_file(file, changes).config
+    assert (pipeline.config.training.steps, pipeline.config.sampling.temperature) == (3, 0.5)
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        Pipeline(file, resume=file.parent / "nowhere")
 
 
 def test_a_configuration_is_no_pipeline_file(tmp_path: Path) -> None:

@@ -99,9 +99,10 @@ class Pipeline:
         """How often `train` was called so far, before what was resumed too."""
         self.state: dict[str, Any] = {}
         """What the program gave to `save`, after a checkpoint was loaded."""
-        self.config = self._resolve([])
         for module in modules:
-            self.add(module)
+            self._check_name(module)
+            self._modules.append(module)
+        self.config = self._resolve(self._modules)
 
     def add(self, module: Module) -> None:
         """Bind a module; in a running pipeline its `setup` is called at once.
@@ -110,8 +111,7 @@ class Pipeline:
             InputError: when its name is taken, or its model file contradicts another's or, in a
                 running pipeline, changes anything.
         """
-        if any(module.name == other.name for other in self._modules):
-            raise InputError(f"the pipeline has a module {module.name} already")
+        self._check_name(module)
         modules = [*self._modules, module]
         if self._running is None:
             self.config = self._resolve(modules)
@@ -320,6 +320,10 @@ class Pipeline:
     def _update_seconds(self) -> float:
         """For an update, and for a worker that is started anew meanwhile."""
         return 2 * self.config.weights.update_timeout + self.config.engine.start_timeout
+
+    def _check_name(self, module: Module) -> None:
+        if any(module.name == other.name for other in self._modules):
+            raise InputError(f"the pipeline has a module {module.name} already")
 
     def _resolve(self, modules: Sequence[Module]) -> Config:
         """The configuration that all modules share."""

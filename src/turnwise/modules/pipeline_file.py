@@ -159,12 +159,20 @@ _NO_EFFECT = {
         "training.resources and serving.resources say what processes ask Ray for",
     ),
     **dict.fromkeys(
-        ("nsys", "profiler_dir", "concurrent_setup", "stream_data_loader_type", "trainable"),
+        ("nsys", "profiler_dir", "concurrent_setup", "stream_data_loader_type"),
         "there is one way",
     ),
 }
 """Keys that are accepted and change nothing, and why that is right."""
-_MODEL_KEYS = ("model_config_file", "num_gpu", "num_device", "num_replica", "function", "weight")
+_MODEL_KEYS = (
+    "model_config_file",
+    "num_gpu",
+    "num_device",
+    "num_replica",
+    "trainable",
+    "function",
+    "weight",
+)
 
 _COMPANIONS = {"load": "model.path", "bf16": "model.dtype", "dtype": "model.dtype"}
 _TRAINER = {
@@ -337,8 +345,14 @@ class _Reader:
         """One model's keys, those without effect left out."""
         if entry is not None and not isinstance(entry, dict):
             raise InputError(f"{self._path}: models.{name} must hold keys and values")
-        known = (*_MODEL_KEYS, "lora")
-        return self._known(f"models.{name}", entry or {}, known)
+        known = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
+        learns = name in ("ppo_policy", "ppo_value")
+        if known.pop("trainable", learns) is not learns:
+            self._mistakes.append(
+                f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and no "
+                "others"
+            )
+        return known
 
     def _known(self, section: str, values: Tree, known: Sequence[str]) -> Tree:
         """The values that are there and have a meaning; the others are noted or a mistake."""
