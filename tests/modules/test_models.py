@@ -129,10 +129,10 @@ def test_a_run_that_is_complete_says_so(file: Path, grpo: Path) -> None:
     again = turnwise("pipeline", file, "pipeline=grpo", exp_name="grpo")
     assert again.returncode == 2
     assert "the run is complete" in again.stderr
-    anew = turnwise(
+    second = turnwise(
         "pipeline", file, "runtime.enable_resume_training=false", "pipeline=grpo", exp_name="grpo"
     )
-    assert (anew.returncode, "already holds a run" in anew.stderr) == (2, True)
+    assert (second.returncode, "already holds a run" in second.stderr) == (2, True)
 
 
 def test_a_model_that_is_not_there_is_named_before_anything_starts(file: Path) -> None:

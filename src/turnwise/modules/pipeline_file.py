@@ -43,6 +43,14 @@ Keys of `runtime`, and what they set (s samples an episode, n = sampling.n):
     debug                    log_level
     enable_resume_training   false: a run that is there already is an error, not taken up
 
+Files of models beside the policy have sections `model` (path, dtype), `training` and `algorithm`
+(ppo_policy; ppo_value has training.learning_rate), or ChatLearn's flat keys: load, bf16; of
+ppo_policy lr, lr_warmup_iters, lr_decay_style, clip_grad, weight_decay, init_kl_coef, cliprange,
+gamma, lam, dpo_weight, seq_length, recompute_activations; of ppo_value lr and cliprange_value.
+They may include what the policy's file includes. A reference without a weight for its penalty
+gets algorithm.kl.coef 0.02; ppo takes the penalty off the rewards.
+
+What is accepted without effect is listed when the pipeline starts (`PipelineFile.notes`).
 Without `environment` the rows of the data are `{"prompt": text}` or `{"messages": [...]}`,
 answered in one turn. `${NAME:default}` is the value of an environment variable.
 """
