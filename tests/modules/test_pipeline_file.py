@@ -279,7 +279,7 @@ def test_a_pipeline_takes_the_file_with_overrides_of_both_kinds(file: Path) -> N
     pipeline = Pipeline(file, VLLMModule("policy"), overrides=changes)
     assert pipeline.config == read_pipeline_file(file, changes).config
     assert (pipeline.config.training.steps, pipeline.config.sampling.temperature) == (3, 0.5)
-    with pytest.raises(InputError, match="there is no checkpoint"):
+    with pytest.raises(InputError, match="nowhere is no checkpoint to go on from"):
         Pipeline(file, resume=file.parent / "nowhere")
 
 

@@ -55,10 +55,7 @@ Without `environment` the rows of the data are `{"prompt": text}` or `{"messages
 answered in one turn. `${NAME:default}` is the value of an environment variable.
 """
 
-import ast
 import difflib
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +65,7 @@ import yaml
 
 from turnwise.config import Config, ModelConfig, apply_override, known_keys, make_config
 from turnwise.errors import InputError
+from turnwise.modules.chatlearn import expand
 from turnwise.modules.model_file import read_model_file
 
 Tree = dict[str, Any]
@@ -634,7 +632,7 @@ def _load(path: Path, including: tuple[Path, ...] = ()) -> Tree:
     if where in including:
         raise InputError(f"{path} includes itself")
     try:
-        tree = _expanded(yaml.safe_load(path.read_text()) or {})
+        tree = expand(yaml.safe_load(path.read_text()) or {})
     except FileNotFoundError:
         raise InputError(f"there is no file {path}{by}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -651,22 +649,3 @@ def _load(path: Path, including: tuple[Path, ...] = ()) -> Tree:
         below = _load(path.parent / Path(name).expanduser(), (*including, where))
         merged = _merged(merged, below)
     return _merged(merged, tree)
-
-
-_VARIABLE = re.compile(r"\$\{(\w+)(?::(.*))?\}")
-
-
-def _expanded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _expanded(below) for key, below in value.items()}
-    if isinstance(value, list):
-        return [_expanded(below) for below in value]
-    if not isinstance(value, str) or not (found := _VARIABLE.fullmatch(value.strip())):
-        return value
-    text: str | None = os.environ.get(found[1], found[2])
-    if text is None:
-        return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return yaml.safe_load(text)

@@ -105,8 +105,8 @@ def check_room(
         bytes_needed += more * each
         if other.path and words < (tokens := _tokens(config)):
             raise InputError(
-                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the tokenizer of "
-                f"model.path one of {tokens:,}: both models must have the same tokenizer"
+                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the policy's "
+                f"tokenizer has {tokens:,}: both models must have the same tokenizer"
             )
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -133,7 +133,8 @@ def _size(config: Config, other: OtherModel) -> tuple[int, int]:
 
 def _tokens(config: Config) -> int:
     """How many tokens the policy's tokenizer has; models often have room for some more."""
-    path, trust = config.model.path, config.model.trust_remote_code
+    path = config.model.tokenizer or config.model.path
+    trust = config.model.trust_remote_code
     with _refusals(path):
         return len(AutoTokenizer.from_pretrained(path, trust_remote_code=trust))
 
