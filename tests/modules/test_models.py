@@ -259,5 +259,5 @@ def test_classes_are_exported_and_imported_when_asked_for() -> None:
     assert said.stdout == "set()\n", said.stderr
     assert turnwise_package.Pipeline is Pipeline
     assert turnwise_package.VLLMModule is VLLMModule
-    with pytest.raises(AttributeError, match="no attribute Pipelines"):
+    with pytest.raises(AttributeError, match="turnwise has no Pipelines"):
         _ = turnwise_package.Pipelines
