@@ -425,6 +425,8 @@ async def _serve(config: Config) -> None:
         server = await serving.__aenter__()
     try:
         console.print(f"base URL {server.base_url}", highlight=False, soft_wrap=True)
+        for name, url in server.workers().items():
+            console.print(f"{name} {url}", highlight=False, soft_wrap=True)
         await asyncio.Event().wait()  # until it is interrupted
     finally:
         await serving.__aexit__(None, None, None)

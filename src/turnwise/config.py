@@ -210,7 +210,7 @@ ALIASES = {
     "warmup": "training.warmup_steps",
 }
 
-LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent")
+LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler")
 """The agent loops that come with turnwise; `rollout.loops` has them."""
 
 
@@ -374,10 +374,14 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     loop: str = "tool_calling"
-    """Agent loop: tool_calling, single_turn, interleaved, agent, or package.module:Class."""
+    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, or
+    package.module:Class."""
     agent: str | None = None
     """loop: agent runs this, an agent that knows only an OpenAI base URL and a problem:
     package.module:function, or a command."""
+    chat_scheduler: str | None = None
+    """package.module:Class, a ChatCompletionScheduler whose generate_sequences holds each
+    trajectory's conversation; setting it sets loop to chat_scheduler."""
     agent_rewards: bool = False
     """The agent may read and reward its own session (GET and POST .../reward), and its reward takes
     the place of the environment's; otherwise it cannot touch its reward."""
@@ -434,6 +438,28 @@ class RolloutConfig(Section):
             raise ValueError("call_tool gets what stands between the tags: set call_start")
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             raise ValueError(f"call_start belongs to loop: interleaved, not to {self.loop}")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loop_of_chat_scheduler(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and tree.get("chat_scheduler") and tree.get("loop") is None:
+            return {**tree, "loop": "chat_scheduler"}
+        return tree
+
+    @model_validator(mode="after")
+    def _with_chat_scheduler(self) -> "RolloutConfig":
+        if self.chat_scheduler and self.loop != "chat_scheduler":
+            raise ValueError(
+                f"loop {self.loop} does not read chat_scheduler: set loop to chat_scheduler"
+            )
+        if self.loop == "chat_scheduler" and not self.chat_scheduler:
+            raise ValueError(
+                "loop chat_scheduler needs chat_scheduler: package.module:Class, a "
+                "ChatCompletionScheduler"
+            )
+        if self.chat_scheduler and ":" not in self.chat_scheduler:
+            raise ValueError(f"chat_scheduler is package.module:Class, not {self.chat_scheduler!r}")
         return self
 
     @field_validator("loop")
@@ -528,6 +554,9 @@ class ServingConfig(Section):
     overload: Annotated[float, Field(ge=1)] = 1.5
     """A session leaves its worker at once when that has this many times the mean load, and a few
     requests more; a lasting overload of 5 % moves it too."""
+    known_sessions: PositiveInt = 65_536
+    """Sessions, and groups, whose worker is remembered; beyond it the one that was used longest ago
+    is forgotten, and its next turn goes to the least loaded worker."""
     max_continuations: NonNegativeInt = 3
     """Times that one turn continues at another worker because its own failed; a request that
     ends two workers by itself is refused for ten minutes."""

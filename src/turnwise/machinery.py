@@ -28,7 +28,9 @@ from turnwise.rollout import (
     load_rows,
 )
 from turnwise.rollout.evaluation import summarize
+from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.rollout.reward_model import start_reward_models
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 from turnwise.sources import check_model, check_tokenizer
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _TRAINER = "starting the trainer"
 _SERVER = "starting the OpenAI server"
+_CHATS = "starting the chat scheduler"
 
 
 class Progress(Protocol):
@@ -133,6 +136,7 @@ async def open_machinery(
     _begin_imports(config)
     with progress.part("loading the tokenizer"):
         runner = await run_in_thread(lambda: _make_runner(config, problems))
+        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
     # Ray's start cannot be cancelled: it is waited for before Ray is ended.
     ray_started = asyncio.ensure_future(
         _part(progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address))
@@ -143,6 +147,7 @@ async def open_machinery(
     )
     manager: AsyncLLMServerManager | None = None
     server: OpenAIServer | None = None
+    chats: ChatBackend | None = None
     policy: RemotePolicy | None = None
     try:
         gpus = await asyncio.shield(ray_started)
@@ -171,6 +176,9 @@ async def open_machinery(
                 server = (await run_in_thread(_import_server))(config, manager.scheduler, port=0)
                 await server.start()
             runner.server = server
+        if config.rollout.loop == "chat_scheduler":
+            runner.chats = chats = ChatBackend(config, manager.scheduler, scheduler)
+            await _part(progress, _CHATS, chats.start)
         async with watching_ray(config.ray_address):
             yield Machinery(manager, runner, policy, prepared.result())
     finally:
@@ -178,9 +186,22 @@ async def open_machinery(
         await asyncio.wait([ray_started])
         if server is not None:
             await server.stop()
+        if chats is not None:
+            await chats.stop()
         if manager is not None:
             await manager.shutdown()
         await asyncio.to_thread(ray.shutdown)  # ends the policy, and a worker half started
+
+
+class _Front(Protocol):
+    """What stands before a fleet: the OpenAI server, or what answers chats without HTTP."""
+
+    async def start(self) -> Any: ...
+
+    async def stop(self) -> None: ...
+
+
+_FrontType = TypeVar("_FrontType", bound=_Front)
 
 
 @asynccontextmanager
@@ -198,29 +219,74 @@ async def open_server(
     if config.engine.metrics is None:
         engine = config.engine.model_copy(update={"metrics": True})
         config = config.model_copy(update={"engine": engine})
+
+    def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
+        make = _import_server()
+        return lambda manager: make(config, manager.scheduler)
+
+    async with _open_fleet(config, progress, _SERVER, prepare) as (manager, server):
+        server.workers = lambda: manager.base_urls
+        yield server
+
+
+@asynccontextmanager
+async def open_manager(
+    config: Config, progress: Progress = _SILENT
+) -> AsyncIterator[AsyncLLMServerManager]:
+    """Start Ray and the workers, with `submit_chat_completions` and `generate_sequences` on them.
+
+    Args:
+        progress: Shown what is started.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+    """
+
+    def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
+        scheduler = load_chat_scheduler(config.rollout.chat_scheduler)
+        return lambda manager: ChatBackend(config, manager.scheduler, scheduler)
+
+    async with _open_fleet(config, progress, _CHATS, prepare) as (manager, chats):
+        manager.chats = chats
+        yield manager
+
+
+@asynccontextmanager
+async def _open_fleet(
+    config: Config,
+    progress: Progress,
+    name: str,
+    prepare: Callable[[], Callable[[AsyncLLMServerManager], _FrontType]],
+) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
+    """Start the workers and, beside them, what stands before them.
+
+    Args:
+        name: Of its start, for people.
+        prepare: Imports what it takes, and returns what makes it.
+    """
     _begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: _load_tokenizer(config))
     ray_started = asyncio.ensure_future(
         _part(progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address))
     )
-    importing = asyncio.ensure_future(run_in_thread(_import_server))
+    importing = asyncio.ensure_future(run_in_thread(prepare))
     manager: AsyncLLMServerManager | None = None
-    server: OpenAIServer | None = None
+    front: _FrontType | None = None
     try:
         gpus = await asyncio.shield(ray_started)
         manager = make_manager(config, _gpu_share(config, gpus, training=False))
-        server = (await importing)(config, manager.scheduler)
+        front = (await importing)(manager)
         async with task_group() as starting:
             starting.create_task(_part(progress, _engines(config), manager.start))
-            starting.create_task(_part(progress, _SERVER, server.start))
+            starting.create_task(_part(progress, name, front.start))
         async with watching_ray(config.ray_address):
-            yield server
+            yield manager, front
     finally:
         importing.cancel()
         await asyncio.wait([ray_started])
-        if server is not None:
-            await server.stop()
+        if front is not None:
+            await front.stop()
         if manager is not None:
             await manager.shutdown()
         await asyncio.to_thread(ray.shutdown)

@@ -1,90 +1,464 @@
-"""Chats without HTTP: callbacks that submit the next turn, and the coroutine."""
+"""Chats without HTTP: callbacks that submit the next turn, streams, and classes of users."""
 
-from collections.abc import Callable
-from typing import Any
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from examples.calculator.conversations import TOOL_SCHEMA
-from turnwise.config import Config, ServingConfig
-from turnwise.errors import InputError
-from turnwise.serving.chat_scheduler import ChatScheduler
+from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_completion
+from turnwise.config import Config, ServingConfig, parse_config
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.machinery import load_training
+from turnwise.rollout import Runner
+from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
+from turnwise.serving.data_proto import DataProto
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.serving.scheduler import Scheduler
-from turnwise.trajectory import ChatTemplate, audit
+from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 QUESTION = {"role": "user", "content": "What is 12 plus 30?"}
 CALL = (
     '<tool_call>\n{"name":"calculate",  "arguments": {"operation":"+","a":12, "b": 30}}\n'
     "</tool_call><|im_end|>"
 )
+ANSWER = "The answer is 42.<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+async def backend(
+    engine: RemoteWorker, make_config: Callable[..., Config]
+) -> AsyncIterator[ChatBackend]:
+    """Chats on one worker's actor."""
+    config = make_config(sampling={"n": 2, "max_tokens": 48}, rollout={"trajectory_timeout": 60})
+    backend = ChatBackend(config, engine)
+    await backend.start()
+    yield backend
+    await backend.stop()
 
 
 @pytest.fixture
-async def chats(
-    engine: RemoteWorker, make_config: Callable[..., Config], tokenizer: Any
-) -> ChatScheduler:
-    scheduler = Scheduler(ServingConfig(), 60.0)
-    scheduler.add("worker-0", engine)
-    return ChatScheduler(make_config(), scheduler, tokenizer)
+def chats(backend: ChatBackend) -> ChatCompletionScheduler:
+    return ChatCompletionScheduler(backend)
 
 
-async def test_a_callback_gets_the_completion_and_may_submit_the_next_turn(
-    chats: ChatScheduler, template: ChatTemplate
+def scripted(template: ChatTemplate, *turns: str) -> dict[str, Any]:
+    """Makes the model say these turns."""
+    flat = [token for turn in turns for token in [*template.encode(turn), -1]]
+    return {"vllm_xargs": {"script": flat}}
+
+
+def trajectory_of(backend: ChatBackend, session: str) -> Trajectory:
+    found = backend.sessions.get(session)
+    assert found is not None
+    return found.finish()
+
+
+async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_turn(
+    backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
-    script = [template.encode(CALL), template.encode("The answer is 42.<|im_end|>")]
-    options = {
-        "tools": [TOOL_SCHEMA],
-        "max_tokens": 48,
-        "logits_processor_args": {"script": script},
-    }
-    finished: dict[str, str] = {}
+    """C15, C17: the order and names of verl, and x-request-id with its prefix or without."""
+    options = {"tools": [TOOL_SCHEMA], "extra_body": scripted(template, CALL, ANSWER)}
+    finished: dict[int, Any] = {}
 
-    def on_completion(completion: Any, info: dict[str, Any], exception: Exception | None) -> None:
+    async def callback(completions: Any, info: dict[str, Any], exception: Exception | None) -> None:
         assert exception is None
-        message = completion.choices[0].message
-        info["messages"].append(
-            message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
-        )
-        if not message.tool_calls:
-            finished[info["session"]] = message.content
+        choice = completions.choices[0]
+        info["ids"].append(completions.id)
+        info["messages"].append(choice.message)
+        if not choice.message.tool_calls:
+            finished[info["index"]] = info
             return
-        assert completion.choices[0].finish_reason == "tool_calls"
-        call = message.tool_calls[0]
+        assert choice.finish_reason == "tool_calls"
+        call = choice.message.tool_calls[0]
         info["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "42"})
-        chats.submit_chat_completions(info["messages"], on_completion, info, **options)
+        previous = completions.id.removeprefix("chatcmpl-" if info["index"] % 2 else "")
+        await chats.submit_chat_completions(
+            callback,
+            info,
+            model="any/name",
+            messages=info["messages"],
+            extra_headers={"X-Request-Id": previous},
+            **options,
+        )
 
-    for index in range(8):
-        info = {"session": f"s{index}", "group": "g", "messages": [QUESTION]}
-        chats.submit_chat_completions(info["messages"], on_completion, info, **options)
-    await chats.wait()
-    assert finished == {f"s{index}": "The answer is 42." for index in range(8)}
-    for index in range(8):
-        session = chats.sessions.get(f"s{index}")
-        assert session is not None
+    infos = [{"index": index, "messages": [QUESTION], "ids": []} for index in range(4)]
+    async with asyncio.TaskGroup() as group:
+        for info in infos:
+            submitted = chats.submit_chat_completions(
+                callback=callback,
+                callback_additional_info=info,
+                model="any/name",
+                messages=info["messages"],
+                **options,
+            )
+            group.create_task(submitted)
+    assert {index: info["messages"][-1].content for index, info in finished.items()} == {
+        index: "The answer is 42." for index in range(4)
+    }
+    for info in infos:
+        session = backend.sessions.of_request(None, info["ids"][0])
+        assert session is backend.sessions.of_request(None, info["ids"][1])
         trajectory = session.finish()
         assert audit(trajectory).first_violation is None
         assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
         assert len(trajectory.branches()) == 1
 
 
-async def test_a_failure_reaches_the_callback(chats: ChatScheduler) -> None:
-    told: list[Exception | None] = []
-    chats.submit_chat_completions([QUESTION], lambda c, i, e: told.append(e), no_such_key=1)
-    chats.submit_chat_completions(
-        [{"role": "user", "content": "1 2 3 " * 500}], lambda c, i, e: told.append(e)
-    )
-    await chats.wait()
-    assert [type(error) for error in told] == [InputError, InputError]
-    assert "no sampling key no_such_key" in str(told[0])
-    assert "leaves no room in the context of 512" in str(told[1])
+async def test_the_turns_after_x_request_id_stay_on_their_worker(
+    engine: RemoteWorker, make_config: Callable[..., Config], template: ChatTemplate
+) -> None:
+    """C13, C15: by the id of the completion before, and by no more of them than are remembered."""
+    fleet = Scheduler(ServingConfig(known_sessions=2), 60.0)
+    for name in ("worker-0", "worker-1"):
+        fleet.add(name, engine)
+    backend = ChatBackend(make_config(), fleet)
+    await backend.start()
+    try:
+        chats = ChatCompletionScheduler(backend)
+        made: list[Any] = []
+        for _ in range(3):
+            made.append(await chats.chat_completion(messages=[QUESTION], max_tokens=4))
+        assert len(fleet._sessions) == 2
+        for _ in range(3):
+            messages = [QUESTION, made[2].choices[0].message, QUESTION]
+            headers = {"x-request-id": made[2].id}
+            await chats.chat_completion(messages=messages, extra_headers=headers, max_tokens=4)
+        assert fleet.events["sticky"] == 3
+    finally:
+        await backend.stop()
 
 
-async def test_a_turn_never_exceeds_what_the_context_holds(chats: ChatScheduler) -> None:
-    messages = [{"role": "user", "content": "1 " * 240}]
-    completion = await chats.chat_completion(
-        messages, max_tokens=512, ignore_eos=True, session="full"
+async def test_each_choice_has_its_tokens_and_may_be_continued(
+    backend: ChatBackend, chats: ChatCompletionScheduler
+) -> None:
+    """C18: `n` answers are `n` branches, each exact."""
+    made: Any = await chats.chat_completion(
+        messages=[QUESTION],
+        n=3,
+        max_completion_tokens=8,
+        seed=5,
+        logprobs=True,
+        extra_headers={"x-session-id": "choices"},
     )
-    assert completion.usage is not None
+    turns = trajectory_of(backend, "choices").turns
+    assert len(made.choices) == len(turns) == 3
+    for choice in made.choices:
+        (turn,) = [t for t in turns if t.completion_token_ids == choice.token_ids]
+        assert choice.message.generation_token_ids == turn.completion_token_ids
+        assert choice.message.generation_log_probs == turn.logprobs
+        assert choice.message.weight_versions == turn.weight_versions
+        assert [c.logprob for c in choice.logprobs.content] == pytest.approx(turn.logprobs)
+    second = made.choices[1]
+    await chats.chat_completion(
+        messages=[QUESTION, second.message, QUESTION],
+        max_tokens=4,
+        extra_headers={"x-request-id": made.id},
+    )
+    trajectory = trajectory_of(backend, "choices")
+    assert audit(trajectory).first_violation is None
+    assert len(trajectory.branches()) == 3
+    last = trajectory.prompt_token_ids(3)
+    before = [*second.message.prompt_token_ids, *second.token_ids]
+    assert last[: len(before)] == before
+
+
+async def test_a_stream_of_chunks_comes_straight_from_the_workers_actor(
+    backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
+) -> None:
+    """C3: without HTTP, with tools, and recorded as the whole completion is."""
+    asked: dict[str, Any] = {
+        "messages": [QUESTION],
+        "tools": [TOOL_SCHEMA],
+        "extra_body": scripted(template, CALL, ANSWER),
+        "extra_headers": {"x-session-id": "streamed"},
+    }
+    stream: Any = await chats.chat_completion(stream=True, **asked)
+    assert isinstance(stream, AsyncGenerator)
+    chunks = [chunk async for chunk in stream]
+    assert len(chunks) > 3
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    arguments = "".join(call.function.arguments or "" for call in calls)
+    assert json.loads(arguments) == {"operation": "+", "a": 12, "b": 30}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    told = [getattr(chunk.choices[0], "token_ids", None) or [] for chunk in chunks]
+    ids = [token for some in told for token in some]
+    (turn,) = trajectory_of(backend, "streamed").turns
+    assert ids == turn.completion_token_ids == template.encode(CALL)
+
+    pieces: list[str] = []
+
+    async def callback(completions: Any, info: dict[str, Any], exception: Exception | None) -> None:
+        async for chunk in completions:
+            pieces.append(chunk.choices[0].delta.content or "")
+
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function"}]}
+    calling["tool_calls"][0]["function"] = {"name": "calculate", "arguments": arguments}  # type: ignore[index]
+    following = [QUESTION, calling, {"role": "tool", "tool_call_id": "c", "content": "42"}]
+    headers = {"x-request-id": chunks[0].id}
+    asked |= {"messages": following, "extra_headers": headers, "stream": True}
+    await chats.submit_chat_completions(callback, {}, **asked)
+    assert "".join(pieces) == "The answer is 42."
+    assert len(pieces) > 2
+    trajectory = trajectory_of(backend, "streamed")
+    assert audit(trajectory).first_violation is None
+    assert len(trajectory.turns) == 2
+    assert len(trajectory.branches()) == 1
+
+
+async def test_a_stream_that_is_closed_ends_its_request(
+    backend: ChatBackend, chats: ChatCompletionScheduler, engine: RemoteWorker
+) -> None:
+    """C3."""
+    stream: Any = await chats.chat_completion(
+        messages=[QUESTION],
+        stream=True,
+        max_tokens=400,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-session-id": "closed"},
+    )
+    assert (await anext(stream)).choices
+    await stream.aclose()
+    session = backend.sessions.get("closed")
+    assert session is not None
+    async with asyncio.timeout(60):
+        while await engine.load() or not session.lost_turns:
+            await asyncio.sleep(0.01)
+    assert session.trajectory.turns == []
+
+
+async def test_what_cannot_be_served_is_told_by_its_key(chats: ChatCompletionScheduler) -> None:
+    """C17: every key of OpenAI's is served or refused in one sentence."""
+    told: list[Any] = []
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"no_such_key": 1}, "no key no_such_key"),
+        ({"timeout": 5}, "no key timeout"),
+        ({"extra_headers": {"x-other": "1"}}, "extra_headers .* not x-other"),
+        ({"extra_headers": {"x-request-id": "chatcmpl-none"}}, "no completion chatcmpl-none"),
+        ({"extra_headers": {"x-session-id": "a/b"}}, "x-session-id: a session's name"),
+        ({"n": 1000}, "n=1000 is more than 128"),
+        ({"temperature": -1}, "temperature"),
+        ({"messages": [{"role": "user", "content": "1 2 3 " * 500}]}, "context length"),
+    ]
+    for stream in (False, True):
+        for keys, words in wrong:
+            asked = {"messages": [QUESTION], "stream": stream, **keys}
+            await chats.submit_chat_completions(
+                lambda c, i, e: told.append((c, i, e)), {"k": 1}, **asked
+            )
+            completion, info, error = told.pop()
+            assert completion is None
+            assert info == {"k": 1}
+            with pytest.raises(InputError, match=words):
+                raise error
+            assert "\n" not in str(error)
+
+    def careless(completions: Any, info: Any, exception: Any) -> None:
+        raise KeyError("what a callback raises")
+
+    with pytest.raises(KeyError, match="what a callback raises"):
+        await chats.submit_chat_completions(careless, {}, messages=[QUESTION], max_tokens=2)
+
+
+async def test_a_turn_never_exceeds_what_the_context_holds(chats: ChatCompletionScheduler) -> None:
+    completion: Any = await chats.chat_completion(
+        messages=[{"role": "user", "content": "1 " * 240}],
+        max_tokens=512,
+        extra_body={"ignore_eos": True},
+    )
     assert completion.usage.total_tokens == 512
     assert completion.choices[0].finish_reason == "length"
+
+
+async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBackend) -> None:
+    """C10, C29: masks, log-probs and weight versions of three rounds, and of single turns."""
+    raw = [
+        [{"role": "user", "content": "What is 12 plus 30?"}],
+        [{"role": "user", "content": "7?"}],
+    ]
+    prompts = DataProto(non_tensor_batch={"raw_prompt": np.array(raw)})
+    backend.scheduler = ThreeRounds
+    try:
+        made = await backend.generate_sequences(prompts, max_tokens=6, temperature=0.7)
+    finally:
+        backend.scheduler = ChatCompletionScheduler
+    assert made.batch is not None
+    assert len(made) == 4  # sampling.n of each
+    assert made.non_tensor_batch["index"].tolist() == [0, 0, 1, 1]
+    assert made.meta_info == {"dropped": {}}
+    batch = made.batch
+    width, length = batch["prompts"].shape[1], batch["responses"].shape[1]
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert batch[name].shape == (4, width + length)
+    for name in ("response_mask", "rollout_log_probs", "weight_versions"):
+        assert batch[name].shape == (4, length)
+    assert batch["attention_mask"][2, 0] == 0  # the shorter prompt is padded on the left
+    assert batch["response_mask"][:, 0].tolist() == [1, 1, 1, 1]
+    sampled = batch["response_mask"] == 1
+    assert (batch["weight_versions"][sampled] == 0).all()
+    assert (batch["weight_versions"][~sampled] == -1).all()
+    assert (batch["rollout_log_probs"][~sampled] == 0).all()
+    assert (batch["rollout_log_probs"][sampled] <= 0).all()
+    template = ChatTemplate(backend.tokenizer)
+    for row in range(4):
+        real = batch["attention_mask"][row] == 1
+        assert batch["position_ids"][row][real].tolist() == list(range(int(real.sum())))
+        text = template.decode_all(batch["input_ids"][row][real].tolist())
+        assert all(question in text for question in FOLLOW_UPS)
+        assert torch.equal(batch["input_ids"][row][width:], batch["responses"][row])
+        assert [m["role"] for m in made.non_tensor_batch["messages"][row]] == [
+            "user",
+            "assistant",
+        ] * 3
+        rounds = np.diff(np.concatenate([[0], batch["response_mask"][row].numpy(), [0]]))
+        assert (rounds == 1).sum() == 3
+    single = await backend.generate_sequences(raw, n=1, max_completion_tokens=3)
+    assert single.batch is not None
+    assert len(single) == 2
+    assert single.batch["responses"].shape[1] <= 3
+    with pytest.raises(InputError, match="no sampling key max_new"):
+        await backend.generate_sequences(raw, max_new=3)
+
+
+class Raising(ThreeRounds):
+    """Its callback fails in half of the conversations."""
+
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        await super().generate_sequences(batch, **sampling_params)
+        if batch.non_tensor_batch["raw_prompt"][0][0]["content"] == "7?":
+            raise ValueError("no luck")
+
+
+class Watched(ThreeRounds):
+    """Knows where it runs."""
+
+    threads: ClassVar[set[int]] = set()
+    rows: ClassVar[list[dict[str, Any]]] = []
+
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        self.threads.add(threading.get_ident())
+        self.rows.append({name: column[0] for name, column in batch.non_tensor_batch.items()})
+        await super().generate_sequences(batch, **sampling_params)
+
+
+class Stuck(ChatCompletionScheduler):
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        asked = {"messages": [QUESTION], "max_tokens": 2}
+        await self.submit_chat_completions(lambda c, i, e: asyncio.sleep(3600), {}, **asked)
+
+
+class Silent(ChatCompletionScheduler):
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        pass
+
+
+class Cold(ChatCompletionScheduler):
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        await super().generate_sequences(batch, temperature=0.1)
+
+
+async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
+    backend: ChatBackend,
+) -> None:
+    """C10."""
+    raw = [[QUESTION], [{"role": "user", "content": "7?"}]]
+    backend.scheduler = Raising
+    try:
+        made = await backend.generate_sequences(raw, max_tokens=4)
+        assert made.non_tensor_batch["index"].tolist() == [0, 0]
+        assert made.meta_info["dropped"] == {"chat_scheduler_error": 2}
+        with pytest.raises(TrajectoryError, match=r"no luck \(.*test_chat_scheduler"):
+            await backend.generate_sequences(raw[1:], max_tokens=4)
+    finally:
+        backend.scheduler = ChatCompletionScheduler
+
+
+async def test_the_configured_class_holds_each_trajectorys_conversation(
+    backend: ChatBackend, engine: RemoteWorker, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """C20, C29: three rounds by callbacks are one exact trajectory; user code runs elsewhere."""
+    path = f"{__name__}:Watched"
+    config = make_config(rollout={"chat_scheduler": path}, sampling={"n": 3, "max_tokens": 6})
+    assert config.rollout.loop == "chat_scheduler"
+    backend.scheduler = load_chat_scheduler(path)
+    problem = load_training(config)[0]
+    runner = Runner(config, tokenizer)
+    runner.chats = backend
+    group = await runner.run_group(engine, problem, config.sampling, "held")
+    assert group.dropped == {}
+    assert len(group.trajectories) == 3
+    for trajectory in group.trajectories:
+        assert audit(trajectory).first_violation is None
+        assert len(trajectory.turns) == 3
+        (sample,) = trajectory.samples()
+        assert sum(sample.response_mask) == trajectory.sampled_tokens
+        assert trajectory.reward in (0.0, 1.0)
+        said = [m["content"] for m in trajectory.messages if m["role"] == "user"]
+        assert said == [problem.row["question"], *FOLLOW_UPS]
+    held: Any = backend.scheduler
+    assert threading.get_ident() not in held.threads
+    assert held.rows[0]["question"] == problem.row["question"]
+    assert not [s for s in backend.sessions._named.values() if s.private]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("Stuck", "trajectory_timeout", "not done after 3 s"),
+        ("Silent", "chat_scheduler_silent", "sampled nothing"),
+        ("Cold", "chat_scheduler_error", "temperature=0.1 would make .* off-policy"),
+        ("missing", "", "has no missing"),
+        ("QUESTION", "", "is no subclass of"),
+    ],
+)
+async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
+    name: str,
+    reason: str,
+    words: str,
+    backend: ChatBackend,
+    engine: RemoteWorker,
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+) -> None:
+    """C20."""
+    path = f"{__name__}:{name}"
+    rollout = {"chat_scheduler": path, "trajectory_timeout": 3 if name == "Stuck" else 60}
+    config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 6})
+    if not reason:
+        with pytest.raises(InputError, match=f"rollout.chat_scheduler: .*{words}"):
+            load_chat_scheduler(path)
+        return
+    backend.scheduler = load_chat_scheduler(path)
+    runner = Runner(config, tokenizer)
+    runner.chats = backend
+    group = await runner.run_group(engine, load_training(config)[0], config.sampling, name)
+    assert group.dropped == {reason: 2}
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(group.causes[reason])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not read chat_scheduler"),
+        ({"loop": "chat_scheduler"}, "loop chat_scheduler needs chat_scheduler"),
+        ({"chat_scheduler": "a.B"}, "package.module:Class, not 'a.B'"),
+    ],
+)
+def test_keys_that_contradict_are_refused(rollout: dict[str, str], words: str) -> None:
+    """C20."""
+    tree = {"environment": "e:E", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout}
+    with pytest.raises(InputError, match=words):
+        parse_config(tree)
+
+
+async def test_the_examples_callback_raises_what_failed(chats: ChatCompletionScheduler) -> None:
+    with pytest.raises(InputError, match="no key"):
+        await on_completion(chats, None, {}, InputError("no key"))

@@ -80,6 +80,7 @@ def test_beyond_the_memory_the_session_idle_for_longest_is_forgotten() -> None:
 
 
 def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -> None:
+    """C13, C15."""
     store = SessionStore(SAMPLING, max_bytes=1 << 20)
     with store.request(None, None) as session:
         turn(session)
@@ -91,7 +92,12 @@ def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -
     assert store.of_request(None, "chatcmpl-1") is not session
     assert len(store._by_completion) < 600
     with store.request(None, "of somebody else") as fresh:
-        assert fresh.id == ""
+        assert fresh.trajectory.turns == []
+    with store.request(None, "1") as fresh:  # that id was forgotten, with or without the prefix
+        assert fresh is not session
+        assert not store.has_completion("chatcmpl-1")
+        store.remember_completion("chatcmpl-2", fresh)
+    assert store.of_request(None, "2") is store.of_request(None, "chatcmpl-2") is fresh
 
 
 def test_a_session_keeps_neither_requests_nor_unknown_keys_nor_what_is_sent_again() -> None:

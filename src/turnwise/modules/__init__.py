@@ -2,7 +2,8 @@
 
 A module says what its prompts, requests and outputs are; a pipeline runs the engines and the
 trainer behind it, and keeps the engines at the trainer's weights. `pipeline_file` has the file
-that names several models, which `turnwise pipeline` runs without a program.
+that names several models, which `turnwise pipeline` runs without a program. `LLMServerManager` runs
+engines alone, for chats and batches of conversations.
 """
 
 from importlib import import_module
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from turnwise.modules.module import VLLMModule
     from turnwise.modules.outputs import CompletionOutput, RequestOutput
     from turnwise.modules.pipeline import Pipeline
+    from turnwise.modules.server_manager import LLMServerManager
 
 __all__ = [
     "CompletionOutput",
+    "LLMServerManager",
     "Pipeline",
     "ReferenceModule",
     "RequestOutput",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 _PLACES = {
     "CompletionOutput": "outputs",
+    "LLMServerManager": "server_manager",
     "Pipeline": "pipeline",
     "RequestOutput": "outputs",
     "VLLMModule": "module",

@@ -17,6 +17,7 @@ from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
 from turnwise.rollout.prompts import Prompts
 from turnwise.rollout.tools import Toolbox
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.sessions import SessionStore
 from turnwise.serving.template import off_loop
 from turnwise.serving.tool_parser import ToolParser
@@ -58,6 +59,8 @@ class RolloutContext:
     """The messages that the environment opens with."""
     server: SessionServer | None = None
     """The OpenAI server, where agents of their own need one."""
+    chats: ChatBackend | None = None
+    """What answers a chat scheduler of the user's, where there is one."""
     route: Route | None = None
     """Which trajectory and which group this is, for whoever picks an engine."""
     seed: int | None = None

@@ -39,6 +39,7 @@ from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompts import Prompts
 from turnwise.rollout.rewards import Rewards
 from turnwise.rollout.tools import Toolbox
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.template import load_template
 from turnwise.serving.tool_parser import ToolParser
 from turnwise.tasks import (
@@ -77,6 +78,8 @@ class Runner:
         """Its `models` are set by whoever starts them."""
         self.server: SessionServer | None = None
         """Where agents of their own are served; set by whoever runs one."""
+        self.chats: ChatBackend | None = None
+        """What answers a chat scheduler; set by whoever starts it."""
         self._errors = ErrorLog(Path(config.output_dir, config.name, "errors.log"))
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
@@ -244,6 +247,7 @@ class Runner:
             row=problem.row,
             problem=opened.problem,
             server=self.server,
+            chats=self.chats,
             route=Route(session=name, group=name.rpartition("-")[0]),
             seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
             errors=self._errors,

@@ -12,14 +12,25 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.config import ServingConfig, WeightsConfig
 from turnwise.engine.protocol import Engine
-from turnwise.errors import DeadlineError, EngineError, TurnwiseError, WeightUpdateError
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TurnwiseError,
+    WeightUpdateError,
+)
 from turnwise.serving.scheduler import Scheduler, Worker
 from turnwise.tasks import task_group
 from turnwise.weights.delivery import WeightSource
+
+if TYPE_CHECKING:
+    from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
+    from turnwise.serving.data_proto import DataProto
+    from turnwise.trajectory import Message
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +130,40 @@ class AsyncLLMServerManager:
         """Updates, sleep and wake have deadlines of their own, and an engine answers nobody
         meanwhile."""
         self._watching: list[asyncio.Task[None]] = []
+        self.chats: ChatBackend | None = None
+        """Answers chats on the workers; set by whoever starts it (`machinery.open_manager`)."""
+
+    @property
+    def chat_scheduler(self) -> "ChatCompletionScheduler":
+        """An instance of the class that `rollout.chat_scheduler` names, or of its base.
+
+        Raises:
+            InputError: when nothing answers chats.
+        """
+        chats = self._opened_chats()
+        return chats.scheduler(chats)
+
+    async def submit_chat_completions(
+        self,
+        callback: "Callback",
+        callback_additional_info: dict[str, Any],
+        **chat_complete_request: Any,
+    ) -> None:
+        """See `ChatCompletionScheduler.submit_chat_completions`."""
+        await self.chat_scheduler.submit_chat_completions(
+            callback, callback_additional_info, **chat_complete_request
+        )
+
+    async def generate_sequences(
+        self, prompts: "DataProto | Sequence[Sequence[Message]]", **sampling_params: Any
+    ) -> "DataProto":
+        """See `ChatBackend.generate_sequences`."""
+        return await self._opened_chats().generate_sequences(prompts, **sampling_params)
+
+    def _opened_chats(self) -> "ChatBackend":
+        if self.chats is None:
+            raise InputError("this manager answers no chats: open it with open_manager")
+        return self.chats
 
     @property
     def engines(self) -> list[ManagedEngine]:

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class OpenAIServer:
         path = config.model.path
         self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
         """Name of the model for clients, whose requests may give any."""
+        self.workers: Callable[[], Mapping[str, str]] = dict
+        """Base URLs of workers' own servers, by name; set by whoever runs a fleet."""
         self._config = config
         self._generator = generator
         self._port = serving.port if port is None else port
@@ -120,6 +122,7 @@ class OpenAIServer:
             make_metrics(store, self._generator, counts),
             model=self.model_name,
             url=lambda name: self.base_url if name is None else self.session_url(name),
+            workers=lambda: self.workers(),
         )
         app.state.server = self  # vLLM's error handler looks for one
         key = serving.api_key or os.environ.get("TURNWISE_API_KEY")

@@ -1,7 +1,7 @@
 """The server's own routes: an index, sessions and Prometheus' metrics."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Response
@@ -42,12 +42,14 @@ def add_routes(
     *,
     model: str,
     url: Callable[[str | None], str],
+    workers: Callable[[], Mapping[str, str]],
 ) -> None:
     """Put the routes into vLLM's application, and take its own middlewares and metrics out.
 
     Args:
         model: Its name, for clients.
         url: The base URL of a session's name, or of none.
+        workers: Base URLs of workers' own servers, by name.
     """
     router = APIRouter()
 
@@ -74,6 +76,7 @@ def add_routes(
             "model": model,
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),
+            "workers": workers(),
             "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics"],
             "reference": "/openapi.json",
         }

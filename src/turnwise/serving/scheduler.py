@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _TOKENS_PER_REQUEST = 2048
 """A request weighs 1, and 1 more for each so many tokens of its prompt."""
-_KNOWN_SESSIONS = 65_536
 _SLACK = 4.0
 """Requests above the overload bound that move nobody yet."""
 # What follows was found by simulation: 8 workers, sessions of 1 to 12 turns, one worker 4 x slower.
@@ -295,10 +294,16 @@ class Scheduler:
         worker.turns += 1
         self._turns[worker.place] += 1
         if route.session:
-            _remember(self._sessions, route.session, worker.name)
+            self._remember(self._sessions, route.session, worker.name)
         if route.group:
-            _remember(self._groups, route.group, worker.name)
+            self._remember(self._groups, route.group, worker.name)
         return worker
+
+    def _remember(self, known: "OrderedDict[str, str]", key: str, worker: str) -> None:
+        known[key] = worker
+        known.move_to_end(key)
+        if len(known) > self._serving.known_sessions:
+            known.popitem(last=False)
 
     async def _wait_for_worker(self, request_id: str) -> None:
         try:
@@ -519,13 +524,6 @@ def _unfinished(chunk: Chunk) -> Chunk:
         cached_tokens=chunk.cached_tokens,
         alternatives=chunk.alternatives,
     )
-
-
-def _remember(known: "OrderedDict[str, str]", key: str, worker: str) -> None:
-    known[key] = worker
-    known.move_to_end(key)
-    if len(known) > _KNOWN_SESSIONS:
-        known.popitem(last=False)
 
 
 async def _each(chunks: Sequence[Chunk]) -> AsyncIterator[Chunk]:

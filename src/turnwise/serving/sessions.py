@@ -326,7 +326,12 @@ class SessionStore:
         self._forget_old()
         if session_id:
             return self._named.get(session_id) or self.open(session_id)
-        return self._by_completion.get(previous or "") or Session("")
+        return self._by_completion.get(_bare(previous or "")) or Session(secrets.token_hex(16))
+
+    def has_completion(self, completion_id: str) -> bool:
+        """Whether a request may still refer to this completion."""
+        self._forget_old()
+        return _bare(completion_id) in self._by_completion
 
     @contextmanager
     def request(self, session_id: str | None, previous: str | None) -> Iterator[Session]:
@@ -347,6 +352,7 @@ class SessionStore:
         """Let a later request refer to this completion."""
         if session.private or session.closed:
             return
+        completion_id = _bare(completion_id)
         self._by_completion[completion_id] = session
         session.completions.append(completion_id)
         session.size += _COMPLETION_BYTES
@@ -403,6 +409,11 @@ class SessionStore:
             self._gone[session.id] = why
             if len(self._gone) > _MAX_GONE:
                 self._gone.popitem(last=False)
+
+
+def _bare(completion_id: str) -> str:
+    """An id as clients may send it, with OpenAI's prefix or without."""
+    return completion_id.removeprefix("chatcmpl-")
 
 
 def plain(message: Message) -> Message:

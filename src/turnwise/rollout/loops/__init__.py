@@ -4,6 +4,7 @@ from turnwise.config import LOOP_NAMES
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.environment import load_object
 from turnwise.rollout.loops.agent import HttpAgentLoop
+from turnwise.rollout.loops.chat_scheduler import ChatSchedulerLoop, load_chat_scheduler
 from turnwise.rollout.loops.interleaved import InterleavedLoop
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.loops.tool_calling import ToolCallingLoop
@@ -13,7 +14,10 @@ _TYPES: tuple[type[AgentLoop], ...] = (
     SingleTurnLoop,
     InterleavedLoop,
     HttpAgentLoop,
+    ChatSchedulerLoop,
 )
+__all__ = ["LOOPS", "load_chat_scheduler", "load_loop"]
+
 LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 
 

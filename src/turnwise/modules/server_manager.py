@@ -1,0 +1,137 @@
+"""verl's server manager for programs of plain calls: engines, chats and batches on them.
+
+The engines run behind a thread of their own for as long as a `with` block lasts.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.config import Config, load_config
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.machinery import open_manager
+from turnwise.modules.loop_thread import LoopThread
+from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
+from turnwise.serving.data_proto import DataProto
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.trajectory import Message
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+"""For what starts before the engines: imports, Ray."""
+_STOP_SECONDS = 60.0
+_UNNEEDED: dict[str, Any] = {"environment": "none", "data": {"path": "none"}}
+
+
+class LLMServerManager:
+    """The engines of a configuration behind plain calls; a context manager.
+
+        with LLMServerManager("config.yaml") as manager:
+            batch = manager.generate_sequences([[{"role": "user", "content": "2 + 2?"}]], n=4)
+            batch.batch["responses"]  # [4, R]
+
+    Args:
+        config: A YAML file or a `Config`; a file may leave out `environment` and `data`.
+        overrides: `key.sub=value` changes to a file.
+
+    Raises:
+        InputError: when any of it cannot be used.
+    """
+
+    def __init__(self, config: str | Path | Config, overrides: Sequence[str] = ()) -> None:
+        self.config = (
+            config if isinstance(config, Config) else load_config(config, overrides, _UNNEEDED)
+        )
+        self._thread: LoopThread[AsyncLLMServerManager] | None = None
+        self._opened: AsyncLLMServerManager | None = None
+
+    def __enter__(self) -> Self:
+        """Start the engines, side by side."""
+        if self._thread is not None:
+            raise InputError("a manager runs once: make another")
+        self._thread = LoopThread(lambda: open_manager(self.config), "the manager")
+        try:
+            self._opened = self._thread.start(self.config.engine.start_timeout + _START_SECONDS)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._thread is not None
+        self._opened = None
+        try:
+            self._thread.stop(_STOP_SECONDS)
+        except TurnwiseError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.warning("while the manager ended: %s", failure)
+
+    @property
+    def chat_scheduler(self) -> ChatCompletionScheduler:
+        """Submits from coroutines, such as callbacks: its methods may be awaited on any loop."""
+        return self._manager.chat_scheduler
+
+    @property
+    def server_addresses(self) -> list[str]:
+        """Base URLs of the workers' own OpenAI servers (`serving.worker_servers`)."""
+        return list(self._manager.base_urls.values())
+
+    def submit_chat_completions(
+        self,
+        callback: Callback,
+        callback_additional_info: dict[str, Any],
+        **chat_complete_request: Any,
+    ) -> None:
+        """Complete a chat and wait for its callback, and so for the turns that it awaits.
+
+        The callback runs on an event loop of this thread; where one runs already, await
+        `chat_scheduler.submit_chat_completions` instead, which takes the same arguments.
+        """
+        asyncio.run(
+            self.chat_scheduler.submit_chat_completions(
+                callback, callback_additional_info, **chat_complete_request
+            )
+        )
+
+    def generate_sequences(
+        self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: Any
+    ) -> DataProto:
+        """Hold conversations side by side; see `ChatBackend.generate_sequences`."""
+        manager, thread = self._manager, self._thread
+        assert thread is not None
+        held = thread.submit(lambda: manager.generate_sequences(prompts, **sampling_params))
+        try:
+            return held.result()  # each conversation has its own deadline
+        finally:
+            held.cancel()
+
+    def sleep(self) -> None:
+        """Give the engines' memory back; turns under way continue after `wake_up`."""
+        self._call("sleep")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again; `tags` (weights, kv_cache) wake a part."""
+        self._call("wake_up", tags)
+
+    @property
+    def _manager(self) -> AsyncLLMServerManager:
+        if self._opened is None:
+            raise InputError("the manager does not run: use it inside its with block")
+        return self._opened
+
+    def _call(self, method: str, *args: Any) -> None:
+        manager, thread = self._manager, self._thread
+        assert thread is not None
+        seconds = self.config.engine.request_timeout
+        thread.call(lambda: getattr(manager, method)(*args), seconds, f"the engines to {method}")

@@ -1,0 +1,124 @@
+"""verl's batch: conversations go in, padded tensors of what was sampled come out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import InputError
+from turnwise.trajectory import Message, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class DataProto:
+    """A batch of `N` rows, with the attributes of verl's class of that name.
+
+    What goes in has conversations in `non_tensor_batch["raw_prompt"]`:
+
+        DataProto(non_tensor_batch={"raw_prompt": np.array([[{"role": "user", "content": "Hi"}]])})
+    """
+
+    batch: "dict[str, torch.Tensor] | None" = None
+    """Of `from_trajectories`, for `P` prompt tokens and `R` tokens after them at most: prompts
+    [N, P], padded on the left; responses, response_mask (1 on sampled tokens), rollout_log_probs
+    and weight_versions [N, R], padded on the right; input_ids, attention_mask and position_ids
+    [N, P + R]."""
+    non_tensor_batch: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Columns of `N` values."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        columns: list[Any] = [*(self.batch or {}).values(), *self.non_tensor_batch.values()]
+        return len(columns[0]) if columns else 0
+
+    def row(self, index: int) -> "DataProto":
+        """One row's columns, as a batch of one."""
+        columns = {
+            name: column[index : index + 1] for name, column in self.non_tensor_batch.items()
+        }
+        return DataProto(None, columns, dict(self.meta_info))
+
+    @classmethod
+    def from_conversations(
+        cls,
+        conversations: Sequence[Sequence[Message]],
+        columns: dict[str, Sequence[Any]] | None = None,
+        **meta_info: Any,
+    ) -> "DataProto":
+        """A batch of conversations, with more columns beside them."""
+        prompts = _objects([_objects(messages) for messages in conversations])
+        more = {name: _objects(values) for name, values in (columns or {}).items()}
+        return cls(None, {**more, "raw_prompt": prompts}, meta_info)
+
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], rows: Sequence[int], pad_token_id: int
+    ) -> "DataProto":
+        """What was sampled: a row for each branch of each trajectory, in their order.
+
+        Args:
+            rows: For each trajectory the row of the conversations that it came from, which
+                becomes the column `index`.
+
+        Raises:
+            InputError: when there is no sampled token in any of them.
+        """
+        import torch  # a second to import
+
+        samples = [
+            (row, trajectory.messages, sample, sample.response_mask.index(1))
+            for row, trajectory in zip(rows, trajectories, strict=True)
+            for sample in trajectory.samples()
+        ]
+        if not samples:
+            raise InputError("there is no batch to make: nothing was sampled")
+        width = max(start for *_, start in samples)
+        length = max(len(sample.token_ids) - start for _, _, sample, start in samples)
+
+        def right(name: str, fill: float) -> "torch.Tensor":
+            lists = [getattr(sample, name)[start:] for _, _, sample, start in samples]
+            return torch.tensor([each + [fill] * (length - len(each)) for each in lists])
+
+        responses = right("token_ids", pad_token_id)
+        prompts = torch.tensor(
+            [
+                [pad_token_id] * (width - start) + sample.token_ids[:start]
+                for _, _, sample, start in samples
+            ]
+        )
+        attention = torch.tensor(
+            [
+                [0] * (width - start)
+                + [1] * len(sample.token_ids)
+                + [0] * (length + start - len(sample.token_ids))
+                for _, _, sample, start in samples
+            ]
+        )
+        batch = {
+            "prompts": prompts,
+            "responses": responses,
+            "input_ids": torch.cat([prompts, responses], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1) * attention,
+            "response_mask": right("response_mask", 0),
+            "rollout_log_probs": right("logprobs", 0.0),
+            "weight_versions": right("weight_versions", -1),
+        }
+        columns = {
+            "index": np.array([row for row, *_ in samples]),
+            "messages": _objects([messages for _, messages, *_ in samples]),
+        }
+        return cls(batch, columns)
+
+
+def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """One entry for each value, lists included."""
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column
