@@ -1,7 +1,7 @@
 """Three rounds of a conversation by callbacks: a question, and two that follow it.
 
 Each round names the completion before it (`x-request-id`), so its prompt begins with that round's
-own tokens. By itself, with a few random words from the model that `make demo` made:
+own tokens. By itself, with the model that `make demo` made:
 
     python -m examples.calculator.three_rounds
 
@@ -79,6 +79,8 @@ def main(overrides: list[str]) -> None:
     with LLMServerManager(CONFIG, overrides) as manager:
         manager.sleep()
         manager.wake_up()
+        for url in manager.server_addresses:  # with serving.worker_servers=true
+            sys.stdout.write(f"a worker serves {url}\n")
         scheduler = manager.chat_scheduler
 
         async def callback(*answer: Any) -> None:
