@@ -13,10 +13,12 @@ from turnwise.trajectory import audit, read_jsonl
 
 def test_the_example_holds_a_conversation_and_makes_a_batch(model_path: str) -> None:
     """C9, C10, C17: a manager for plain calls, asleep and awake, with its workers' addresses."""
+    overrides = [
+        *(f"model.path={model_path}", "sampling.max_tokens=8"),
+        *("engine.kv_cache_gib=0.0625", "serving.worker_servers=true"),
+    ]
     done = subprocess.run(
-        [*python(), "-m", "examples.calculator.three_rounds"]
-        + [f"model.path={model_path}", "engine.kv_cache_gib=0.0625", "sampling.max_tokens=8"]
-        + ["serving.worker_servers=true"],
+        [*python(), "-m", "examples.calculator.three_rounds", *overrides],
         cwd=ROOT,
         env=command_environment(),
         capture_output=True,

@@ -353,7 +353,13 @@ async def test_any_model_name_is_served_and_one_is_listed(
     assert OpenAIServer(chosen, SimulatedEngine()).model_name == "policy"
 
 
-async def test_the_index_and_the_list_tell_where_everything_is(http: httpx.AsyncClient) -> None:
+async def test_the_index_and_the_list_tell_where_everything_is(
+    http: httpx.AsyncClient, server: OpenAIServer
+) -> None:
+    """C9: the workers' own servers too."""
+    assert (await http.get("/")).json()["workers"] == {}
+    server.workers = lambda: {"worker-0": "http://10.0.0.1:4711/v1"}
+    assert (await http.get("/")).json()["workers"] == {"worker-0": "http://10.0.0.1:4711/v1"}
     index = (await http.get("/")).json()
     assert index["model"] == "model"
     assert "/v1/messages" in index["routes"]

@@ -113,6 +113,31 @@ def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
     run_virtually(work())
 
 
+def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
+    """C13: of sessions and groups `serving.known_sessions` are remembered, those used last."""
+
+    async def work() -> None:
+        scheduler, _ = fleet(known_sessions=2)
+
+        async def turn(session: str, group: str = "") -> None:
+            await scheduler.generate(PROMPT, SAMPLING, session, route=Route(session, group))
+
+        await turn("a", "g")
+        await turn("b", "h")
+        await turn("a", "g")
+        assert scheduler.events["sticky"] == 1
+        await turn("c", "i")
+        assert list(scheduler._sessions) == ["a", "c"]
+        assert list(scheduler._groups) == ["g", "i"]
+        await turn("a")
+        assert scheduler.events["sticky"] == 2
+        await turn("b")
+        assert scheduler.events["sticky"] == 2
+        assert list(scheduler._sessions) == ["a", "b"]
+
+    run_virtually(work())
+
+
 def test_ties_are_broken_in_turn_and_requests_without_a_session_spread() -> None:
     async def work() -> None:
         scheduler, _ = fleet(4)

@@ -5,12 +5,12 @@ The engines run behind a thread of their own for as long as a `with` block lasts
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from turnwise.config import Config, load_config
+from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.machinery import open_manager
 from turnwise.modules.loop_thread import LoopThread
@@ -21,6 +21,7 @@ from turnwise.trajectory import Message
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _START_SECONDS = 120.0
 """For what starts before the engines: imports, Ray."""
 _STOP_SECONDS = 60.0
@@ -108,21 +109,22 @@ class LLMServerManager:
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: Any
     ) -> DataProto:
         """Hold conversations side by side; see `ChatBackend.generate_sequences`."""
-        manager, thread = self._manager, self._thread
-        assert thread is not None
-        held = thread.submit(lambda: manager.generate_sequences(prompts, **sampling_params))
-        try:
-            return held.result()  # each conversation has its own deadline
-        finally:
-            held.cancel()
+        # Each conversation has a deadline of its own.
+        return self._call(
+            lambda manager: manager.generate_sequences(prompts, **sampling_params),
+            NO_DEADLINE,
+            "the conversations",
+        )
 
     def sleep(self) -> None:
         """Give the engines' memory back; turns under way continue after `wake_up`."""
-        self._call("sleep")
+        seconds = self.config.engine.request_timeout
+        self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Serve again; `tags` (weights, kv_cache) wake a part."""
-        self._call("wake_up", tags)
+        seconds = self.config.engine.request_timeout
+        self._call(lambda manager: manager.wake_up(tags), seconds, "the engines to wake up")
 
     @property
     def _manager(self) -> AsyncLLMServerManager:
@@ -130,8 +132,12 @@ class LLMServerManager:
             raise InputError("the manager does not run: use it inside its with block")
         return self._opened
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(
+        self,
+        work: Callable[[AsyncLLMServerManager], Coroutine[Any, Any, _Result]],
+        seconds: float,
+        who: str,
+    ) -> _Result:
         manager, thread = self._manager, self._thread
         assert thread is not None
-        seconds = self.config.engine.request_timeout
-        thread.call(lambda: getattr(manager, method)(*args), seconds, f"the engines to {method}")
+        return thread.call(lambda: work(manager), seconds, who)

@@ -9,6 +9,7 @@ User code runs on an event loop of its own. What it asks for is done on the back
 """
 
 import asyncio
+import copy
 import inspect
 import json
 from collections import Counter
@@ -17,7 +18,8 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Generator
+from turnwise.deadlines import StallClock
+from turnwise.engine.protocol import Chunk, Completion, Generator, Route, collect
 from turnwise.errors import (
     DeadlineError,
     EngineError,
@@ -179,9 +181,12 @@ class ChatBackend:
         server, self._request_type = await run_in_thread(_import_server)
         self._server = server
         self._loop = asyncio.get_running_loop()
+        generator = self._generator
+        if (most := self.config.rollout.max_response_tokens) is not None:
+            generator = _Bounded(generator, self.sessions, most)
         app = await server.build(
             self.config,
-            self._generator,
+            generator,
             lambda: True,
             self.sessions.remember_completion,
             [self.model_name],
@@ -232,6 +237,7 @@ class ChatBackend:
         *,
         group: str = "",
         sampling_params: Mapping[str, Any] | None = None,
+        clock: StallClock | None = None,
     ) -> None:
         """Have an instance of the scheduler class hold one conversation, as user code.
 
@@ -241,6 +247,7 @@ class ChatBackend:
             sampling: The sampling that requests have to keep to.
             group: Trajectories that begin with the same prompt.
             sampling_params: For `generate_sequences`.
+            clock: Stands still while a request is in flight.
 
         Raises:
             TrajectoryError: when the class raised (chat_scheduler_error), or sampled nothing
@@ -248,6 +255,7 @@ class ChatBackend:
             EngineError, DeadlineError: when the workers failed.
         """
         session = self.sessions.open_private(trajectory, sampling=sampling, group=group)
+        session.clock = clock
         name = f"the chat scheduler {self.config.rollout.chat_scheduler or self.scheduler.__name__}"
 
         async def hold() -> None:
@@ -295,24 +303,31 @@ class ChatBackend:
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []
 
-        async def one(index: int, copy: int) -> Trajectory | None:
-            trajectory = Trajectory(str(index), copy)
-            seconds = self.config.rollout.trajectory_timeout
+        async def one(index: int, number: int) -> Trajectory | None:
+            trajectory, rollout = Trajectory(str(index), number), self.config.rollout
+            clock, seconds = StallClock(rollout.stall_timeout), rollout.trajectory_timeout
             try:
-                async with self._slots, asyncio.timeout(seconds):
+                async with self._slots, asyncio.timeout(seconds), clock.watching() as stall:
                     await self.converse(
-                        trajectory, prompts.row(index), sampling, sampling_params=params
+                        trajectory,
+                        prompts.row(index),
+                        sampling,
+                        sampling_params=params,
+                        clock=clock,
                     )
             except TimeoutError:
-                why = f"not done after {seconds:g} s (rollout.trajectory_timeout)"
-                failures.append(TrajectoryError("trajectory_timeout", why))
+                stalled = f"nothing of it moved for {clock.seconds:g} s (rollout.stall_timeout)"
+                failure = TrajectoryError("trajectory_timeout", f"not done after {seconds:g} s")
+                if stall.expired():
+                    failure = TrajectoryError("stalled", stalled)
+                failures.append(failure)
             except (TrajectoryError, EngineError, DeadlineError) as error:
                 failures.append(error)
             else:
                 return trajectory
             return None
 
-        places = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.n)]
+        places = [(i, number) for i in range(len(prompts)) for number in range(sampling.n)]
         async with task_group() as group:
             running = [group.create_task(one(*place)) for place in places]
         held = [task.result() for task in running]
@@ -415,6 +430,54 @@ class ChatBackend:
         if isinstance(error, self._server.VLLMError | ValueError | TypeError):
             return InputError(_first_line(error))
         return error
+
+
+class _Bounded:
+    """A generator that holds each rollout to `rollout.max_response_tokens`: what is left of them
+    after the earlier rounds bounds a turn."""
+
+    def __init__(self, generator: Generator, sessions: SessionStore, most: int) -> None:
+        self._generator = generator
+        self._sessions = sessions
+        self._most = most
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> Completion:
+        stream = self.stream(prompt_token_ids, sampling, request_id, seed, route)
+        return await collect(stream, request_id)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Any,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        session = self._sessions.get(route.session) if route is not None else None
+        if session is not None and session.private:
+            turns = session.trajectory.turns
+            first = len(turns[0].added_token_ids) if turns else len(prompt_token_ids)
+            room = first + self._most - len(prompt_token_ids)
+            if room <= 0:
+                raise InputError(
+                    f"the conversation has used up its {self._most} tokens "
+                    "(rollout.max_response_tokens)"
+                )
+            if sampling.max_tokens > room:
+                sampling = copy.copy(sampling)
+                sampling.max_tokens = room
+                sampling.min_tokens = min(sampling.min_tokens, room)
+        stream = self._generator.stream(prompt_token_ids, sampling, request_id, seed, route)
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 def _import_server() -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ class ChatSchedulerLoop:
                 batch,
                 context.sampling,
                 group=context.route.group if context.route is not None else "",
+                clock=context.clock,
             )
 
 
