@@ -12,9 +12,11 @@ from openai import AsyncOpenAI, OpenAI
 
 from examples.calculator.conversations import TOOL_SCHEMA
 from turnwise.config import Config
+from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
 from turnwise.serving.openai_server import OpenAIServer
 from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.vllm_server import _logprobs
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 QUESTION = {"role": "user", "content": "What is 12 plus 30, then times 2?"}
@@ -239,6 +241,15 @@ async def test_choices_logprobs_and_stops_are_as_sampled(
     assert made.choices[0].message.content == "The answer "
     last = (await fetched(http, "choices")).turns[-1]
     assert template.decode_all(last.completion_token_ids) == "The answer is 8"
+
+
+def test_a_sampled_token_may_be_among_the_likeliest_or_not() -> None:
+    alternatives = [[(7, -0.1, 1), (8, -2.0, 2)], [(9, -6.0, 5), (7, -0.2, 1), (8, -2.5, 2)]]
+    chunk = Chunk([7, 9], [-0.1, -6.0], [0, 0], "stop", alternatives=alternatives)
+    told = _logprobs(chunk, 0, 2)
+    assert told is not None
+    assert told.logprob_token_ids.tolist() == [[7, 8, 7], [9, 7, 8]]
+    assert told.logprobs.tolist() == [[-0.1, -2.0, -0.1], [-6.0, -0.2, -2.5]]
 
 
 async def test_a_training_session_keeps_its_tokens_on_policy(

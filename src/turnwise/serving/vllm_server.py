@@ -350,6 +350,9 @@ def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
             chunk.token_ids[start:end], chunk.logprobs[start:end], strict=True
         )
     ]
+    # A token that is among the likeliest itself has one entry less: it gets a second one.
+    widest = max(map(len, rows))
+    rows = [[*row, *row[:1] * (widest - len(row))] for row in rows]
     return LogprobsLists(
         np.array([[token for token, _, _ in row] for row in rows]),
         np.array([[logprob for _, logprob, _ in row] for row in rows]),
