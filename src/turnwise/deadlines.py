@@ -53,6 +53,11 @@ class StallClock:
                 yield wait
             finally:
                 self._waits.discard(wait)
+                # A timer that is left behind keeps cancelled ones, and what their requests held,
+                # from being dropped by the event loop.
+                if not self._waits and self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
 
     def _look_at(self, when: float) -> None:
         self._timer = asyncio.get_running_loop().call_at(when, self._look)
