@@ -17,22 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from turnwise.config import Config
 from turnwise.errors import InputError
+from turnwise.modules.base import Module
 from turnwise.modules.model_file import Settings
 from turnwise.modules.pipeline_file import model_settings
 from turnwise.rollout import Group
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.modules.pipeline import Pipeline
     from turnwise.training.policy import ModelName
 
 Data = Mapping[str, Any]
 """What a module's `forward_step` returned."""
 
 
-class CompanionModule:
+class CompanionModule(Module):
     """A model beside the policy.
 
     Args:
@@ -48,32 +47,10 @@ class CompanionModule:
     """The name of such a model in a pipeline's file."""
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
-        self.name = name
+        super().__init__(name)
         self.settings: Settings = (
             {} if model_file is None else model_settings(name, self.role, model_file)
         )
-        self._pipeline: Pipeline | None = None
-
-    def join(self, pipeline: "Pipeline") -> None:
-        """Called by the pipeline, before `setup`."""
-        self._pipeline = pipeline
-
-    def setup(self) -> None:
-        """Get ready; called once, inside the running pipeline."""
-
-    @property
-    def pipeline(self) -> "Pipeline":
-        if self._pipeline is None:
-            raise InputError(
-                f"the module {self.name} is in no running pipeline: give it to Pipeline(...) and "
-                "use it inside its with block"
-            )
-        return self._pipeline
-
-    @property
-    def config(self) -> Config:
-        """The pipeline's configuration, this module's file included."""
-        return self.pipeline.config
 
 
 class _TokenModule(CompanionModule):

@@ -25,6 +25,7 @@ import yaml
 from turnwise.config import ALIASES, REPLACED_KEYS, asks_for_nothing, known_keys
 from turnwise.errors import InputError
 from turnwise.modules import chatlearn
+from turnwise.modules.yaml_file import leaves, with_included
 
 
 def _section(prefix: str) -> dict[str, str]:
@@ -97,7 +98,16 @@ def as_overrides(settings: Settings) -> list[str]:
 def _resolved(path: str | Path) -> tuple[Settings, chatlearn.Args]:
     """The settings of a file, and its flat keys, which are a part of them."""
     mistakes: list[str] = []
-    settings, flat = _read(Path(path).expanduser(), (), mistakes)
+    settings: Settings = {}
+    flat: chatlearn.Args = {}
+    for place, tree in with_included(Path(path).expanduser(), "model file"):
+        own, sections = _parted(tree)
+        for key in sorted(own.keys() - chatlearn.KNOWN):
+            if key not in REPLACED_KEYS or not asks_for_nothing(key, own.pop(key)):
+                mistakes.append(f"{place}: {_unknown('', key)}")
+        mistakes += [f"{place}: {mistake}" for mistake in _unknown_in(sections)]
+        settings |= dict(_named(sections))
+        flat |= own
     flat = {key: value for key, value in flat.items() if value is not None}
     if not mistakes:
         mistakes = [f"{path}: {mistake}" for mistake in chatlearn.mistakes(flat)]
@@ -111,47 +121,6 @@ def _resolved(path: str | Path) -> tuple[Settings, chatlearn.Args]:
                 "of ChatLearn's; keep one"
             )
     return settings | meant, flat
-
-
-def _read(
-    path: Path, including: tuple[Path, ...], mistakes: list[str]
-) -> tuple[Settings, chatlearn.Args]:
-    """The settings in a file's sections, and its flat keys; `mistakes` gets a sentence each."""
-    where = path.resolve()
-    if where in including:
-        chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
-        raise InputError(f"the model file {path} includes itself: {chain}")
-    tree = _load(path, including[-1] if including else None)
-    includes = tree.pop("includes", None) or []
-    includes = [includes] if isinstance(includes, str) else includes
-    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
-        raise InputError(f"{path}: includes must be a list of files, not {includes!r}")
-    settings: Settings = {}
-    flat: chatlearn.Args = {}
-    for name in includes:
-        below = _read(path.parent / Path(name).expanduser(), (*including, where), mistakes)
-        settings |= below[0]
-        flat |= below[1]
-    own, sections = _parted(tree)
-    for key in sorted(own.keys() - chatlearn.KNOWN):
-        if key not in REPLACED_KEYS or not asks_for_nothing(key, own.pop(key)):
-            mistakes.append(f"{path}: {_unknown('', key)}")
-    mistakes += [f"{path}: {mistake}" for mistake in _unknown_in(sections)]
-    return settings | dict(_named(sections)), flat | own
-
-
-def _load(path: Path, included_by: Path | None) -> dict[str, Any]:
-    by = f", which {included_by} includes" if included_by else ""
-    try:
-        tree = chatlearn.expand(yaml.safe_load(path.read_text()) or {})
-    except FileNotFoundError:
-        raise InputError(f"there is no model file {path}{by}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"the model file {path}{by} cannot be read: {reason}") from None
-    if not isinstance(tree, dict):
-        raise InputError(f"the model file {path}{by} must hold keys and values")
-    return tree
 
 
 def _parted(tree: Mapping[str, Any]) -> tuple[chatlearn.Args, dict[str, Any]]:
@@ -181,15 +150,7 @@ def _named(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, values in sections.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             if name in _SECTIONS[section]:
-                yield from _leaves(_SECTIONS[section][name], value)
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, below in value.items():
-            yield from _leaves(f"{key}.{name}", below)
-    else:
-        yield key, value
+                yield from leaves(_SECTIONS[section][name], value)
 
 
 def _unknown(section: str, name: str) -> str:

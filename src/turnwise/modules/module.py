@@ -25,9 +25,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, describe_error
+from turnwise.modules.base import Module
 from turnwise.modules.conversation import (
     Conversation,
     ConversationProblem,
@@ -52,7 +53,7 @@ Outputs = dict[str, Any]
 _Decode = Callable[[Sequence[RequestOutput]], Outputs]
 
 
-class VLLMModule:
+class VLLMModule(Module):
     """A model that generates through the pipeline's engines; see the module's docstring.
 
     Args:
@@ -78,10 +79,9 @@ class VLLMModule:
     """
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
-        self.name = name
+        super().__init__(name)
         self._given: Settings = {} if model_file is None else read_model_file(model_file)
         self._args = {} if model_file is None else read_model_args(model_file)
-        self._pipeline: Pipeline | None = None
         self._numbers = itertools.count(1)
         self._cut = 0
         """Prompts that were cut since it was last told."""
@@ -92,25 +92,10 @@ class VLLMModule:
         return self._given | self._own_model()
 
     def join(self, pipeline: "Pipeline") -> None:
-        """Called by the pipeline, before `setup`."""
-        self._pipeline = pipeline
+        super().join(pipeline)
         # Whoever calls it, an override of forward_step too, gets what a pipeline trains on.
         decode = _keeping_groups(self.decode_internal, self.name)
         self.decode_internal = decode  # type: ignore[assignment, method-assign]
-
-    @property
-    def pipeline(self) -> "Pipeline":
-        if self._pipeline is None:
-            raise InputError(
-                f"the module {self.name} is in no running pipeline: give it to Pipeline(...) and "
-                "use it inside its with block"
-            )
-        return self._pipeline
-
-    @property
-    def config(self) -> Config:
-        """The pipeline's configuration, this module's file included."""
-        return self.pipeline.config
 
     @property
     def model_args(self) -> dict[str, Any]:

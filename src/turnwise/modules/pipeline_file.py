@@ -56,7 +56,7 @@ answered in one turn. `${NAME:default}` is the value of an environment variable.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,9 @@ import yaml
 
 from turnwise.config import Config, ModelConfig, apply_override, known_keys, make_config
 from turnwise.errors import InputError
-from turnwise.modules.chatlearn import expand
 from turnwise.modules.model_file import read_model_file
+from turnwise.modules.yaml_file import Tree, leaves, merged, with_included
 
-Tree = dict[str, Any]
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """What a pipeline's file has beside the sections of a configuration."""
 _CONVERSATION = "turnwise.modules.conversation:Conversation"
@@ -507,7 +506,7 @@ class _Reader:
             _set(tree, key, value)
         own = {key: value for key, value in self._tree.items() if key not in _OWN_SECTIONS}
         defaults = {"environment": _CONVERSATION}
-        return make_config(_merged(tree, own), self._overrides, defaults)
+        return make_config(merged(tree, own), self._overrides, defaults)
 
     def _raise_mistakes(self) -> None:
         if self._mistakes:
@@ -552,7 +551,7 @@ def _role_settings(path: str | Path, role: str) -> Tree:
             if key == "cliprange":
                 settings["algorithm.loss.clip_high"] = value
         elif isinstance(value, dict) and key in (*_SHARED, "training", "algorithm"):
-            for full, leaf in _leaves(str(key), value):
+            for full, leaf in leaves(str(key), value):
                 if _is_read(full, role):
                     settings[full] = leaf
                 elif key not in _SHARED and not _is_known(full, known):
@@ -608,44 +607,9 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, below in value.items():
-            yield from _leaves(f"{key}.{name}", below)
-    else:
-        yield key, value
-
-
-def _merged(base: Tree, over: Tree) -> Tree:
-    """Two trees, section by section; `over` has the last word."""
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
-
-
-def _load(path: Path, including: tuple[Path, ...] = ()) -> Tree:
-    """A YAML file's tree over those that it includes, environment variables in their places."""
-    where = path.resolve()
-    by = f", which {including[-1]} includes" if including else ""
-    if where in including:
-        raise InputError(f"{path} includes itself")
-    try:
-        tree = expand(yaml.safe_load(path.read_text()) or {})
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}{by}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}{by} cannot be read: {reason}") from None
-    if not isinstance(tree, dict):
-        raise InputError(f"{path}{by} must hold keys and values")
-    includes = tree.pop("includes", None) or []
-    includes = [includes] if isinstance(includes, str) else includes
-    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
-        raise InputError(f"{path}: includes must be a list of files, not {includes!r}")
-    merged: Tree = {}
-    for name in includes:
-        below = _load(path.parent / Path(name).expanduser(), (*including, where))
-        merged = _merged(merged, below)
-    return _merged(merged, tree)
+def _load(path: Path) -> Tree:
+    """A file's tree over those that it includes."""
+    tree: Tree = {}
+    for _, own in with_included(path, "file"):
+        tree = merged(tree, own)
+    return tree
