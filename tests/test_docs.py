@@ -53,6 +53,19 @@ def test_every_key_is_one_of_the_configuration(file: str) -> None:
     assert [k for k in keys if k not in known and k.rstrip(".") not in sections] == []
 
 
+def test_the_readme_tells_where_every_file_is() -> None:
+    text = (ROOT / "README.md").read_text()
+    sources = ROOT / "src" / "turnwise"
+    folders = {"loops", "algorithms"}  # told as one line each
+    missing = [
+        path.relative_to(sources)
+        for path in sources.rglob("*.py")
+        if path.name != "__init__.py" and path.parent.name not in folders
+        if path.name not in text
+    ]
+    assert missing == []
+
+
 def numbers(text: str) -> set[str]:
     """The requirements that a text names, singly (C17) or as a range (D22 to D24)."""
     named = set(re.findall(r"\b[ABCD]\d{1,2}\b", text))
