@@ -36,7 +36,7 @@ async def fleet(
     """Two real workers."""
     config = make_config(
         serving={"workers": 2, "health_every": 0.5, "health_timeout": 20.0},
-        engine={"metrics": True},
+        engine={"metrics": True, "logits_processors": ["tests.forced_tokens:ForcedTokens"]},
         sampling={"n": 8, "max_tokens": 160, "ignore_eos": True},
         data={"path": str(make_config().data.path), "limit": 8},
     )
@@ -307,6 +307,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
     trainer.outlet.close()
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
     fleet: tuple[Config, AsyncLLMServerManager],

@@ -11,11 +11,15 @@ import torch
 
 from tests.weights.trainer import PROMPT, Model
 from turnwise.config import SamplingConfig
-from turnwise.engine import VersionSpan
+from turnwise.engine import Completion, VersionSpan
+from turnwise.engine.protocol import Chunk, InFlight, collect
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.weights.canary import check_canary
 from turnwise.weights.shm import ShmSender
+
+LONG = 440
+"""Tokens of a request that an update meets."""
 
 
 class Trainer(Model):
@@ -78,17 +82,30 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
     assert f"by up to {largest:.3g}" in str(error.value)
 
 
+async def in_flight(engine: RemoteWorker, manifest: dict[str, Any], mode: InFlight) -> Completion:
+    """A request of `LONG` tokens that an update meets after its first ones."""
+    sampling = SamplingConfig(max_tokens=LONG, ignore_eos=True)
+    chunks = engine.stream(PROMPT, sampling, "in-flight")
+    begun = await anext(chunks)
+    updating = asyncio.create_task(engine.update_weights(manifest, mode))
+
+    async def all_of_them() -> AsyncIterator[Chunk]:
+        yield begun
+        async for chunk in chunks:
+            yield chunk
+
+    completion = await collect(all_of_them(), engine.name)
+    await updating
+    return completion
+
+
 async def test_requests_in_flight_go_on_under_the_new_weights(
     engine: RemoteWorker, trainer: Trainer
 ) -> None:
-    sampling = SamplingConfig(max_tokens=300, ignore_eos=True)
-    running = asyncio.create_task(engine.generate(PROMPT, sampling, "in-flight"))
-    await asyncio.sleep(0.2)
     trainer.perturb(0.05)
-    await engine.update_weights(trainer.write(5))
-    completion = await running
+    completion = await in_flight(engine, trainer.write(5), "keep")
     first, second = completion.version_spans
-    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, 300)
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
     assert first.end == second.start > 0
     expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
     assert completion.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-3)
@@ -98,17 +115,13 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
     engine: RemoteWorker, trainer: Trainer
 ) -> None:
-    sampling = SamplingConfig(max_tokens=300, ignore_eos=True)
     await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "leaves its prefix in the cache")
-    running = asyncio.create_task(engine.generate(PROMPT, sampling, "in-flight"))
-    await asyncio.sleep(0.2)
     trainer.perturb(0.0)
     old = copy.deepcopy(trainer.model)
     trainer.perturb(0.05)
-    await engine.update_weights(trainer.write(5), "keep_cache")
-    completion = await running
+    completion = await in_flight(engine, trainer.write(5), "keep_cache")
     first, second = completion.version_spans
-    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, 300)
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
 
     ids = torch.tensor([[*PROMPT, *completion.token_ids]])
     known = len(PROMPT) + first.end - 1  # the last sampled token is the new weights' first input
