@@ -39,12 +39,11 @@ def make_policy(
 ) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(
-        algorithm: dict[str, Any] | None = None, **training: Any
+        algorithm: dict[str, Any] | None = None, start_timeout: float = 20.0, **training: Any
     ) -> AsyncIterator[RemotePolicy]:
         values = {"learning_rate": 1e-3, "threads": 1, "updates_per_step": 2, **training}
-        config = make_config(
-            training=values, algorithm=algorithm or {}, engine={"start_timeout": 20.0}
-        )
+        engine = {"start_timeout": start_timeout}
+        config = make_config(training=values, algorithm=algorithm or {}, engine=engine)
         policy = await RemotePolicy.start(config, tmp_path)
         try:
             yield policy
@@ -144,7 +143,7 @@ async def test_a_rank_that_does_not_answer_is_named(
 
 async def test_ranks_that_find_no_room_are_told(make_policy: Callable[..., Any]) -> None:
     with pytest.raises(DeadlineError, match=r"1 unobtainium for each of 2 ranks of the trainer"):
-        async with make_policy(ranks=2, resources={"unobtainium": 1}):
+        async with make_policy(start_timeout=2.0, ranks=2, resources={"unobtainium": 1}):
             pass
 
 
