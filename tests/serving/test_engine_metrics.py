@@ -53,3 +53,30 @@ async def test_one_engine_alone_is_asked_by_its_own_name() -> None:
     """C38: a worker's own server."""
     tokens, _ = await EngineMetrics(Told(name="worker-7")).collect()
     assert tokens.samples[0].labels["worker"] == "worker-7"
+
+
+class Slow(Told):
+    """Answers when it may."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.may = asyncio.Event()
+        self.told = 0
+
+    async def metrics(self) -> list[Any]:
+        await self.may.wait()
+        self.told += 1
+        return await super().metrics()
+
+
+async def test_two_who_look_at_once_both_see_the_workers() -> None:
+    """C38: one asks anew in the moment in which the other's answers are there."""
+    engine = Slow(name="worker-0")
+    metrics = EngineMetrics(engine, seconds=5.0)
+    first = asyncio.create_task(metrics.collect())
+    await asyncio.sleep(0.01)
+    engine.may.set()
+    while not engine.told:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(metrics.collect())
+    assert [len(families) for families in await asyncio.gather(first, second)] == [2, 2]

@@ -34,14 +34,15 @@ class EngineMetrics:
     async def collect(self) -> list[Metric]:
         """The metrics of all engines, and `turnwise_worker_metrics`, 0 for a worker without."""
         engines = self._engines()
-        self._asked = {n: t for n, t in self._asked.items() if n in engines and not t.done()}
+        asked = {n: t for n, t in self._asked.items() if n in engines and not t.done()}
         for name, engine in engines.items():
-            if name not in self._asked:
-                self._asked[name] = asyncio.create_task(engine.metrics())
-        if self._asked:
-            await asyncio.wait(self._asked.values(), timeout=self._seconds)
+            if name not in asked:
+                asked[name] = asyncio.create_task(engine.metrics())
+        self._asked = asked  # another call may put its own there while this one waits
+        if asked:
+            await asyncio.wait(asked.values(), timeout=self._seconds)
         told: dict[str, Sequence[Metric]] = {}
-        for name, task in self._asked.items():
+        for name, task in asked.items():
             if task.done() and not task.cancelled():
                 if (error := task.exception()) is None:
                     told[name] = task.result()
