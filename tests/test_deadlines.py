@@ -77,6 +77,18 @@ async def test_a_process_that_stood_still_reads_what_came_before_it_judges() -> 
     await task
 
 
+async def test_a_doubt_ends_with_the_waits_that_it_was_about() -> None:
+    clock = StallClock(1.0)
+    async with clock.watching():
+        while not clock._doubted:
+            await asyncio.sleep(0.01)
+    arrived = asyncio.get_running_loop().create_future()
+    async with clock.watching():
+        asyncio.get_running_loop().call_later(0.05, arrived.set_result, None)
+        time.sleep(1.5)  # noqa: ASYNC251 (the process stands still)
+        await arrived
+
+
 DEADLINES = [
     key
     for key in known_keys()

@@ -58,6 +58,7 @@ class StallClock:
                 if not self._waits and self._timer is not None:
                     self._timer.cancel()
                     self._timer = None
+                    self._doubted = False
 
     def _look_at(self, when: float) -> None:
         self._timer = asyncio.get_running_loop().call_at(when, self._look)
