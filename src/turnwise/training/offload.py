@@ -8,7 +8,7 @@ emptied, and filled again.
 import ctypes
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,13 +29,21 @@ class _Away:
     """The values, where they wait in host memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    parts: list[_Away]
+    file: BinaryIO
+    """The values of the parts that wait in no host memory, one after the other."""
+
+
 class Offload:
     """Puts tensors away and brings them back, kind by kind.
 
     Args:
         tensors: For each kind, a function that lists its tensors: those of an optimizer appear
             with its first step.
-        file: Begins the names of the files in which values of a CPU wait.
+        file: Begins the names of the files in which values of a CPU wait. They are removed while
+            they are open, so that no end of the process leaves them behind.
 
     Example:
         offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
@@ -48,7 +56,7 @@ class Offload:
     ) -> None:
         self._tensors = tensors
         self._file = file
-        self._away: dict[str, list[_Away]] = {}
+        self._away: dict[str, _Kind] = {}
 
     def put_away(self, kinds: Iterable[str]) -> int:
         """Empty the storages of these kinds; returns the bytes of all kinds that are away.
@@ -59,7 +67,15 @@ class Offload:
         for kind in kinds:
             if kind not in self._away:
                 self._put_away(kind)
-        return sum(part.nbytes for parts in self._away.values() for part in parts)
+        return sum(part.nbytes for kind in self._away.values() for part in kind.parts)
+
+    @contextmanager
+    def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
+        """Have these kinds here in a `with` block; those that were away are put away after it."""
+        away = [kind for kind in kinds if kind in self._away]
+        self.bring_back(away)
+        yield
+        self.put_away(away)
 
     def _put_away(self, kind: str) -> None:
         storages = list(_storages(self._tensors[kind]()))
@@ -67,47 +83,53 @@ class Offload:
             _Away(storage, storage.nbytes(), _to_host(storage) if storage.is_cuda else None)
             for storage in storages
         ]
+        path = self._file.with_name(f"{self._file.name}-{kind}")
         try:
-            with self._path(kind).open("wb") as file:
+            file = path.open("w+b")
+            try:
+                path.unlink()
                 for part in parts:
                     if part.host is None:
                         _write(_bytes(part.storage), file)
+                file.flush()
+            except BaseException:
+                with suppress(OSError):  # what is not written yet: the disk is full
+                    file.close()
+                raise
         except OSError as error:
             raise TurnwiseError(
-                f"the trainer's {kind} cannot be put away in {self._path(kind)}: {error}"
+                f"the trainer's {kind} cannot be put away in {path}: {error}"
             ) from error
         for part in parts:
             part.storage.resize_(0)
-        self._away[kind] = parts
+        self._away[kind] = _Kind(parts, file)
         _give_back()
 
     def bring_back(self, kinds: Iterable[str]) -> None:
         """Fill the storages of these kinds again; does nothing for what is not away.
 
         Raises:
-            TurnwiseError: when a file cannot be read.
+            TurnwiseError: when a file cannot be read; its kind counts as away then.
         """
         for kind in kinds:
-            if (parts := self._away.pop(kind, None)) is None:
+            if (away := self._away.get(kind)) is None:
                 continue
             try:
-                with self._path(kind).open("rb") as file:
-                    for part in parts:
-                        part.storage.resize_(part.nbytes)
-                        if part.host is not None:
-                            _bytes(part.storage).copy_(part.host, non_blocking=True)
-                        else:
-                            _read(_bytes(part.storage), file)
+                away.file.seek(0)
+                for part in away.parts:
+                    part.storage.resize_(part.nbytes)
+                    if part.host is not None:
+                        _bytes(part.storage).copy_(part.host, non_blocking=True)
+                    else:
+                        _read(_bytes(part.storage), away.file)
             except OSError as error:
                 raise TurnwiseError(
-                    f"the trainer's {kind} cannot be read from {self._path(kind)}: {error}"
+                    f"the trainer's {kind} cannot be read back from its file: {error}"
                 ) from error
-            self._path(kind).unlink()
-            if any(part.host is not None for part in parts):
+            if any(part.host is not None for part in away.parts):
                 torch.cuda.synchronize()
-
-    def _path(self, kind: str) -> Path:
-        return self._file.with_name(f"{self._file.name}-{kind}")
+            del self._away[kind]
+            away.file.close()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -457,9 +457,9 @@ class Policy:
         Raises:
             TurnwiseError: when the disk is full.
         """
-        self._offload.bring_back(_ALL)
-        checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
-        checkpoint.export(folder, self._place.rank, self._config, self._shape, self._tensors())
+        with self._offload.brought_back(_ALL):
+            checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
+            checkpoint.export(folder, self._place.rank, self._config, self._shape, self._tensors())
 
     def load(self, folder: Path) -> int:
         """Go on from a checkpoint; returns its version.
