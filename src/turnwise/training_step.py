@@ -101,7 +101,12 @@ class TrainingStep:
         colocated = self._config.training.colocated
         if colocated:
             await self._manager.sleep()
-        yield
+        try:
+            yield
+        except Exception:  # a program may go on after it, and its requests would wait for ever
+            if colocated:
+                await self._manager.wake_up()
+            raise
         if colocated:
             await self._manager.wake_up()
 
