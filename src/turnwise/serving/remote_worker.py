@@ -181,9 +181,19 @@ class RemoteWorker:
         if self._failure is not None:
             return
         if batch:
-            self.actor.submit.remote(batch)
+            self._send(batch)
         if cancelled:
             self.actor.cancel.remote(cancelled)
+
+    def _send(self, batch: list[Submission]) -> None:
+        try:
+            self.actor.submit.remote(batch)
+        except Exception as error:  # what cannot be sent fails its own request, and no other
+            if len(batch) > 1:
+                for submission in batch:
+                    self._send([submission])
+            elif (inbox := self._inboxes.get(batch[0][0])) is not None:
+                inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
 
     async def _collect(self) -> None:
         seconds = self._timeout + HEARTBEAT_SECONDS

@@ -289,11 +289,15 @@ class VllmAsyncGenerationWorker:
     async def _run(
         self, request_id: str, prompt: list[int], sampling: Any, seed: int | None
     ) -> None:
+        ended = False
         try:
             stream = self._engine.stream(prompt, sampling, request_id, seed)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self._tell(request_id, chunk)
+                    ended = chunk.finish_reason is not None
+            if not ended:  # whoever waits has no deadline of its own
+                raise EngineError(f"{self._name} ended request {request_id} without a reason")
         except Exception as error:
             # What cannot travel to another process is told as text.
             known = isinstance(error, TurnwiseError)
