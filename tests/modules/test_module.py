@@ -191,6 +191,7 @@ def test_token_ids_reach_the_engine_as_they_are_in_every_shape(join: Join) -> No
         ),
     ):
         assert outputs["no_padded_query_ids"] == [ids[0]] * 2 + [ids[1]] * 2
+        assert outputs["problem_ids"] == ["policy:1"] * 2 + ["policy:2"] * 2
         assert outputs["str_prompts"] == [f"prompt {ids[0]}"] * 2 + [f"prompt {ids[1]}"] * 2
         for row, mask, length in zip(
             *(outputs[key] for key in ("all_tokens", "loss_mask", "prompt_token_length")),

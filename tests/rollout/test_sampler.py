@@ -102,3 +102,14 @@ def test_what_cannot_be_sampled_is_refused(
         RolloutSampler(llm, ROWS, config=config, tools=[print], tokenizer=tokenizer)
     with pytest.raises(AttributeError, match="turnwise has no Sampler"):
         _ = turnwise.Sampler
+
+
+async def test_a_loop_that_needs_a_server_says_so(
+    llm: SimulatedEngine, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    keys = {"agent": "not.there:agent", "chat_scheduler": "not.there:Scheduler"}
+    for loop, wanted in (("agent", "wants the OpenAI server"), ("chat_scheduler", "ChatBackend")):
+        config = make_config(rollout={"loop": loop, loop: keys[loop]})
+        sampler = RolloutSampler(llm, ROWS[:1], config=config, tokenizer=tokenizer)
+        with pytest.raises(InputError, match=wanted):
+            _ = [trajectory async for trajectory in sampler]

@@ -276,11 +276,15 @@ class VLLMModule(Module):
         if isinstance(data, Mapping):
             return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
         requests: list[Future[Group]] = []
-        for item in data:
-            if isinstance(item, Mapping) and ids in item:
-                requests += self._add_request_internal([item.get(text)], [item[ids]], is_eval)
+        sampling = self._sampling(is_eval)
+        # All that stand together go together: each has a number, and what is cut is told once.
+        for tokens, items in itertools.groupby(data, lambda i: isinstance(i, Mapping) and ids in i):
+            given: list[Any] = list(items)
+            if tokens:
+                texts, token_ids = [i.get(text) for i in given], [i[ids] for i in given]
+                requests += self._add_request_internal(texts, token_ids, is_eval)
             else:
-                requests.append(self.begin(item, self._sampling(is_eval)))  # type: ignore[arg-type]
+                requests += [self.begin(item, sampling) for item in given]
         return requests
 
     def _add_request_internal(

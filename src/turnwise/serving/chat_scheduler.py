@@ -147,7 +147,7 @@ class ChatCompletionScheduler:
 class ChatBackend:
     """Answers chat requests in this process, by vLLM's application around a generator.
 
-    Its methods but `start` and `stop` may be awaited on any event loop.
+    `create` may be awaited on any event loop, all else on the one of `start`.
 
     Args:
         config: Model, sampling defaults, tool parser, sizes of sessions.

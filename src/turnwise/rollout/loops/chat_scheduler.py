@@ -12,7 +12,10 @@ from turnwise.watchdog import waiting
 
 class ChatSchedulerLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        assert context.chats is not None, "whoever runs this loop starts what answers it"
+        if context.chats is None:
+            raise InputError(
+                "rollout.loop chat_scheduler wants a ChatBackend, which is not running"
+            )
         # The environment keeps the row itself, to judge by.
         row, messages = copy.deepcopy((context.row, list(context.problem)))
         batch = DataProto.from_conversations(
