@@ -16,8 +16,9 @@ from typing import Any
 import ray
 
 from turnwise import logs
-from turnwise.config import Config
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.config import NO_DEADLINE, Config
+from turnwise.deadlines import StallClock
+from turnwise.errors import DeadlineError, InputError, TurnwiseError
 from turnwise.ray_calls import is_death, reply_of
 from turnwise.tasks import task_group
 from turnwise.trajectory import Message
@@ -144,6 +145,7 @@ class RemoteRewardModel:
         self._num_gpus = num_gpus
         self._actor: Any = None
         self._starting = asyncio.Lock()
+        self._clock = StallClock(config.rollout.stall_timeout)
         self._restarts = 0
         """In a row: since the last score."""
 
@@ -188,7 +190,7 @@ class RemoteRewardModel:
         Raises:
             TurnwiseError: when it cannot score this one, or the actor died with it twice, or
                 died more than `serving.max_restarts` times in a row.
-            DeadlineError: when it did not within `rollout.stall_timeout` seconds.
+            DeadlineError: when it scored none at all for `rollout.stall_timeout` seconds.
         """
         actor = self._actor
         try:
@@ -200,9 +202,16 @@ class RemoteRewardModel:
         return await self._score(self._actor, messages)
 
     async def _score(self, actor: Any, messages: Sequence[Message]) -> float:
-        seconds = self._config.rollout.stall_timeout
         reply = actor.score.remote(list(messages))
-        score = float(await self._wait(reply, "score a trajectory", seconds))
+        try:
+            async with self._clock.watching():  # there may be many before it
+                score = float(await self._wait(reply, "score a trajectory", NO_DEADLINE))
+        except TimeoutError:
+            raise DeadlineError(
+                f"the reward model {self.name} scored no trajectory in {self._clock.seconds:g} s "
+                "(rollout.stall_timeout)"
+            ) from None
+        self._clock.moved()
         self._restarts = 0
         return score
 
