@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from turnwise.config import Config
+from turnwise.config import Config, RewardConfig
+from turnwise.deadlines import StallClock
 from turnwise.errors import DeadlineError
 from turnwise.rollout.reward_model import RemoteRewardModel
+from turnwise.rollout.rewards import Rewards
+from turnwise.trajectory import Trajectory
 
 
 async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., Config]) -> None:
@@ -27,5 +30,19 @@ async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., 
     scores = await asyncio.gather(*(model.score([{}] * number) for number in range(12)))
     assert scores == [float(number) for number in range(12)]
     open_.clear()
-    with pytest.raises(DeadlineError, match="scored no trajectory in 0.5 s"):
+    with pytest.raises(DeadlineError, match="scored no trajectory in"):
         await model.score([{}])
+
+
+async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> None:
+    async def score(messages: list[Any]) -> float:
+        await asyncio.sleep(0.6)
+        return 1.0
+
+    rewards, clock, nothing = Rewards([RewardConfig(model="m")]), StallClock(0.2), object()
+    models: Any = {"m": SimpleNamespace(score=score)}
+    rewards.models = models
+    trajectory = Trajectory("rows:1")
+    async with clock.watching():
+        await rewards.judge(nothing, trajectory, {}, clock)  # type: ignore[arg-type]
+    assert trajectory.reward == 1.0

@@ -7,11 +7,12 @@ it is dropped under `reward_error`, and the message names the part.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.config import RewardConfig
+from turnwise.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
@@ -66,18 +67,28 @@ class Rewards:
             if paths.count(path) > 1:
                 raise InputError(f"rollout.rewards has the model {path} twice; add the weights up")
 
-    async def judge(self, environment: Environment, trajectory: Trajectory, row: Row) -> None:
+    async def judge(
+        self,
+        environment: Environment,
+        trajectory: Trajectory,
+        row: Row,
+        clock: StallClock | None = None,
+    ) -> None:
         """Set the trajectory's `reward` and `reward_parts`.
 
         A reward that the trajectory already has, because its agent told it, takes the place of
         the environment's own.
+
+        Args:
+            clock: The trajectory's; it stands still while a reward model is asked, whose own clock
+                knows of all that wait for it.
 
         Raises:
             TrajectoryError: `reward_error`, naming the first part that failed.
         """
         async with task_group() as tasks:
             values = {
-                part: tasks.create_task(self._value(part, environment, trajectory, row))
+                part: tasks.create_task(self._value(part, environment, trajectory, row, clock))
                 for part in self._parts
             }
         trajectory.reward_parts = {part.name: value.result() for part, value in values.items()}
@@ -118,10 +129,16 @@ class Rewards:
             raise TrajectoryError("reward_error", f"{part} gave no reward: {described}") from error
 
     async def _value(
-        self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
+        self,
+        part: _Part,
+        environment: Environment,
+        trajectory: Trajectory,
+        row: Row,
+        clock: StallClock | None,
     ) -> float:
+        bounded = clock.held() if clock is not None and part.kind == "model" else nullcontext()
         try:
-            with waiting(f"{part.name} of {trajectory.problem_id}", "reward"):
+            with waiting(f"{part.name} of {trajectory.problem_id}", "reward"), bounded:
                 value = await self._compute(part, environment, trajectory, row)
         except (InputError, TrajectoryError):
             raise

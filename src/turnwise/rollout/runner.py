@@ -257,7 +257,7 @@ class Runner:
         )
         await self._play(opened.environment, context)
         with context.timed("reward"):
-            await self.rewards.judge(opened.environment, trajectory, problem.row)
+            await self.rewards.judge(opened.environment, trajectory, problem.row, clock)
 
     async def _play(self, environment: Environment, context: RolloutContext) -> None:
         """Run the loop, which may be the user's."""
