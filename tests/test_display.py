@@ -53,6 +53,16 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
         assert part in second
 
 
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    out = io.StringIO()
+    with opened(out, steps=9) as display:
+        display.phase("rollout", 16)
+        assert display._first_step is not None
+        display._first_step -= 10  # seconds that the first step here took
+        display.step({**STEP, "step": 7})
+    assert "left 0:20" in out.getvalue()
+
+
 def test_on_a_terminal_a_table_tells_what_happens_now() -> None:
     text = shown(terminal=True)
     for part in ("turnwise · demo", "rollout 1/16", "0.250", "4,321", "1,234", "left"):

@@ -410,8 +410,8 @@ class RolloutConfig(Section):
     """Tokens of one trajectory after its first prompt, those of tools included: what is left of
     them bounds each turn, beside sampling.max_tokens. Agents over HTTP are not bound by it."""
     stall_timeout: Seconds = 300.0
-    """Seconds for which nothing of a trajectory may move: no token, request or tool's result. Its
-    environment and its reward have so long as well."""
+    """Seconds for which nothing of a trajectory may move between its turns and tools, which have
+    engine.request_timeout and tool_timeout. Its environment and its reward have so long as well."""
     trajectory_timeout: Seconds = 21_600.0
     """Seconds for one trajectory in all, however it moves."""
     max_failed_fraction: Fraction = 0.5
@@ -513,8 +513,8 @@ class EngineConfig(Section):
     processed distribution; the trainer's own know no processor."""
     logits_processors_allowed: str | None = None
     """Pattern of the names, as package.module:function, that requests (and sampling) may choose as
-    `logits_processors`; it must match the whole name, and whatever it matches is imported and
-    called with the client's arguments. Unset: none."""
+    `logits_processors`; it must match the whole name. Whatever such a module defines is called with
+    the client's arguments, so match modules that hold processors alone. Unset: none."""
     metrics: bool | None = None
     """Keep vLLM's own statistics, which /metrics shows as vllm:* with a label for the worker; each
     token takes 5 us of processor time. Unset: `turnwise serve` and serving.worker_servers do."""

@@ -39,6 +39,8 @@ class Display:
         self._accuracy: float | None = None
         self._started = self._phase_began = self._printed = time.perf_counter()
         self._first_step: float | None = None
+        self._steps_here = 0
+        """Done by this process: a resumed run begins at a later one."""
         self._ended = threading.Event()
         self._live = Live(
             console=console,
@@ -89,6 +91,7 @@ class Display:
 
     def step(self, metrics: dict[str, Any]) -> None:
         self._last = metrics
+        self._steps_here += metrics["step"] > 0
         if metrics["accuracy_heldout"] is not None:
             self._accuracy = metrics["accuracy_heldout"]
         self._print(self._line(metrics))
@@ -145,9 +148,10 @@ class Display:
 
     def _time_left(self) -> str:
         step = self._last.get("step", 0)
-        if self._first_step is None or step < 1:
+        if self._first_step is None or not self._steps_here:
             return ""
-        seconds = (time.perf_counter() - self._first_step) / step * (self._steps - step)
+        each = (time.perf_counter() - self._first_step) / self._steps_here
+        seconds = each * (self._steps - step)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
     def _table(self) -> Table:

@@ -1,5 +1,6 @@
 """Logits processors as users write them, for `test_logits_processors`."""
 
+from subprocess import run  # noqa: F401 (what a module imports is not what it offers)
 from typing import Any
 
 import torch

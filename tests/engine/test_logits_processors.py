@@ -229,12 +229,19 @@ def test_the_engines_process_checks_names_by_itself() -> None:
     """A6: what reaches vLLM past every other check is refused where it would be imported."""
     settings = {SETTINGS: {"always": [], "allowed": "tests[.].*"}}
     processors = CallableProcessors(SimpleNamespace(additional_config=settings), "cpu", False)
-    extra = {EXTRA_ARG: {"request": "r1", "processors": ["antigravity:geohash"]}}
-    params = [SamplingParams(extra_args=extra), SamplingParams()]
+    chosen = ["antigravity:geohash", {"qualname": "tests.engine.callables:run", "args": ["id"]}]
+    params = [
+        *(
+            SamplingParams(extra_args={EXTRA_ARG: {"request": f"r{n}", "processors": [one]}})
+            for n, one in enumerate(chosen, 1)
+        ),
+        SamplingParams(),
+    ]
     added = [(row, one, PROMPT, []) for row, one in enumerate(params)]
-    processors.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
-    logits_2V = processors.apply(torch.zeros(2, 4))
-    assert logits_2V.tolist() == [[-math.inf] * 4, [0.0] * 4]
+    processors.update_state(BatchUpdate(3, removed=[], added=added, moved=[]))
+    logits_3V = processors.apply(torch.zeros(3, 4))
+    assert logits_3V.tolist() == [[-math.inf] * 4, [-math.inf] * 4, [0.0] * 4]
+    assert "run is refused: tests.engine.callables imports it and does not" in take_failure("r2")
     assert "antigravity:geohash is refused" in take_failure("r1")
     assert take_failure("r1") == ""
     assert "antigravity" not in sys.modules

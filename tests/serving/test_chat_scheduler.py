@@ -16,6 +16,7 @@ from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.machinery import load_training
+from turnwise.modules import LLMServerManager
 from turnwise.rollout import Runner
 from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
@@ -445,6 +446,15 @@ class Silent(ChatCompletionScheduler):
 class Cold(ChatCompletionScheduler):
     async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
         await super().generate_sequences(batch, temperature=0.1)
+
+
+def test_sleeping_engines_are_asked_for_nothing(make_config: Callable[..., Config]) -> None:
+    manager = LLMServerManager(make_config())
+    manager._asleep = True
+    with pytest.raises(InputError, match="the engines sleep: call wake_up first"):
+        manager.generate_sequences([[QUESTION]])
+    with pytest.raises(InputError, match="the engines sleep: call wake_up first"):
+        manager.submit_chat_completions(print, {}, messages=[QUESTION])
 
 
 async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(

@@ -185,6 +185,13 @@ async def test_a_pause_freezes_requests_and_a_resume_goes_on(engine: RemoteWorke
     pytest.fail("no pause froze a request")
 
 
+async def test_a_pause_that_waits_lets_requests_finish(engine: RemoteWorker) -> None:
+    running = await begun(engine, "to-finish")
+    await engine.pause("wait")
+    await engine.resume()
+    assert len((await running).token_ids) == 400
+
+
 async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: RemoteWorker) -> None:
     sampling = SamplingConfig(temperature=0, max_tokens=8)
     before = await engine.generate(PROMPT, sampling, "awake")

@@ -11,6 +11,7 @@ import ray
 import torch
 
 from turnwise.config import Config, EngineConfig, SamplingConfig
+from turnwise.errors import InputError
 from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.serving.worker import VllmAsyncGenerationWorker, as_ready
 from turnwise.trajectory import ChatTemplate
@@ -125,6 +126,9 @@ async def test_tensors_that_do_not_fit_are_refused(engine: RemoteWorker) -> None
     for wrong, words in (
         ({"input_lengths": torch.tensor([6, 3])}, r"\[B, T\] and input_lengths \[B\]"),
         ({"input_lengths": torch.tensor([6, 0, 3])}, "between 1 and 500"),
+        ({"input_lengths": [6, 3, 500]}, r"wants the tensors input_ids \[B, T\]"),
+        ({"stop_strings": ["a", "b", "c"]}, "wants 3 lists of strings, one for each row"),
+        ({"stop_strings": [["a"]]}, "wants 3 lists of strings, one for each row"),
     ):
         with pytest.raises(ray.exceptions.RayTaskError, match=words):
             await collected(engine.actor.generate_async.remote({**batch(), **wrong}))
@@ -146,6 +150,8 @@ async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: RemoteWorker) ->
     await engine.actor.sleep_async.remote()
     asleep = asyncio.create_task(engine.generate(prompt, sampling, "asleep"))
     assert not (await asyncio.wait([asleep], timeout=0.5))[0]
+    with pytest.raises(InputError, match="knows the tags weights and kv_cache, and not kvcache"):
+        await engine.wake_up(["kvcache"])
     await engine.actor.wake_up_async.remote(tags=["weights"])
     assert not (await asyncio.wait([asleep], timeout=0.5))[0], "its cache still sleeps"
     await engine.actor.wake_up_async.remote(tags=["kv_cache"])

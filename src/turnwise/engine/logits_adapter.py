@@ -69,7 +69,8 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             InputError: when one is not allowed: the server's check is not the only one.
         """
         extra, _ = with_request(params.extra_args, "", self._allowed)
-        return [_step(call) for call in (*self._always, *extra[EXTRA_ARG]["processors"])]
+        always = [_step(name, load_processor(name)) for name in self._always]
+        return [*always, *map(_chosen_step, extra[EXTRA_ARG]["processors"])]
 
 
 class _Row:
@@ -116,9 +117,19 @@ def _check(processed: Any, logits_V: torch.Tensor) -> None:
         raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
 
 
-def _step(call: Call) -> _Step:
+def _chosen_step(call: Call) -> _Step:
+    """A processor that a request chose; what its module only imports is none that it offers."""
     name = call if isinstance(call, str) else call["qualname"]
-    processor = load_processor(name)
+    processor, module = load_processor(name), name.partition(":")[0]
+    if callable(processor) and getattr(processor, "__module__", None) != module:
+        raise InputError(
+            f"the logits processor {name} is refused: {module} imports it and does not define it"
+        )
+    return _step(call, processor)
+
+
+def _step(call: Call, processor: Any) -> _Step:
+    name = call if isinstance(call, str) else call["qualname"]
     if isinstance(call, dict) or isinstance(processor, type):
         made = {} if isinstance(call, str) else call
         try:

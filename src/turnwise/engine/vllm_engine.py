@@ -66,6 +66,10 @@ _GRACE_SECONDS = 5.0
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
 
 
+_SLEEPING = {"weights", "kv_cache"}
+"""What sleeps, as vLLM tags it."""
+
+
 class VllmEngine:
     """One vLLM engine.
 
@@ -266,9 +270,22 @@ class VllmEngine:
         await self._llm.abort(request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        async with self._deadline("pausing", self._timeout):
-            await self._vllm.pause(self._llm, mode)
+        if mode == "wait":  # for as long as the requests in flight move
+            await self._drain()
+        else:
+            async with self._deadline("pausing", self._timeout):
+                await self._vllm.pause(self._llm, mode)
         self._clock.stopped = True
+
+    async def _drain(self) -> None:
+        try:
+            async with self._clock.watching():
+                await self._vllm.pause(self._llm, "wait")
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} sampled no token in {self._timeout:g} s, while it was to finish its "
+                "requests (engine.request_timeout)"
+            ) from None
 
     async def resume(self) -> None:
         async with self._deadline("resuming", self._timeout):
@@ -281,8 +298,12 @@ class VllmEngine:
         self._clock.stopped = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        if unknown := set(tags or ()) - _SLEEPING:
+            raise InputError(f"wake_up knows the tags weights and kv_cache, and not {min(unknown)}")
         async with self._deadline("waking up", self._timeout):
             await self._llm.wake_up(list(tags) if tags else None)
+            if await self._llm.is_sleeping():
+                return
         self._go_on()
 
     def _go_on(self) -> None:
@@ -380,10 +401,10 @@ class VllmEngine:
                 await asyncio.wait([call], timeout=_LOOK_SECONDS)
                 # A call that was under way when the engine died is never answered.
                 if self._llm.errored and not call.done():
-                    raise EngineError(f"{self.name} died during a weight update")
+                    raise EngineError(f"{self.name} died during a call of {method}")
             replies: list[dict[str, Any]] = call.result()
         except self._vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} died during a weight update") from error
+            raise EngineError(f"{self.name} died during a call of {method}") from error
         finally:
             call.cancel()
         for reply in replies:

@@ -331,6 +331,9 @@ class VLLMModule(Module):
     def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> Outputs:
         """Outputs as lists.
 
+        A pipeline trains on the tokens as they were sampled and on `rewards`; whatever else an
+        override changes in the lists is for the program.
+
         Args:
             batched_outputs: With the attributes of vLLM's (see `outputs`).
 

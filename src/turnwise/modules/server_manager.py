@@ -49,6 +49,7 @@ class LLMServerManager:
         )
         self._thread: LoopThread[AsyncLLMServerManager] | None = None
         self._opened: AsyncLLMServerManager | None = None
+        self._asleep = False
 
     def __enter__(self) -> Self:
         """Start the engines, side by side."""
@@ -99,6 +100,7 @@ class LLMServerManager:
         The callback runs on an event loop of this thread; where one runs already, await
         `chat_scheduler.submit_chat_completions` instead, which takes the same arguments.
         """
+        self._check_awake()
         asyncio.run(
             self.chat_scheduler.submit_chat_completions(
                 callback, callback_additional_info, **chat_complete_request
@@ -109,6 +111,7 @@ class LLMServerManager:
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: Any
     ) -> DataProto:
         """Hold conversations side by side; see `ChatBackend.generate_sequences`."""
+        self._check_awake()
         # Each conversation has a deadline of its own.
         return self._call(
             lambda manager: manager.generate_sequences(prompts, **sampling_params),
@@ -117,14 +120,21 @@ class LLMServerManager:
         )
 
     def sleep(self) -> None:
-        """Give the engines' memory back; turns under way continue after `wake_up`."""
+        """Give the engines' memory back. Turns under way continue after `wake_up`; until then no
+        other can be asked for."""
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
+        self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Serve again; `tags` (weights, kv_cache) wake a part."""
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.wake_up(tags), seconds, "the engines to wake up")
+        self._asleep = bool(tags) and "kv_cache" not in (tags or ())
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise InputError("the engines sleep: call wake_up first")
 
     @property
     def _manager(self) -> AsyncLLMServerManager:

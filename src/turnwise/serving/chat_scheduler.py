@@ -299,6 +299,8 @@ class ChatBackend:
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
+        if "raw_prompt" not in prompts.non_tensor_batch:
+            raise InputError("generate_sequences wants conversations in the column raw_prompt")
         sampling = _sampling(self.config.sampling, sampling_params)
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []

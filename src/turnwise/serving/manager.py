@@ -274,7 +274,8 @@ class AsyncLLMServerManager:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Serve again; `tags` (weights, kv_cache) wake a part."""
-        await self._all("wake_up", *([tags] if tags else []), asleep=False)
+        asleep = bool(tags) and "kv_cache" not in (tags or ())
+        await self._all("wake_up", *([tags] if tags else []), asleep=asleep)
 
     async def _all(self, method: str, *args: Any, asleep: bool) -> None:
         async def one(slot: _Slot) -> None:

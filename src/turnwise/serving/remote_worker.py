@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from turnwise import logs
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.engine.protocol import (
     Chunk,
     Completion,
@@ -225,7 +225,8 @@ class RemoteWorker:
         await self._call("abort", request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._call("pause", mode)
+        # Draining has no deadline but the engine's own, which watches that tokens come.
+        await self._call("pause", mode, seconds=NO_DEADLINE if mode == "wait" else None)
 
     async def resume(self) -> None:
         await self._call("resume")

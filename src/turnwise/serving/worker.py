@@ -119,7 +119,9 @@ class VllmAsyncGenerationWorker:
         Raises:
             InputError: when the tensors do not fit each other.
         """
-        input_ids_BT, lengths_B = data["input_ids"], data["input_lengths"]
+        input_ids_BT, lengths_B = data.get("input_ids"), data.get("input_lengths")
+        if not (isinstance(input_ids_BT, torch.Tensor) and isinstance(lengths_B, torch.Tensor)):
+            raise InputError("generate_async wants the tensors input_ids [B, T], input_lengths [B]")
         if input_ids_BT.ndim != 2 or lengths_B.shape != input_ids_BT.shape[:1]:
             raise InputError(
                 "generate_async wants input_ids [B, T] and input_lengths [B], not "
@@ -128,7 +130,7 @@ class VllmAsyncGenerationWorker:
         width = input_ids_BT.shape[1]
         if not all(0 < length <= width for length in lengths_B.tolist()):
             raise InputError(f"input_lengths must be between 1 and {width}")
-        stops = data.get("stop_strings") or [None] * len(lengths_B)
+        stops = _stop_strings(data, len(lengths_B))
 
         async def one(index: int) -> dict[str, Any]:
             prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
@@ -188,7 +190,7 @@ class VllmAsyncGenerationWorker:
             The row's index, and its `text`, `token_ids`, `logprobs` and `truncated`.
         """
         template, prompts = self._template(), data["prompts"]
-        stops = data.get("stop_strings") or [None] * len(prompts)
+        stops = _stop_strings(data, len(prompts))
 
         async def one(index: int) -> dict[str, Any]:
             prompt = template.encode(prompts[index])
@@ -235,7 +237,8 @@ class VllmAsyncGenerationWorker:
         await self._engine.reset_prefix_cache()
 
     async def sleep_async(self) -> None:
-        """End what runs, as `abort`, and give memory back where the platform can."""
+        """End what runs, as `abort`, and give memory back where the platform can; requests that
+        come meanwhile wait until it is awake."""
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
@@ -321,6 +324,20 @@ class VllmAsyncGenerationWorker:
             )
             self._chat_template = load_template(self._config, tokenizer)
         return self._chat_template
+
+
+def _stop_strings(data: Mapping[str, Any], count: int) -> list[list[str] | None]:
+    """Each row's stop strings.
+
+    Raises:
+        InputError: when they are not a list of strings (or None) for each row.
+    """
+    stops = data.get("stop_strings")
+    if stops is None:
+        return [None] * count
+    if len(stops) != count or any(isinstance(stop, str) for stop in stops):
+        raise InputError(f"stop_strings wants {count} lists of strings, one for each row")
+    return [list(stop) if stop is not None else None for stop in stops]
 
 
 async def as_ready(

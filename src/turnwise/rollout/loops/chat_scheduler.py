@@ -18,10 +18,12 @@ class ChatSchedulerLoop:
             )
         # The environment keeps the row itself, to judge by.
         row, messages = copy.deepcopy((context.row, list(context.problem)))
+        config = context.chats.config
         batch = DataProto.from_conversations(
             [messages],
             {name: [value] for name, value in row.items()},
             do_sample=context.sampling.temperature > 0,
+            validate=config.eval.sampling == context.sampling != config.sampling,
         )
         with context.timed("agent"), waiting(context.request_id, "chat scheduler"):
             await context.chats.converse(
