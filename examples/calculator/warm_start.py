@@ -88,7 +88,7 @@ def imitate(
     """Trains `model` in place on the assistant tokens of `options.updates` batches.
 
     Args:
-        other_loss: Made anew for each update and added to its loss.
+        other_loss: Computes a further term of each update's loss.
     """
     optimizers = _optimizers(model)
     model.train()

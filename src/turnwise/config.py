@@ -364,7 +364,7 @@ class RewardConfig(Section):
     gpus: NonNegativeFloat = 0.0
     """GPUs of the model's process, or a share of one; 0 computes on CPU cores."""
     name: str | None = None
-    """What metrics call it; unset: the function's or the model's name."""
+    """Name in metrics; unset: the function's or the model's."""
     weight: float = 1.0
     """What it is multiplied by in the sum."""
 
@@ -517,7 +517,7 @@ class EngineConfig(Section):
     the client's arguments, so match modules that hold processors alone. Unset: none."""
     metrics: bool | None = None
     """Keep vLLM's own statistics, which /metrics shows as vllm:* with a label for the worker; each
-    token takes 5 us of processor time. Unset: `turnwise serve` and serving.worker_servers do."""
+    token costs some processor time. Unset: `turnwise serve` and serving.worker_servers do."""
     start_timeout: Seconds = 300.0
     """Seconds for the engine to start."""
     request_timeout: Seconds = 120.0

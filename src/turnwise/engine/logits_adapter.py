@@ -26,11 +26,11 @@ _Step = tuple[str, Callable[..., Any], bool]
 """A processor's name, the processor, and whether it wants the prompt's ids."""
 _MOST_FAILURES = 1024
 _failures: "OrderedDict[str, str]" = OrderedDict()
-"""Why requests failed, by their ids, until they are asked for."""
+"""Reasons of failed requests by their ids, until they are read."""
 
 
 def take_failure(request_id: str) -> str:
-    """Why a request's processor failed; "" when none did."""
+    """Remove and return the reason why a request's processor failed; "" when none did."""
     return _failures.pop(request_id, "")
 
 

@@ -39,7 +39,7 @@ def load_processor(name: str, key: str = "logits_processors") -> Any:
 
 
 def extra_args(sampling: SamplingConfig) -> dict[str, Any]:
-    """What vLLM's logits processors see of a request that samples so."""
+    """Make the `extra_args` by which vLLM's logits processors know a request."""
     arguments = dict(sampling.logits_processor_args)
     if sampling.logits_processors:
         arguments[EXTRA_ARG] = {"processors": written(sampling)}
@@ -56,7 +56,7 @@ Call = str | dict[str, Any]
 
 
 def plain_calls(chosen: Any, allowed: str | None) -> list[Call]:
-    """What a request names, after a check of each name; what is returned may be checked again.
+    """Check the processors that a request names, and return them; idempotent.
 
     Args:
         chosen: A list of `package.module:name` (or `package.module.name`), or of

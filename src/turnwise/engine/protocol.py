@@ -26,7 +26,7 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 """How an engine pauses for an update."""
 
 VLLM_METRICS = "vllm:"
-"""How the names of vLLM's own statistics begin."""
+"""Prefix of the names of vLLM's own statistics."""
 STREAM_INTERVAL = 32
 """Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
 

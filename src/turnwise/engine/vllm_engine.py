@@ -67,7 +67,7 @@ _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpd
 
 
 _SLEEPING = {"weights", "kv_cache"}
-"""What sleeps, as vLLM tags it."""
+"""vLLM's tags of the parts that sleep."""
 
 
 class VllmEngine:
@@ -197,7 +197,7 @@ class VllmEngine:
     async def _chunks(
         self, prompt_token_ids: Sequence[int], params: Any, request_id: str
     ) -> AsyncGenerator[Chunk, None]:
-        """What vLLM gives for a request, as long as the engine samples tokens of any request."""
+        """Yield vLLM's chunks of a request, as long as the engine samples tokens of any."""
         vllm = self._vllm
         await self._settle_processors(params, request_id)
         prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
@@ -259,7 +259,7 @@ class VllmEngine:
             self._loaded.add(name)
 
     async def _processor_failure(self, request_id: str) -> str:
-        """Why a logits processor failed in a request; "" when none did."""
+        """Ask the shards why a request's logits processor failed; "" when none did."""
         if not (self._adapted and self._extended):
             return ""
         async with self._deadline(f"explaining the failure of {request_id}", self._timeout):

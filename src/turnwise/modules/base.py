@@ -1,4 +1,4 @@
-"""What all modules of a pipeline have in common."""
+"""The base class of a pipeline's modules."""
 
 from typing import TYPE_CHECKING
 

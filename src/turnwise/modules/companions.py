@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from turnwise.training.policy import ModelName
 
 Data = Mapping[str, Any]
-"""What a module's `forward_step` returned."""
+"""The outputs of a module's `forward_step`."""
 
 
 class CompanionModule(Module):

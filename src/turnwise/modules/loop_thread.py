@@ -6,6 +6,7 @@ ends by itself, because something in it failed, that error is what callers get, 
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
 from turnwise.errors import DeadlineError, TurnwiseError
+
+logger = logging.getLogger(__name__)
 
 _Opened = TypeVar("_Opened")
 _Result = TypeVar("_Result")
@@ -97,6 +100,20 @@ class LoopThread(Generic[_Opened]):
         if self._thread.is_alive():
             raise DeadlineError(f"{self._name} did not end within {seconds:g} s")
         self._ended.result()
+
+    def leave(self, seconds: float, error: BaseException | None) -> None:
+        """Stop at the end of a `with` block, which `error` ended; a failure to stop never hides it.
+
+        Raises:
+            TurnwiseError: as `stop` does, where there is no `error`.
+        """
+        try:
+            self.stop(seconds)
+        except TurnwiseError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.warning("while %s ended: %s", self._name, failure)
 
     def _run(self) -> None:
         try:

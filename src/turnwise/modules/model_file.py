@@ -134,7 +134,7 @@ def _parted(tree: Mapping[str, Any]) -> tuple[chatlearn.Args, dict[str, Any]]:
 
 
 def _unknown_in(sections: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the sections of one file, a sentence each."""
+    """Yield a sentence for each mistake in the sections of one file."""
     for section, values in sections.items():
         if values is not None and not isinstance(values, dict):
             yield f"{section} must hold keys and values, not {values!r}"

@@ -88,7 +88,7 @@ class VLLMModule(Module):
 
     @cached_property
     def settings(self) -> Settings:
-        """What the module asks of the configuration: its file's keys, and its own model."""
+        """Settings that the module needs: its file's keys, and its own model."""
         return self._given | self._own_model()
 
     def join(self, pipeline: "Pipeline") -> None:
@@ -179,7 +179,7 @@ class VLLMModule(Module):
         return None
 
     def generator_provider(self) -> Generator:
-        """What samples: the pipeline's engines. Its methods run in the pipeline's thread."""
+        """Return what samples: the pipeline's engines, which run in the pipeline's thread."""
         return self.pipeline.generator
 
     def load_checkpoint(self, iteration: int | str | Path) -> None:
@@ -505,7 +505,7 @@ class VLLMModule(Module):
             ) from error
 
     def _own_model(self) -> Settings:
-        """What `model_provider` asks of the configuration."""
+        """Settings that `model_provider` implies."""
         model = self.model_provider()
         if model is None:
             return {}

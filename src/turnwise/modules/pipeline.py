@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from turnwise.config import Config, load_config, make_config
 from turnwise.engine.protocol import Generator
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.errors import InputError
 from turnwise.machinery import (
     Machinery,
     load_heldout,
@@ -153,13 +153,7 @@ class Pipeline:
     ) -> None:
         assert self._thread is not None
         self._running = None
-        try:
-            self._thread.stop(_STOP_SECONDS)
-        except TurnwiseError as failure:
-            if error is None:
-                raise
-            if failure is not error:
-                logger.warning("while the pipeline ended: %s", failure)
+        self._thread.leave(_STOP_SECONDS, error)
 
     def rows(self, is_eval: bool = False) -> list[dict[str, Any]]:
         """The rows of data.path, or of data.eval_path, for a module's `build_dataset`.

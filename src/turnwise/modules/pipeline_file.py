@@ -69,7 +69,7 @@ from turnwise.modules.model_file import read_model_file
 from turnwise.modules.yaml_file import Tree, leaves, merged, with_included
 
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
-"""What a pipeline's file has beside the sections of a configuration."""
+"""Sections of a pipeline's file beside those of a configuration."""
 _CONVERSATION = "turnwise.modules.conversation:Conversation"
 
 _PIPELINES: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ _PIPELINES: dict[str, dict[str, Any]] = {
     },
     "online_dpo": {"algorithm.loss.name": "dpo"},
 }
-"""What a pipeline sets unless the file says otherwise."""
+"""Defaults of each kind of pipeline."""
 _ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -226,13 +226,13 @@ _SHARED = ("model", "tokenizer", "sampling", "eval_sampling", "scheduler", "cach
 
 @dataclass(slots=True)
 class PipelineFile:
-    """What a pipeline's file says."""
+    """A pipeline's file, resolved."""
 
     config: Config
     resumes: bool = True
     """Whether a run that is there already is taken up."""
     notes: list[str] = field(default_factory=list)
-    """What is in the file without effect, a sentence each."""
+    """A sentence for each group of keys without effect."""
 
 
 def is_pipeline_file(path: str | Path) -> bool:
@@ -240,7 +240,7 @@ def is_pipeline_file(path: str | Path) -> bool:
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False  # whoever reads it next says what is wrong
+        return False  # the next reader reports it
     return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
 
 
@@ -378,7 +378,7 @@ class _Reader:
         return kept
 
     def _take(self, name: str, role: str, entry: Tree) -> None:
-        """What a model's entry and file set, but for rewards."""
+        """Take the settings of a model's entry and file, rewards excepted."""
         settings = self._file(name, role, entry)
         number = entry.get("num_gpu") or entry.get("num_device")
         if role == "policy":
@@ -537,7 +537,7 @@ def model_settings(name: str, role: str, path: str | Path) -> Tree:
 
 
 def _role_settings(path: str | Path, role: str) -> Tree:
-    """What a model takes of its file, by the file's sections."""
+    """Sections of its file that each model reads."""
     flat, settings = _FLAT[role], {}
     mistakes: list[str] = []
     known = known_keys()
@@ -579,7 +579,7 @@ def _is_known(key: str, known: Mapping[str, str]) -> bool:
 
 
 def _role(name: str) -> str | None:
-    """What a model does, by its name."""
+    """Return a model's role by its name."""
     if name == "reward" or name.endswith("_reward"):
         return "reward"
     return name if name == "policy" or name in _FLAT else None

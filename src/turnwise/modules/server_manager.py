@@ -4,22 +4,19 @@ The engines run behind a thread of their own for as long as a `with` block lasts
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from turnwise.config import NO_DEADLINE, Config, load_config
-from turnwise.errors import InputError, TurnwiseError
+from turnwise.errors import InputError
 from turnwise.machinery import open_manager
 from turnwise.modules.loop_thread import LoopThread
 from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import Message
-
-logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _START_SECONDS = 120.0
@@ -71,13 +68,7 @@ class LLMServerManager:
     ) -> None:
         assert self._thread is not None
         self._opened = None
-        try:
-            self._thread.stop(_STOP_SECONDS)
-        except TurnwiseError as failure:
-            if error is None:
-                raise
-            if failure is not error:
-                logger.warning("while the manager ended: %s", failure)
+        self._thread.leave(_STOP_SECONDS, error)
 
     @property
     def chat_scheduler(self) -> ChatCompletionScheduler:

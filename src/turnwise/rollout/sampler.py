@@ -57,7 +57,7 @@ class RolloutSampler:
                 config.model.path, trust_remote_code=config.model.trust_remote_code
             )
         self.groups: list[Group] = []
-        """What became of each prompt's trajectories, in the prompts' order."""
+        """Each prompt's trajectories and failures, in the prompts' order."""
         self._llm = llm
         self._config = config
         self._sampling = _sampling(config.sampling, sampling_params)

@@ -44,7 +44,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        """Of forward passes."""
+        """Data type of forward passes."""
         self._sampling = sampling
 
     def forward(self, batch: MicroBatch, sampling: SamplingConfig | None = None) -> Scores:
@@ -65,7 +65,7 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = model.base_model
         self.dtype = dtype
-        """Of forward passes."""
+        """Data type of forward passes."""
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, bias=False)
         trained = getattr(model, "score", None)
         with torch.no_grad():
@@ -132,7 +132,7 @@ def _size(config: Config, other: OtherModel) -> tuple[int, int]:
 
 
 def _tokens(config: Config) -> int:
-    """How many tokens the policy's tokenizer has; models often have room for some more."""
+    """Size of the policy's tokenizer; models often have room for some more."""
     path = config.model.tokenizer or config.model.path
     trust = config.model.trust_remote_code
     with _refusals(path):
@@ -140,7 +140,7 @@ def _tokens(config: Config) -> int:
 
 
 def path_of(config: Config, other: OtherModel) -> str:
-    """Where a model beside the policy is loaded from."""
+    """Return the path of a model beside the policy: its own, or the policy's."""
     return other.path or config.model.path
 
 
@@ -193,7 +193,7 @@ def _loaded(kind: Any, config: Config, path: str) -> Any:
 
 
 def _scores(shape: Any) -> bool:
-    """Whether a checkpoint is a sequence classifier's."""
+    """Tell whether a checkpoint is a sequence classifier's."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
 

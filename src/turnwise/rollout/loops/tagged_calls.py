@@ -29,12 +29,12 @@ class TaggedCalls:
 
     @property
     def advice(self) -> str:
-        """What the model reads when its call cannot be read."""
+        """Message to the model about a call that cannot be parsed."""
         form = "text" if self.tool else "one JSON object with name and arguments"
         return f"Error: the call cannot be read; write {form} between {self.start} and {self.end}"
 
     def tags(self) -> tuple[str, str]:
-        """What opens and what closes a call."""
+        """Return the opening and the closing tag of a call."""
         return self.start, self.end
 
     def parse(self, text: str, schemas: Sequence[dict[str, Any]]) -> ParsedText:
