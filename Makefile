@@ -5,15 +5,19 @@
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
+# make docs   build the documentation into build/docs, every warning an error
 # make lock   resolve requirements/*.in anew into requirements/*.txt
 
-PYTHON ?= python3.11
+# The first Python that is there and runs; requirements/cpu.txt is resolved for 3.11, and its wheels
+# are there for all three.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell $(name) -c 'print("$(name)")' 2> /dev/null)))
 SEED ?= 0
 # Where GSM8K's train.jsonl and test.jsonl are.
 DATA ?= $(patsubst %/train.jsonl,%,$(firstword $(wildcard gsm8k/train.jsonl ../gsm8k/train.jsonl ../shared/gsm8k/train.jsonl)))
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
+DOCS := .venv-docs/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -21,12 +25,12 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and not anew at every start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo gsm8k algorithms quick test test-all bench lint lock clean
+.PHONY: setup demo gsm8k algorithms quick test test-all bench docs lint lock clean
 
 setup: $(STAMP)
 
 $(STAMP): requirements/cpu.txt
-	@command -v $(PYTHON) > /dev/null || { echo "turnwise needs $(PYTHON) on the PATH (or: make PYTHON=/path/to/python3.11)"; exit 2; }
+	@test -n "$(PYTHON)" && command -v $(PYTHON) > /dev/null || { echo "turnwise needs Python 3.11, 3.12 or 3.13 on the PATH (or: make PYTHON=/path/to/python3.12)"; exit 2; }
 	@echo "setting up .venv (pinned requirements, about 3 GB unpacked) ..."
 	@$(PYTHON) -m venv --clear .venv
 	@$(PIP) download -qq --no-deps -d .venv/torch "$$(grep '^torch==' requirements/cpu.txt)" 2> /dev/null \
@@ -57,15 +61,8 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-QUICK_TESTS := tests/benchmarks tests/test_config.py tests/test_display.py tests/test_sinks.py \
-  tests/test_watchdog.py tests/trajectory tests/training/algorithms tests/training/test_batching.py \
-  tests/training/test_samples.py tests/training/test_policy.py tests/rollout/test_data.py \
-  tests/rollout/test_evaluation.py tests/rollout/test_producer.py tests/rollout/test_tools.py \
-  tests/serving/test_manager.py tests/serving/test_scheduler.py tests/serving/test_sessions.py \
-  tests/test_tasks.py tests/test_interrupt.py tests/test_full_disk.py
-
 quick: setup
-	$(BIN)/python -m pytest -n 2 -p tests.no_engines $(QUICK_TESTS)
+	$(BIN)/python -m pytest -n 2 -p tests.no_engines
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
@@ -78,12 +75,22 @@ bench:
 	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
+# The documentation's own environment: it reads the sources and needs neither torch nor vLLM.
+$(DOCS): requirements/docs.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --no-deps --no-compile -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
+
 lock:
-	for name in cpu bench; do \
+	for name in cpu bench docs; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs build runs examples/calculator/build

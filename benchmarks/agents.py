@@ -1,16 +1,16 @@
 """Agents behind `turnwise serve` against verifiers: `python -m benchmarks.agents [--quick]`.
 
 One server (`turnwise serve` with the demo's model, in processes of its own) and two clients that
-take turns, 64 rollouts at a time each: an agent that uses OpenAI's client and knows only a base
+take turns, 64 rollouts at a time each: an agent that uses OpenAI's client and has only a base
 URL, and verifiers 0.4.0 in its fastest supported way, its agent in one process
 (`benchmarks/peers/`). Same model, same tool, problems from the same file. A rollout is two
-requests: a question, which the model answers with a call of the tool, and what it makes of the
+requests: a question, which the model answers with a call of the tool, and the answer to the
 result (one request where it does not call). Turnwise's server keeps every session's trajectory for
 both; those of the OpenAI agent are fetched and audited afterwards, and each must be exact.
 
-What the machine allows is measured, too: a bare engine (vLLM's AsyncLLM in this process, without a
-server) replays the ids of those trajectories, 64 at a time; and the processor time of a rollout is
-summed over all processes, which bounds how many fit into a second of all cores.
+The limits of the machine are measured as well: a bare engine (vLLM's AsyncLLM in this process,
+without a server) replays the ids of those trajectories, 64 at a time; and the processor time of a
+rollout is summed over all processes, which bounds how many fit into a second of all cores.
 """
 
 import argparse
@@ -49,13 +49,13 @@ CONCURRENCY = 64
 
 @dataclass
 class Measured:
-    """Rollouts/s by round, and what the agent's rollouts became."""
+    """Rollouts/s by round, and the audit of the agent's rollouts."""
 
     ours: list[float]
     theirs: list[float]
     trajectories: list[list[Trajectory]]
     cpu: list[dict[str, float]]
-    """Milliseconds of a rollout of ours, by process."""
+    """Processor time of a rollout of Turnwise by process, in milliseconds."""
     note: str
 
 
@@ -70,12 +70,12 @@ def serving(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
     }
     config.write_text(json.dumps(tree))
     command = [Path(sys.executable).with_name("turnwise"), "serve", config]
-    log = folder / "serve.log"  # not a pipe, which would be full one day
-    with log.open("w") as told, subprocess.Popen(command, stdout=told) as process:
+    log = folder / "serve.log"  # not a pipe, which would fill up
+    with log.open("w") as output, subprocess.Popen(command, stdout=output) as process:
         try:
             while not (found := re.search(r"http://\S+/v1", log.read_text())):
                 if process.poll() is not None:
-                    raise SystemExit("turnwise serve ended before it told its address")
+                    raise SystemExit("turnwise serve ended before it printed its address")
                 time.sleep(0.2)
             yield found[0], process.pid
         finally:
@@ -93,13 +93,13 @@ def ask(command: list[Any]) -> dict[str, Any]:
 
 
 async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajectory]:
-    """Fetch and audit all trajectories: every turn that the agent saw is there, and exact."""
+    """Fetch and audit all trajectories: they hold every turn of the agent, and are exact."""
     root, trajectories = base_url.removesuffix("/v1"), list[Trajectory]()
     async with aiohttp.ClientSession() as http:
         for name in sessions:
             async with http.get(f"{root}/sessions/{name}") as response:
-                told = await response.json()
-            trajectory = Trajectory.from_json(json.dumps(told["trajectory"]))
+                reply = await response.json()
+            trajectory = Trajectory.from_json(json.dumps(reply["trajectory"]))
             found = audit(trajectory)
             assert found.violations == 0, found.first_violation
             assert not found.forked, found.forked
@@ -110,7 +110,7 @@ async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajecto
 
 
 async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """Trajectories/s of a bare engine that is given each round's ids, the first to warm up."""
+    """Return trajectories/s of a bare engine on each round's ids; the first round warms up."""
     config = ModelConfig(path=str(model), max_length=512)
     engine = VllmEngine(
         config,
@@ -156,7 +156,7 @@ def run(
         kept.append(asyncio.run(check(base_url, mine["sessions"], mine["turns"])))
         peer = ROOT / "benchmarks" / "peers" / "verifiers_rollouts.py"
         other = ask([options.peers, peer, *common, "--tools", tools])
-        failures += other["failures"]  # which do not count
+        failures += other["failures"]  # not counted
         ours.append(mine["rollouts_per_s"])
         theirs.append(other["rollouts_per_s"])
         turns.append(f"{mine['turns'] / rollouts:.2f} and {other['turns'] / rollouts:.2f}")
@@ -200,7 +200,7 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     made = parser("agents", __doc__)
     made.add_argument("--peers", type=Path, default=PEERS, help="Python with verifiers")
     options = made.parse_args()

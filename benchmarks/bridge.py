@@ -1,11 +1,11 @@
-"""How long the step to the next turn takes: the bridge against rendering everything again.
+"""Time to the next turn's prompt: the bridge against rendering everything again.
 
     python -m benchmarks.bridge [--model DIR] [--chat-template FILE] [--quick]
 
 For histories of 1k to 128k tokens and 200 new tokens, the median time in microseconds of the
 bridge, of the whole next prompt as a list (the bridge and a copy of the history), and of
-rendering and tokenising the conversation anew. Without `--model` it is the demo's tokenizer and
-template.
+rendering and tokenising the whole conversation. Without `--model`, the tokenizer and the template
+are the demo's.
 """
 
 import statistics
@@ -25,7 +25,7 @@ NEW_TOKENS = 200
 
 
 def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
-    """Turns of a user and an assistant whose rendering has about so many tokens."""
+    """Return turns of a user and an assistant whose rendering has about so many tokens."""
     pair = [
         {"role": "user", "content": text_of(template, 150, "Please work out 12 plus 345")},
         {"role": "assistant", "content": text_of(template, 150, "The answer is 357")},
@@ -35,12 +35,12 @@ def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
 
 
 def text_of(template: ChatTemplate, tokens: int, words: str) -> str:
-    """`words`, repeated to about so many tokens."""
+    """Repeat `words` to about so many tokens."""
     return " ".join([words] * (tokens // len(template.encode(" " + words)) + 1))
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of `repeats` runs."""
+    """Return the median of `repeats` runs."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -50,7 +50,7 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Run the benchmark and print the table."""
     made = parser("bridge", __doc__)
     made.add_argument("--model", type=Path)
     made.add_argument("--chat-template", type=Path)
@@ -76,7 +76,7 @@ def main() -> None:
         def bridged() -> Any:
             return bridge(
                 template,
-                prompt_token_ids=prompt,  # noqa: B023 (used in this round alone)
+                prompt_token_ids=prompt,  # noqa: B023 (only used in this round)
                 completion_token_ids=completion,
                 new_messages=results,
             )

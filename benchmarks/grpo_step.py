@@ -3,17 +3,17 @@
 The demo's model, tool, problems and reward; 16 prompts of 8 rollouts a step, one optimizer step of
 the same learning rate and loss (token mean, clipped 0.2 and 0.28, no KL); two threads. Turnwise is
 `turnwise train`, TRL its `GRPOTrainer` with `tools=` (generation by Transformers: its vLLM mode
-needs a GPU). Either has the machine to itself while it runs; the first step of each run warms up
-and is not counted. TRL's step with the slow tool takes a minute: it is one, the last of its run.
+needs a GPU). They run one at a time; the first step of each run warms up and is not counted.
+TRL's step with the slow tool takes a minute, so it has only one, the last of its run.
 
-The tool answers at once; or it has a long tail: 80 % of the calls take 10 ms, 15 % 200 ms, 5 % 2 s.
-There Turnwise runs one step ahead (training.max_staleness 1), where a tool at once leaves it
-nothing to win.
+The tool answers at once, or has a long tail: 80 % of the calls take 10 ms, 15 % 200 ms, 5 % 2 s.
+With the long tail Turnwise runs one step ahead (training.max_staleness 1); with the fast tool that
+would gain nothing.
 
 Rewards are compared with the tool that answers at once: both train on the same problems in as many
 steps, each problem once. A problem's mean reward is one value, the ratio is that of the means over
-all problems, and its standard error comes from the differences problem by problem. So few samples
-cannot tell more than that, so the goal is that Turnwise is not worse by two of these errors.
+all problems, and its standard error comes from the differences problem by problem. With so
+few samples, the goal is that Turnwise is not worse by more than two of these errors.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ EXAMPLE = ROOT / "examples" / "calculator"
 PROMPTS, GROUP = 16, 8
 MAX_TOKENS, MAX_TURNS = 64, 6
 SEQUENCE = 256
-"""Tokens of a whole rollout for TRL, which has no bound of a single turn."""
+"""Most tokens of a whole rollout for TRL, which has no limit for a single turn."""
 LEARNING_RATE = 0.0003
 
 
 class SlowCalculator(Calculator):
-    """The demo's environment with a tool that takes its time."""
+    """The demo's environment with a slow tool."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)
@@ -66,14 +66,14 @@ class SlowCalculator(Calculator):
 
 @dataclass
 class Run:
-    """Of a short run: seconds by step, and mean reward by question."""
+    """Seconds by step of a short run, and mean reward by question."""
 
     seconds: list[float]
     rewards: dict[str, float]
 
 
 def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, seed: int) -> Run:
-    """`turnwise train`, from a folder of its own that is removed afterwards."""
+    """Run `turnwise train`, in a folder that is removed afterwards."""
     name = f"bench-{tools}-{seed}"
     folder = ROOT / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -115,14 +115,14 @@ def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, 
 
 
 def trl(build: Path, problems: Path, prompts: int, steps: int, long_tailed: int, seed: int) -> Run:
-    """TRL's trainer: steps with the tool that answers at once, then with the other.
+    """Run TRL's trainer: steps with the fast tool, then with the slow one.
 
     Rewards are those of all steps.
     """
     command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", build / "model"]
     command += ["--problems", problems, "--prompts", prompts, "--seed", seed]
-    told = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
-    return Run(**json.loads(told.splitlines()[-1]))
+    printed = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
+    return Run(**json.loads(printed.splitlines()[-1]))
 
 
 def run(command: list[Any]) -> str:
@@ -135,7 +135,7 @@ def run(command: list[Any]) -> str:
 def step_claim(
     tools: str, prompts: int, ours: list[float], theirs: list[float], goal: float
 ) -> Claim:
-    """A step's seconds."""
+    """Return the claims about a step's seconds."""
     return Claim(
         f"GRPO step of {prompts * GROUP}, {tools} tools",
         "s",
@@ -149,7 +149,7 @@ def step_claim(
 
 
 def reward_claim(ours: dict[str, float], theirs: dict[str, float]) -> Claim:
-    """Of the problems that both trained on."""
+    """Return the claims about the rewards of the problems that both trained on."""
     pairs = [(reward, theirs[question]) for question, reward in ours.items()]
     mine, other = (statistics.mean(side) for side in zip(*pairs, strict=True))
     base = max(other, 1e-9)
@@ -168,7 +168,7 @@ def reward_claim(ours: dict[str, float], theirs: dict[str, float]) -> Claim:
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     options = parser("grpo_step", __doc__).parse_args()
     build, seed = demo_files(), random.randrange(10_000)
     prompts, steps, tailed = (2, 2, 0) if options.quick else (PROMPTS, 3, 1)

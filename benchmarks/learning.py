@@ -1,8 +1,8 @@
-"""Learning that runs ahead beside learning in step: `python -m benchmarks.learning [--quick]`.
+"""Learning with rollouts ahead against learning in step: `python -m benchmarks.learning [--quick]`.
 
 The demo's model and problems, the same number of training steps, the same seed in each round:
-held-out accuracy at the end, and the run's seconds from its first step on, with rollouts that may
-be two steps ahead of the trainer and with rollouts that wait for it.
+held-out accuracy at the end, and the run's seconds from its first step on, with rollouts up to two
+steps ahead of the trainer and with rollouts that wait for it.
 """
 
 import json
@@ -21,7 +21,7 @@ DEADLINE = 300.0
 
 
 def train(data: Path, output: Path, seed: int, steps: int, ahead: int) -> tuple[float, float]:
-    """A run's last accuracy on held-out problems, and the seconds that its steps took."""
+    """Run once; returns the last accuracy on held-out problems, and the seconds of all steps."""
     name = f"seed{seed}-ahead{ahead}"
     command = [
         *(sys.executable, "-m", "turnwise.cli", "train", str(CONFIG), f"seed={seed}"),
@@ -60,7 +60,7 @@ def run(rounds: int, steps: int, folder: Path) -> list[Claim]:
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     options = parser("learning", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report(run(*((1, 2) if options.quick else (3, 12)), Path(folder)), options)

@@ -1,4 +1,4 @@
-"""What is measured with: random models of a given size, the demo's own, and tools' pauses."""
+"""Material of the benchmarks: random models of given sizes, the demo's, and tools' latencies."""
 
 import os
 import random
@@ -18,13 +18,13 @@ SHAPES = {
     "5 M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
     "100 M": {"hidden_size": 768, "num_hidden_layers": 13, "intermediate_size": 2560},
 }
-"""Names are the parameters, about, without the embeddings of the smallest."""
+"""Model shapes by their approximate parameters, without the embeddings for the smallest."""
 PAUSES = {"instant": ((1.0, 0.0),), "long-tailed": ((0.8, 0.01), (0.15, 0.2), (0.05, 2.0))}
-"""Shares, and the seconds that a tool takes."""
+"""Shares of the calls of a tool with a long tail, and their seconds."""
 
 
 def pause(tools: str) -> float:
-    """Seconds that a call of such a tool takes, drawn anew."""
+    """Draw the seconds of one call of such a tool."""
     shares, seconds = zip(*PAUSES[tools], strict=True)
     return float(random.choices(seconds, shares)[0])
 
@@ -41,7 +41,7 @@ def as_in_a_worker() -> None:
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Processor time so far of vLLM's engine processes below this one, and of all others and it."""
+    """Return the processor time so far of vLLM's engine processes, and of all others here."""
     spent = {"engine": 0.0, "others": 0.0}
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):
@@ -53,7 +53,7 @@ def cpu_seconds(pid: int) -> dict[str, float]:
 
 
 def make_model(size: str, folder: Path) -> Path:
-    """A random Qwen3 and a tokenizer, saved where engines and policies can load them."""
+    """Save a random Qwen3 and a tokenizer; returns their folder."""
     tokenizer = build_tokenizer(0)
     shape = SHAPES[size]
     stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -76,7 +76,7 @@ def make_model(size: str, folder: Path) -> Path:
 
 
 def demo_files() -> Path:
-    """The demo's folder of model and problems, made where it is not there."""
+    """Return the demo's folder of model and problems; make it where it is missing."""
     if not (BUILD / "model" / "config.json").exists():
         prepare(BUILD)
     return BUILD

@@ -1,4 +1,4 @@
-"""What every benchmark measures in: claims, with what each round gave, and a goal."""
+"""Claims, the results of every benchmark: the values of each round, and a goal."""
 
 import argparse
 import json
@@ -14,21 +14,21 @@ from rich.table import Table
 
 @dataclass
 class Claim:
-    """One line of the table: Turnwise and what it is compared to, in the same rounds."""
+    """One line of the table: Turnwise and its counterpart, measured in the same rounds."""
 
     name: str
     unit: str
     ours: list[float]
-    """One value a round, in `unit`."""
+    """Turnwise's value of each round, in `unit`."""
     against: str = ""
-    """What `theirs` was measured on."""
+    """Name of the counterpart."""
     theirs: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    """One a round."""
+    """The counterpart's value of each round, in `unit`."""
     ratio_of: str = ""
-    """What a ratio is, where it is not ours by theirs."""
+    """Ratio of each round, where it is not ours by theirs."""
     at_least: float | None = None
-    """The goal: of the median of the ratios, or of `ours` where there are none."""
+    """Goal for the median of the ratios, or of `ours` where there are none."""
     at_most: float | None = None
     note: str = ""
 
@@ -52,7 +52,7 @@ class Claim:
         return " and ".join(goals)
 
     def cells(self) -> list[str]:
-        """What a table shows of it."""
+        """Return the cells of the table."""
         verdict = ("met" if self.met else "missed") if self.goal else ""
         return [
             self.name,
@@ -70,7 +70,7 @@ COLUMNS = ("claim", "unit", "turnwise", "against", "measured", "ratio", "goal", 
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range, to three digits."""
+    """Return median and range, to three digits."""
     if not values:
         return ""
     low, middle, high = min(values), statistics.median(values), max(values)
@@ -80,7 +80,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def digits(value: float) -> str:
-    """A number to three digits, without an exponent."""
+    """Format a number to three digits, without an exponent."""
     if value == 0:
         return "0"
     places = 0
@@ -91,12 +91,12 @@ def digits(value: float) -> str:
 
 
 def quotients(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Return the ratios, round by round."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Options that every benchmark takes."""
+    """Parse the options that every benchmark takes."""
     made = argparse.ArgumentParser(
         prog=f"benchmarks.{name}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -106,7 +106,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def report(claims: Sequence[Claim], options: argparse.Namespace) -> None:
-    """Print the claims, and write them where `--json` says."""
+    """Print the claims, and write them to the file of `--json`."""
     show(claims)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(claim) for claim in claims]))
@@ -124,10 +124,10 @@ def show(claims: Sequence[Claim]) -> None:
 
 
 def verdict(claims: Sequence[Claim], failed: Sequence[str], quick: bool) -> tuple[int, list[str]]:
-    """The exit status of a run and the lines that explain it.
+    """Return the exit status of a run and the lines that explain it.
 
-    Scripts that failed end every run with 1, goals that were missed a full one: a quick one
-    measures nothing. What has no goal is listed, so that nobody takes it for met.
+    Failed scripts end every run with 1; missed goals only a full one, because a quick one measures
+    nothing. Claims without a goal are listed, so that they do not count as met.
     """
     missed = [] if quick else [claim.name for claim in claims if not claim.met]
     open_ended = [] if quick else [claim.name for claim in claims if not claim.goal]
@@ -137,11 +137,11 @@ def verdict(claims: Sequence[Claim], failed: Sequence[str], quick: bool) -> tupl
 
 
 def load(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """The claims of a results file."""
+    """Return the claims of a results file."""
     return [Claim(**row) for row in rows]
 
 
 def markdown(claims: Sequence[Claim]) -> str:
-    """The table as the README shows it."""
+    """Return the table as the README shows it."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(claim.cells() for claim in claims)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

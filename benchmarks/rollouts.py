@@ -3,16 +3,16 @@
 Trajectories of 3 turns of 24 tokens, in groups of 8, each of the first two turns followed by a
 tool's result of 16 tokens; a random model of 3.3 M parameters in float32. Turnwise runs them as
 in training: runner, environment, tool, chat template, tool parser, scheduler, a worker in a Ray
-actor. What came out is audited afterwards, and every trajectory must be exact.
+actor. The trajectories are audited afterwards, and each must be exact.
 
 1. Tools that answer at once. Against: the bare engine (vLLM's AsyncLLM in the caller's process,
    the same arguments, log-probs and no text) replaying the same trace: the same first prompts, its
    own completions, the same ids after each turn. 64 trajectories at a time for both. Processor
-   time tells what the difference is made of: an engine computes on one core, and what others do
-   (template, parser, tool, reward, scheduler, calls between processes) it waits for at the end of
-   a turn, which 64 trajectories reach at once.
+   time explains the difference: an engine computes on one core, and at the end of a turn, which
+   64 trajectories reach at once, it waits for the other work (template, parser, tool, reward,
+   scheduler, calls between processes).
 2. Tools with a long tail (80 % take 10 ms, 15 % 200 ms, 5 % 2 s), in the steady state: steps of 128
-   trajectories, the next step's rollouts running ahead (training.max_staleness 1), nothing trained.
+   trajectories, the next step's rollouts running ahead (training.max_staleness 1), no training.
    Against: a batch-synchronous loop (vLLM's LLM.generate on the 128, all tools at once, next turn,
    next step), and against the ideal, in which tools cost no time: the bare engine's replay with as
    many trajectories at a time.
@@ -42,15 +42,16 @@ from vllm.sampling_params import RequestOutputKind
 from benchmarks.models import as_in_a_worker, cpu_seconds, make_model, pause
 from benchmarks.report import Claim, digits, parser, quotients, report
 from turnwise.config import Config, parse_config
-from turnwise.engine.vllm_engine import VllmEngine, engine_arguments
-from turnwise.machinery import make_manager
-from turnwise.ray_calls import start_ray
+from turnwise.core.aio import task_group
+from turnwise.core.ray import start_ray
+from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.engine.vllm_start import engine_arguments
 from turnwise.rollout import Group, Problem, ProblemStream, RolloutContext, Runner
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.producer import GroupProducer
-from turnwise.tasks import task_group
+from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory.exactness import audit
+from turnwise.trajectory.audit import audit
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 _Result = TypeVar("_Result")
@@ -58,11 +59,11 @@ TURNS, NEW_TOKENS, GROUP = 3, 24, 8
 CONCURRENCY = 64
 WARM_UP = 2
 RESULT = "357"
-"""With what the template puts around it, about 16 tokens."""
+"""A tool's result: about 16 tokens with the template around it."""
 
 
 class LookUp:
-    """An environment whose one tool always says the same, after a while."""
+    """An environment whose one tool always returns the same, after a while."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.problem = [{"role": "user", "content": row["question"]}]
@@ -84,9 +85,9 @@ class LookUp:
 
 
 class FixedTurns:
-    """The tool-calling loop for a model that knows nothing: whatever it says, the tool is called.
+    """The tool-calling loop for a random model: the tool is called whatever its text is.
 
-    Its text is decoded and parsed as that of any other model.
+    The text is decoded and parsed like that of any other model.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
@@ -109,7 +110,7 @@ class FixedTurns:
 
 
 def make_problems(count: int, tools: str) -> list[Problem]:
-    """Questions that no round before has asked."""
+    """Return questions that no earlier round had."""
     words = ["apples", "pears", "boxes", "coins", "trains", "books"]
 
     def question() -> str:
@@ -146,7 +147,7 @@ def configuration(path: Path, prompts_per_step: int) -> Config:
 
 @dataclass
 class Run:
-    """Trajectories/s, and the milliseconds of processor time that one took, by process."""
+    """Trajectories/s, and the processor time of one in milliseconds, by process."""
 
     rate: float
     cpu: dict[str, float]
@@ -164,7 +165,7 @@ async def metered(work: Awaitable[_Result], trajectories: int) -> tuple[_Result,
 
 @dataclass
 class Trace:
-    """What a trajectory's turns added: the first prompt, and the ids after each completion."""
+    """Return the ids that turns added: the first prompt, and those after each completion."""
 
     prompt: list[int]
     added: list[list[int]]
@@ -191,7 +192,7 @@ def parameters() -> vllm.SamplingParams:
 
 
 async def replay(llm: Any, traces: Sequence[Trace], at_a_time: int) -> float:
-    """Seconds that the bare engine takes for the traces."""
+    """Replay the traces on the bare engine; returns the seconds."""
     names, waiting, params = itertools.count(), iter(traces), parameters()
     tag = random.getrandbits(60)
 
@@ -210,7 +211,7 @@ async def replay(llm: Any, traces: Sequence[Trace], at_a_time: int) -> float:
 
 
 def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
-    """Seconds of the batch-synchronous loop for one step: all tools of a turn at once."""
+    """Run one step of the batch-synchronous loop, all tools of a turn at once."""
     started = time.perf_counter()
     prompts = [trace.prompt for trace in traces]
     params = parameters()
@@ -226,7 +227,7 @@ def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
 
 
 class Bench:
-    """Turnwise's machinery, a bare AsyncLLM and a bare LLM, which take turns."""
+    """Turnwise's runtime, a bare AsyncLLM and a bare LLM, which take turns."""
 
     def __init__(self, config: Config, manager: Any, bare: Any, blocking: vllm.LLM) -> None:
         self.config, self.manager, self.bare, self.blocking = config, manager, bare, blocking
@@ -243,7 +244,7 @@ class Bench:
             await engine.reset_prefix_cache()
 
     async def instant(self, trajectories: int) -> tuple[Run, Run]:
-        """Of Turnwise, and of the bare engine's replay."""
+        """Measure Turnwise and the bare engine's replay."""
         problems, runner = make_problems(trajectories // GROUP, "instant"), self.runner(CONCURRENCY)
         await self.clear()
         work = asyncio.gather(*(self.group(runner, problem, "i") for problem in problems))
@@ -260,7 +261,7 @@ class Bench:
     async def long_tailed(
         self, warm_up: int, steps: int, sync_steps: int
     ) -> tuple[float, float, float]:
-        """Trajectories/s of Turnwise, of the loop in batches, and of the ideal."""
+        """Measure trajectories/s of Turnwise, of the loop in batches, and of the ideal."""
         prompts = self.config.rollout.prompts_per_step
         per_step, ahead = GROUP * prompts, 2 * GROUP * prompts
         runner = self.runner(ahead)
@@ -272,7 +273,7 @@ class Bench:
         await self.clear()
         async with task_group() as tasks:
             producing = tasks.create_task(producer.run())
-            for step in range(1, warm_up + 1):  # all begin at once: that is not the steady state
+            for step in range(1, warm_up + 1):  # all begin at once: not the steady state
                 await producer.next_batch()
                 await producer.advance(step)
             started = time.perf_counter()
@@ -292,7 +293,7 @@ class Bench:
 
 
 def audited(groups: Iterable[Group], expected: int) -> list[Trace]:
-    """What the trajectories added; all must be there, and exact."""
+    """Return the ids that the trajectories added; all must be present and exact."""
     trajectories = [t for group in groups for t in group.trajectories]
     assert len(trajectories) == expected, [group.causes for group in groups if group.causes]
     for trajectory in trajectories:
@@ -308,7 +309,7 @@ async def run(config: Config, quick: bool) -> list[Claim]:
     bare = VllmEngine(
         config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
     )._llm
-    arguments.pop("enable_log_requests")  # known to the asynchronous engine alone
+    arguments.pop("enable_log_requests")  # only known to the asynchronous engine
     blocking = vllm.LLM(**arguments)
     instant: list[tuple[Run, Run]] = []
     tailed: list[tuple[float, float, float]] = []
@@ -365,13 +366,13 @@ def against_bare(
 
 
 def split(runs: Sequence[Run]) -> str:
-    """Where processor time goes."""
+    """Return the claims about processor time."""
     parts = {kind: statistics.median(run.cpu[kind] for run in runs) for kind in runs[0].cpu}
     return " + ".join(f"{kind} {digits(spent)}" for kind, spent in parts.items())
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     options = parser("rollouts", __doc__).parse_args()
     as_in_a_worker()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
 """The scheduler against vllm-router: `python -m benchmarks.routing [--quick]`.
 
-Four dummy upstreams answer any request over HTTP at once with a fixed completion. They are asked
-in three ways by the same client code over kept connections: directly, through vllm-router (Rust,
-one more hop; round robin, its fastest policy), and with Turnwise's scheduler choosing the upstream
-in the client's process, as it does in training. Upstreams, router and client are processes of
-their own; all of them share the machine.
+Four dummy upstreams answer any request over HTTP at once with a fixed completion. The same client
+code sends requests to them over kept connections in three ways: directly, through vllm-router
+(Rust, one more hop; round robin, its fastest policy), and with Turnwise's scheduler choosing the
+upstream in the client's process, as it does in training. Upstreams, router and client are separate
+processes; all of them share the machine.
 
 1. 64 callers, each with one request at a time: requests/s.
-2. Requests that arrive at random, 1,000 a second: the 99th percentile of latency, and what each
-   way adds to that of asking directly.
+2. Requests that arrive at random, 1,000 a second: the 99th percentile of latency, and the latency
+   that each way adds to direct requests.
 """
 
 import argparse
@@ -70,13 +70,13 @@ class Upstream(asyncio.Protocol):
             self._transport.write(self.reply)
 
 
-def serve_upstreams(told: Connection) -> None:
-    """The upstreams' process."""
+def serve_upstreams(ports: Connection) -> None:
+    """Run the upstreams, in their own process."""
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         servers = [await loop.create_server(Upstream, "127.0.0.1", 0) for _ in range(UPSTREAMS)]
-        told.send([server.sockets[0].getsockname()[1] for server in servers])
+        ports.send([server.sockets[0].getsockname()[1] for server in servers])
         await asyncio.Event().wait()
 
     uvloop.run(serve())
@@ -114,7 +114,7 @@ class Client(asyncio.Protocol):
 
 
 class Pool:
-    """As many kept connections to one port as there are requests at a time."""
+    """Kept connections to one port, one for each concurrent request."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -154,7 +154,7 @@ class HttpEngine:
 
 
 def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
-    """How to ask, by name."""
+    """Ways to send a request, by name."""
     pools, turns, names = [Pool(port) for port in ports], itertools.count(), itertools.count()
     scheduler = Scheduler(ServingConfig(), 60.0)
     for index, port in enumerate(ports):
@@ -172,13 +172,13 @@ def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
 
 
 def sessions() -> Callable[[], str]:
-    """Names of sessions of four requests each."""
+    """Yield the names of sessions of four requests each."""
     numbers, tag = itertools.count(), random.getrandbits(40)
     return lambda: f"{tag:x}-{next(numbers) // 4}"
 
 
 async def closed(ask: Ask, seconds: float) -> float:
-    """Requests/s of all callers together."""
+    """Return requests/s of all callers together."""
     name, end, done = sessions(), time.perf_counter() + seconds, 0
 
     async def caller() -> None:
@@ -193,7 +193,7 @@ async def closed(ask: Ask, seconds: float) -> float:
 
 
 async def open_loop(ask: Ask, seconds: float) -> float:
-    """Milliseconds of the 99th percentile, from a request's time to come to its answer."""
+    """Return the 99th percentile of milliseconds from a request's due time to its answer."""
     name, latencies = sessions(), list[float]()
 
     async def one(due: float) -> None:
@@ -216,7 +216,7 @@ def free_port() -> int:
 
 
 async def wait_for(port: int, process: "subprocess.Popen[bytes]", seconds: float = 30) -> None:
-    """Until the router listens."""
+    """Wait until the router listens."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end and process.poll() is None:
         with contextlib.suppress(OSError):
@@ -265,7 +265,7 @@ async def run(ports: Sequence[int], options: argparse.Namespace) -> list[Claim]:
             "vllm-router",
             rates["vllm-router"],
             quotients(rates["turnwise"], rates["vllm-router"]),
-            note=f"asked directly, {statistics.median(rates['direct']):,.0f}/s",
+            note=f"direct, {statistics.median(rates['direct']):,.0f}/s",
         ),
         Claim(
             f"routing, p99 of latency at {ARRIVALS:,.0f} requests/s",
@@ -275,14 +275,14 @@ async def run(ports: Sequence[int], options: argparse.Namespace) -> list[Claim]:
             tails["vllm-router"],
             quotients(tails["turnwise"], tails["vllm-router"]),
             at_most=1.0,
-            note=f"asked directly, {direct:.2f} ms; added "
+            note=f"direct, {direct:.2f} ms; added "
             + ", ".join(f"{way} {statistics.median(ms):.2f} ms" for way, ms in added.items()),
         ),
     ]
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     made = parser("routing", __doc__)
     made.add_argument("--router", type=Path, default=ROUTER, help="vllm-router's command")
     options = made.parse_args()

@@ -1,15 +1,15 @@
-"""How the scheduler holds up over many engines: `python -m benchmarks.scale [--quick]`.
+"""The scheduler over many engines: `python -m benchmarks.scale [--quick]`.
 
 Simulated engines on a virtual clock (`turnwise.engine.simulated`): no model, but the real
 scheduler, the same sessions, the same queues. Sessions of 1 to 4 turns come in groups of 8 with one
-prompt; between two turns a tool takes 10 ms or 200 ms. As many sessions as 16 an engine are
-under way.
+prompt; between two turns a tool takes 10 ms or 200 ms. 16 sessions
+for each engine are in flight.
 
 A perfect balancer is one engine with the speed and the cache of all of them: no queue is ever
 longer than another, and no turn ever misses what some engine has cached. Its makespan in virtual
-time is what the fleet's is compared to. What a turn costs is real time, of scheduler and simulation
-together, and of the scheduler's choice alone; without the garbage collector, which would spend it
-on the simulation's heap. What grows in it without any scheduler is told by round robin.
+time is the reference for the fleet's. The cost of a turn is real time, of scheduler and simulation
+together, and of the scheduler's choice alone; the garbage collector is off, because it would mostly
+work on the simulation's heap. Round robin shows the growth that is not the scheduler's.
 """
 
 import asyncio
@@ -24,14 +24,15 @@ from typing import Any
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Generator, Route
-from turnwise.engine.simulated import Latency, SimulatedEngine, run_virtually
+from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.engine.virtual_time import run_virtually
 from turnwise.serving.scheduler import Scheduler
 
 SAMPLING = SamplingConfig(max_tokens=32)
 PER_ENGINE = 16
 GROUP = 8
 TOOLS = ((0.8, 0.01), (0.2, 0.2))
-"""Shares, and seconds."""
+"""Shares of the tools' calls, and their seconds."""
 
 
 @dataclass
@@ -41,14 +42,14 @@ class Outcome:
     makespan: float
     """Virtual seconds."""
     seconds: float
-    """Real ones."""
+    """Real seconds."""
     turns: int
     hit_rate: float
-    """Of all prompt tokens, those that were cached."""
+    """Fraction of all prompt tokens that were cached."""
 
 
 class RoundRobin:
-    """Each turn to the next engine, whoever it belongs to."""
+    """Sends each turn to the next engine, whatever its session."""
 
     def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
         self._engines = itertools.cycle(engines)
@@ -58,7 +59,7 @@ class RoundRobin:
 
 
 def make_engines(count: int, faster: int = 1) -> list[SimulatedEngine]:
-    """`count` engines, each as fast as `faster` of the usual ones."""
+    """Make `count` engines, each as fast as `faster` of the usual ones."""
     usual = Latency()
     latency = Latency(usual.prefill_token / faster, usual.step, usual.step_request / faster)
     return [
@@ -82,7 +83,7 @@ def schedule(engines: Sequence[SimulatedEngine]) -> Scheduler:
 async def run_sessions(
     generator: Generator, engines: Sequence[SimulatedEngine], sessions: int, lanes: int, seed: int
 ) -> Outcome:
-    """All sessions, `lanes` at a time."""
+    """Run all sessions, `lanes` at a time."""
     chance = random.Random(seed)
     shares, seconds = zip(*TOOLS, strict=True)
     plans = [chance.choices(seconds, shares, k=chance.randint(0, 3)) for _ in range(sessions)]
@@ -120,7 +121,7 @@ def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Ou
 
 
 def perfect(count: int, sessions: int, seed: int) -> Outcome:
-    """One engine as fast as `count`."""
+    """Run all sessions on one engine as fast as `count`."""
 
     async def work() -> Outcome:
         (engine,) = engines = make_engines(1, faster=count)
@@ -130,17 +131,17 @@ def perfect(count: int, sessions: int, seed: int) -> Outcome:
 
 
 async def choice_microseconds(workers: int, count: int) -> float:
-    """Of the scheduler's choice: sessions of eight turns in groups of eight."""
+    """Time the scheduler's choice alone: sessions of eight turns in groups of eight."""
     scheduler = schedule(make_engines(workers))
     routes = [Route(f"s{index // 8}", f"g{index // 64}") for index in range(count)]
     started = time.perf_counter()
     for route in routes:
-        await scheduler._pick(route, "r")
+        await scheduler._schedule(route, "r")
     return (time.perf_counter() - started) / count * 1e6
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     options = parser("scale", __doc__).parse_args()
     seed = time.time_ns() % 1_000_000
     many, sessions = (64, 4_000) if options.quick else (1024, 100_000)

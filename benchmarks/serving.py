@@ -1,9 +1,9 @@
-"""What the serving plane costs: `python -m benchmarks.serving [--quick]`.
+"""Cost of the serving plane: `python -m benchmarks.serving [--quick]`.
 
-Requests of 50 + 24 tokens, closed loops of 64 callers (or as many as `--callers` says), four ways
-in turn: the bare engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker
-behind the scheduler, and the OpenAI server before either, asked over HTTP by a client in the same
-process. Ratios are medians over rounds that alternate, so that the machine's mood cancels out.
+Requests of 50 + 24 tokens, closed loops of 64 callers (or `--callers`), four ways in
+turn: the bare engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker
+behind the scheduler, and the OpenAI server before either, with a client in the same process over
+HTTP. Ratios are medians over alternating rounds, so that slow phases of the machine cancel out.
 Added latency is against the bare engine's.
 """
 
@@ -26,11 +26,11 @@ from rich.table import Table
 from benchmarks.models import as_in_a_worker, make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.core.ray import start_ray
 from turnwise.engine import Generator
 from turnwise.engine.vllm_engine import VllmEngine
-from turnwise.machinery import make_manager
-from turnwise.ray_calls import start_ray
-from turnwise.serving.openai_server import OpenAIServer
+from turnwise.run.fleet import make_manager
+from turnwise.serving.openai.server import OpenAIServer
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 PROMPT_TOKENS, NEW_TOKENS = 50, 24
@@ -41,7 +41,7 @@ Ask = Callable[[list[int], str], Awaitable[None]]
 
 @dataclass
 class Measured:
-    """One way at one number of callers."""
+    """Results of one way at one number of callers."""
 
     rates: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Measured:
 
 
 async def measure(ask: Ask, callers: int, seconds: float, into: Measured) -> None:
-    """Keep `callers` requests under way for a while."""
+    """Keep `callers` requests in flight for a while."""
     generator = random.Random(time.perf_counter_ns())
     numbers, end = itertools.count(), time.perf_counter() + seconds
     done = 0
@@ -71,7 +71,7 @@ async def measure(ask: Ask, callers: int, seconds: float, into: Measured) -> Non
 
 
 async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
-    """63 short requests beside one of 400 tokens: the time of the short ones by that alone."""
+    """Run 63 short requests with one of 400 tokens; returns their time by that without it."""
     numbers = itertools.count()
 
     async def ask(tokens: int) -> None:
@@ -191,7 +191,7 @@ def _claims(callers: int, measured: dict[str, Measured]) -> list[Claim]:
 
 
 def main() -> None:
-    """Prints the table and the claims."""
+    """Run the benchmark and print the table and its claims."""
     made = parser("serving", __doc__)
     made.add_argument("--callers", type=int, nargs="*", default=CALLERS)
     made.add_argument("--rounds", type=int, default=3)

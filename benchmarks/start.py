@@ -1,9 +1,9 @@
 """Start-up time: `python -m benchmarks.start [--quick]`.
 
 Seconds, of the wall clock and of all processes together, from the command to the first token:
-`turnwise serve` and, beside it, vLLM's own API server of the same model, with the same context,
-cache and memory for it. `turnwise train` counts until its first trajectory is done, which takes
-the trainer and the first hand-over of weights besides. The three take turns; a goal is a ratio to
+`turnwise serve`, and vLLM's own API server of the same model with the same context, cache and
+memory. `turnwise train` counts until its first trajectory is done, which includes the trainer and
+the first weight update. The three take turns; a goal is a ratio to
 vLLM's wall time in the same round.
 """
 
@@ -31,12 +31,12 @@ from benchmarks.report import Claim, parser, quotients, report
 
 MAX_LENGTH = 512
 DEADLINE = 180.0
-"""Seconds until a first token."""
+"""Deadline of a start, in seconds."""
 POLL = 0.05
 
 
 class Stamp:
-    """An environment that says, by making a file, that a trajectory is done."""
+    """An environment that creates a file when a trajectory is done."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.problem = [{"role": "user", "content": row["question"]}]
@@ -59,7 +59,7 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
     """Run a command until it is ready, and end it.
 
     Raises:
-        RuntimeError: when it ends before, or is not ready in time; with the end of its output.
+        RuntimeError: when it ends earlier, or is not ready in time; with the end of its output.
     """
     environment = os.environ | {
         "BENCHMARK_STAMP": str(folder / "stamp"),
@@ -68,7 +68,7 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environment.pop("TURNWISE_FORK_SERVER", None)  # nothing is shared with other programs
+    environment.pop("TURNWISE_FORK_SERVER", None)  # shares nothing with other programs
     log = folder / "log"
     with log.open("w") as output:
         began = time.perf_counter()
@@ -96,7 +96,7 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process and its descendants, ended ones included."""
+    """Return the processor time of a process and its descendants, ended ones included."""
     total = 0.0
     root = psutil.Process(pid)
     for each in (root, *root.children(recursive=True)):
@@ -107,7 +107,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def gives_a_token(port: int, model: Path) -> Callable[[], bool]:
-    """Whether a server there completes a prompt."""
+    """Return whether a server at this address completes a prompt."""
     body = json.dumps({"model": str(model), "prompt": "1", "max_tokens": 1}).encode()
 
     def ask() -> bool:
@@ -180,7 +180,7 @@ def run(rounds: int, folder: Path) -> list[Claim]:
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     made = parser("start", __doc__)
     made.add_argument("--rounds", type=int, default=3)
     options = made.parse_args()

@@ -1,10 +1,10 @@
-"""What the trainer costs: `python -m benchmarks.training [--quick]`.
+"""Cost of the trainer: `python -m benchmarks.training [--quick]`.
 
 Tokens per second of the policy (one rank: samples in, optimizer step, metrics out) against a bare
 PyTorch loop over the same model, the same sequences in the same micro-batches, and the same
-clipped loss, AdamW and gradient clipping; the bare loop's tensors are made beforehand, and it
-measures nothing. The two take turns, so that the machine's mood cancels out; each round's data is
-new.
+clipped loss, AdamW and gradient clipping; the bare loop's tensors are prepared in advance, and
+it computes no metrics. The two alternate, so that slow phases of the machine cancel out; each
+round's data is new.
 """
 
 import random
@@ -21,8 +21,8 @@ from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, parse_config
 from turnwise.training import Sample
-from turnwise.training.batching import make_micro_batch, plan
-from turnwise.training.policy import Policy
+from turnwise.training.batching import make_micro_batch, plan_micro_batches
+from turnwise.training.rank import TrainerRank
 
 CPU = torch.device("cpu")
 SEQUENCES = {"0.7 M": 96, "5 M": 24}
@@ -31,7 +31,7 @@ PROMPT = 48
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Sequences as of short conversations: a prompt, then sampled and given tokens in turn."""
+    """Make sequences like short conversations: a prompt, then sampled and given tokens in turn."""
     samples = []
     for number in range(count):
         length = random.randint(100, 240)
@@ -55,7 +55,7 @@ def configuration(path: Path) -> Config:
 
 
 class Bare:
-    """The loop that one writes by hand."""
+    """A training loop as one writes it by hand."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -65,7 +65,7 @@ class Bare:
         self.budget = config.training.micro_batch_tokens
 
     def prepare(self, samples: list[Sample]) -> list[tuple[torch.Tensor, ...]]:
-        (((share),),) = plan(samples, 1, 1, self.budget, packed=False)
+        (((share),),) = plan_micro_batches(samples, 1, 1, self.budget, packed=False)
         batches = [
             make_micro_batch(s, share.trajectory_tokens, 0, packed=False, device=CPU)
             for s in share.micro_batches
@@ -88,10 +88,10 @@ class Bare:
 
 
 def measure(size: str, rounds: int, folder: Path) -> Claim:
-    """A size's tokens per second."""
+    """Measure the tokens per second of one size."""
     path = make_model(size, folder)
     config = configuration(path)
-    policy, bare = Policy(config), Bare(path, config)
+    policy, bare = TrainerRank(config), Bare(path, config)
     ours, theirs = [], []
     for number in range(rounds + 1):
         samples = make_samples(SEQUENCES[size])
@@ -102,7 +102,9 @@ def measure(size: str, rounds: int, folder: Path) -> Claim:
             if way == "bare":
                 bare.step(batches)
             else:
-                (shares,) = plan(samples, 1, 1, config.training.micro_batch_tokens, packed=False)
+                (shares,) = plan_micro_batches(
+                    samples, 1, 1, config.training.micro_batch_tokens, packed=False
+                )
                 policy.train(shares)
             if number:  # the first round warms up
                 (theirs if way == "bare" else ours).append(tokens / (time.perf_counter() - started))
@@ -118,7 +120,7 @@ def measure(size: str, rounds: int, folder: Path) -> Claim:
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     made = parser("training", __doc__)
     made.add_argument("--rounds", type=int, default=4)
     options = made.parse_args()

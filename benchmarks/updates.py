@@ -1,17 +1,17 @@
-"""What a weight update costs running requests: `python -m benchmarks.updates [--quick]`.
+"""Cost of a weight update for requests in flight: `python -m benchmarks.updates [--quick]`.
 
-64 callers keep requests of 50 + 128 tokens under way on the demo's architecture (0.7 M parameters)
+64 callers keep requests of 50 + 128 tokens in flight on the demo's architecture (0.7 M parameters)
 while a trainer in this process publishes its weights by shm and the manager brings them to the
-worker. In-flight requests freeze and go on, with the cache that they have
-(weights.in_flight=keep_cache) or with one that is computed anew under the new weights (keep, the
-default). Windows of a second with one update in it alternate with windows without; what an update
-costs is the time that the missing tokens would have taken. Each round is 3 pairs. What it takes to
-compute those requests' cache anew is measured by itself: as many prompts as callers, each of a
-request's length at its middle, and one token sampled.
+worker. In-flight requests freeze and resume, with their cache (weights.in_flight=keep_cache) or
+with one that is recomputed under the new weights (keep, the default). Windows of a second with one
+update alternate with windows without; the cost of an update is the time that the missing tokens
+would have taken. Each round is 3 pairs. The time to recompute those requests' cache is measured
+separately: as many prompts as callers, each of a request's length at its middle, and one sampled
+token.
 
-The time of an update as such, until the engine serves again, is measured of an idle engine with
-100 M parameters, too: beside what `benchmarks.weights` measures it holds vLLM's repacking of the
-weights, the check that the engine has them, and the calls.
+The time of an update itself, until the engine serves again, is also measured on an idle engine with
+100 M parameters: compared with `benchmarks.weights` it includes vLLM's repacking of the weights,
+the check that the engine has them, and the calls.
 """
 
 import asyncio
@@ -31,47 +31,48 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, report
 from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight
-from turnwise.machinery import make_manager
-from turnwise.ray_calls import start_ray
-from turnwise.weights.delivery import Delivery, Outcome
-from turnwise.weights.outlet import make_outlet
+from turnwise.run.fleet import make_manager
+from turnwise.weights.manifest import Publication
+from turnwise.weights.sync import UpdateResult, WeightSync
+from turnwise.weights.transport import make_sender
 
 CALLERS, PROMPT_TOKENS, NEW_TOKENS = 64, 50, 128
 WINDOW = 1.0
 
 
 class Trainer:
-    """Its weights change a little at every version; all in this process."""
+    """A trainer in this process whose weights change a little at every version."""
 
     def __init__(self, path: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self._named = list(model.named_parameters())
-        self._outlet = make_outlet("shm", self._named, torch.float32, timeout=30)
+        self._sender = make_sender("shm", self._named, torch.float32, timeout=30)
         self.version = 0
 
-    async def publish(self) -> dict[str, Any]:
+    async def publish(self) -> Publication:
         self.version += 1
         with torch.no_grad():
             for _, parameter in self._named:
                 parameter.mul_(1.0 + 1e-6)
-        return self._outlet.publish(self.version, iter(self._named))
+        return Publication(self._sender.publish(self.version, iter(self._named)))
 
     async def send(self, devices: Sequence[str]) -> None: ...
 
     async def rendezvous(self) -> tuple[str, int]:
-        raise AssertionError("shm has nobody to meet")
+        raise AssertionError("shm needs no meeting")
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None: ...
 
 
-class Policy(Delivery):
-    """Delivers as it is told to, whatever the configuration says."""
+class Policy(WeightSync):
+    """Pushes by its own policy, whatever the configuration says."""
 
     in_flight: InFlight = "keep"
 
-    async def deliver(self, engines: Sequence[Engine], in_flight: InFlight) -> list[Outcome]:
-        return await super().deliver(engines, self.in_flight)
+    async def push(self, engines: Sequence[Engine], in_flight: InFlight) -> list[UpdateResult]:
+        return await super().push(engines, self.in_flight)
 
 
 def configuration(path: Path) -> Config:
@@ -91,12 +92,12 @@ class Measured:
 
     lost: dict[InFlight, list[float]]
     took: dict[InFlight, list[float]]
-    anew: list[float]
+    recompute: list[float]
 
 
 async def measure(config: Config, rounds: int, pairs: int) -> Measured:
     trainer = Trainer(Path(config.model.path))
-    delivery = Policy(trainer, 30.0, 30.0)
+    sync = Policy(trainer, 30.0, 30.0)
     sampling = SamplingConfig(max_tokens=NEW_TOKENS, ignore_eos=True)
     numbers = itertools.count()
     async with make_manager(config, 0).running() as manager:
@@ -111,13 +112,13 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
         async def window(update: bool) -> tuple[int, float]:
             started, before, took = time.perf_counter(), worker.tokens, 0.0
             if update:
-                await delivery.publish()
-                await manager.update_weights(delivery)
+                await sync.publish()
+                await manager.update_weights(sync)
                 took = time.perf_counter() - started
             await asyncio.sleep(max(0.0, started + WINDOW - time.perf_counter()))
             return worker.tokens - before, took
 
-        async def compute_anew() -> float:
+        async def recompute() -> float:
             one, started = SamplingConfig(max_tokens=1), time.perf_counter()
             prompts = [
                 [random.randrange(5, 500) for _ in range(PROMPT_TOKENS + NEW_TOKENS // 2)]
@@ -128,13 +129,13 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
             )
             return (time.perf_counter() - started) * 1e3
 
-        anew = [await compute_anew() for _ in range(rounds + 1)][1:]
+        recomputing = [await recompute() for _ in range(rounds + 1)][1:]
         callers = [asyncio.create_task(caller()) for _ in range(CALLERS)]
         for update in (True, False, True, False):
             await window(update)
         policies: tuple[InFlight, ...] = ("keep_cache", "keep")
-        measured = Measured({p: [] for p in policies}, {p: [] for p in policies}, anew)
-        for delivery.in_flight in policies * rounds:
+        measured = Measured({p: [] for p in policies}, {p: [] for p in policies}, recomputing)
+        for sync.in_flight in policies * rounds:
             tokens, seconds = {True: 0, False: 0}, 0.0
             for _ in range(pairs):
                 for update in random.sample((True, False), 2):
@@ -142,30 +143,30 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
                     tokens[update] += sampled
                     seconds += spent
             lost = (tokens[False] - tokens[True]) / tokens[False] * WINDOW * 1e3
-            measured.lost[delivery.in_flight].append(lost)
-            measured.took[delivery.in_flight].append(seconds / pairs * 1e3)
+            measured.lost[sync.in_flight].append(lost)
+            measured.took[sync.in_flight].append(seconds / pairs * 1e3)
         for task in callers:
             task.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-        assert not manager.losses, manager.losses
+        assert not manager.failures, manager.failures
     return measured
 
 
 async def idle(config: Config, count: int) -> list[float]:
-    """Milliseconds of updates that come alone; the first is not counted."""
-    delivery = Delivery(Trainer(Path(config.model.path)), 60.0, 60.0)
+    """Measure updates of an idle engine, in milliseconds; the first is not counted."""
+    sync = WeightSync(Trainer(Path(config.model.path)), 60.0, 60.0)
     took = []
     async with make_manager(config, 0).running() as manager:
         for _ in range(1 + count):
             started = time.perf_counter()
-            await delivery.publish()
-            await manager.update_weights(delivery)
+            await sync.publish()
+            await manager.update_weights(sync)
             took.append((time.perf_counter() - started) * 1e3)
     return took[1:]
 
 
 def main() -> None:
-    """Prints the claims."""
+    """Run the benchmark and print its claims."""
     options = parser("updates", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(make_model("0.7 M", Path(folder)))
@@ -181,9 +182,9 @@ def main() -> None:
     claims = [
         Claim("generation lost to an update, cache kept", "ms", lost["keep_cache"], at_most=50),
         Claim("that update, from publishing to serving", "ms", took["keep_cache"]),
-        Claim("generation lost to an update, cache anew", "ms", lost["keep"], at_most=50),
+        Claim("generation lost to an update, cache recomputed", "ms", lost["keep"], at_most=50),
         Claim("that update, from publishing to serving", "ms", took["keep"]),
-        Claim("computing the cache of those requests anew", "ms", measured.anew),
+        Claim("recomputing the cache of those requests", "ms", measured.recompute),
     ]
     if alone:
         claims.append(Claim("update of 100 M parameters by shm, repacking included", "ms", alone))

@@ -1,10 +1,10 @@
-"""What a weight update costs by transport: `python -m benchmarks.weights [--quick]`.
+"""Cost of a weight update by transport: `python -m benchmarks.weights [--quick]`.
 
 A trainer and a receiver in two processes of this machine. The receiver copies every tensor into
-memory of its own, as an engine does before it repacks; what vLLM adds to that is not measured.
-Each transport's time is also told as a multiple of a plain copy of the same bytes in the same run
-(torch's copy_, warm, in one process). Extra memory is how far a process's resident set rose above
-where it stood before the update; pages of shared memory count in both.
+its own memory, as an engine does before it repacks; vLLM's own work is not measured. Each
+transport's time is also given as a multiple of a plain copy of the same bytes in the same run
+(torch's copy_, warm, in one process). Extra memory is the rise of a process's resident set above
+its size before the update; pages of shared memory count in both.
 """
 
 import multiprocessing
@@ -23,12 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import Claim, parser, report
-from turnwise.weights import disk, shm
-from turnwise.weights.collective import CollectiveReceiver, Group
-from turnwise.weights.ipc import IpcReceiver
-from turnwise.weights.manifest import Manifest
-from turnwise.weights.outlet import Outlet, make_outlet
-from turnwise.weights.stream import Receiver
+from turnwise.weights.manifest import Manifest, dtype_name
+from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.rendezvous import free_address
+from turnwise.weights.transport import (
+    EngineWorker,
+    Receiver,
+    WeightSender,
+    find_transport,
+    make_sender,
+)
 
 TRANSPORTS = ("shm", "ipc", "collective", "disk")
 SIZES = {"3 M": 3_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
@@ -39,55 +43,42 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def make_tensors(parameters: int, dtype: torch.dtype) -> Named:
-    """Matrices of a transformer's usual size, and one for the rest."""
+    """Return matrices of a transformer's usual size, and one for the rest."""
     block = min(WIDTH**2, parameters // 8)
     count, rest = divmod(parameters, block)
     sizes = [block] * count + ([rest] if rest else [])
     return [(f"layer.{i}", torch.rand(size).to(dtype)) for i, size in enumerate(sizes)]
 
 
-def receive(told: Connection, shapes: list[tuple[str, int]], dtype: torch.dtype) -> None:
-    """The receiver's process: for each update that it is told of, the bytes of its peak."""
+def receive(tasks: Connection, shapes: list[tuple[str, int]], dtype: torch.dtype) -> None:
+    """Receive updates in the receiver's process; reports the peak bytes of each."""
     torch.set_num_threads(1)
     weights = {name: torch.zeros(size, dtype=dtype) for name, size in shapes}
-    kind = str(dtype).removeprefix("torch.")
-    expected = {name: ((size,), kind) for name, size in shapes}
-    group: Group | None = None
-    while (task := told.recv()) is not None:
-        if isinstance(task, tuple):
-            group = Group(1, *task, 2, 1, CPU, SECONDS)
-            told.send("joined")
+    worker = EngineWorker(CPU, 0, {name: ((size,), dtype_name(dtype)) for name, size in shapes})
+    while (task := tasks.recv()) is not None:
+        if not isinstance(task, Manifest):
+            worker.group = ProcessGroup(1, *task, 2, 1, CPU, SECONDS)
+            tasks.send("joined")
             continue
-        manifest = Manifest.from_dict(task)
         before = start_of_peak()
-        receiver: Receiver | None = None
-        if manifest.transport == "ipc":
-            receiver = IpcReceiver(manifest.path, expected, CPU, SECONDS)
-        elif group is not None and manifest.transport == "collective":
-            receiver = CollectiveReceiver(group, expected, CPU, SECONDS)
-        for name, tensor in arriving(manifest, receiver):
+        receiver = find_transport(task.transport).receive(task, worker, SECONDS)
+        for name, tensor in arriving(receiver):
             weights[name].copy_(tensor)
             del tensor
-        if receiver is not None:
-            receiver.end()
-        told.send(peak() - before)
+        receiver.end()
+        tasks.send(peak() - before)
 
 
-def arriving(manifest: Manifest, receiver: Receiver | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an update, as an engine's worker sees them."""
-    if receiver is not None:
-        while receiver.poll() is None:
-            time.sleep(0.001)
-        for tensors in receiver.chunks():
-            yield from tensors
-    elif manifest.transport == "disk":
-        yield from disk.load(manifest)
-    else:
-        yield from shm.load(manifest)
+def arriving(receiver: Receiver) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an update, as an engine's worker receives them."""
+    while receiver.poll() is None:
+        time.sleep(0.001)
+    for tensors in receiver.chunks():
+        yield from tensors
 
 
 def start_of_peak() -> int:
-    """Forget this process's peak; returns the bytes that it holds now."""
+    """Reset this process's peak; returns its current bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
@@ -98,33 +89,35 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
-def update(outlet: Outlet, version: int, tensors: Named, child: Connection) -> tuple[float, ...]:
-    """Seconds of one update, and the bytes that it took in the trainer and in the receiver."""
+def update(
+    sender: WeightSender, version: int, tensors: Named, child: Connection
+) -> tuple[float, ...]:
+    """Run one update; returns its seconds, and the extra bytes in the trainer and the receiver."""
     before, started = start_of_peak(), time.perf_counter()
-    child.send(outlet.publish(version, iter(tensors)))
-    outlet.send(version, iter(tensors), [socket.gethostname()])
+    child.send(sender.publish(version, iter(tensors)))
+    sender.send(version, iter(tensors), [socket.gethostname()])
     theirs = child.recv()
     return time.perf_counter() - started, peak() - before, theirs
 
 
 def measure(transport: str, tensors: Named, child: Connection, repeats: int) -> tuple[float, ...]:
-    """Median seconds, and the largest memory of both sides; the first update is not counted."""
+    """Return median seconds, and both sides' largest memory; the first update is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         dtype = tensors[0][1].dtype
-        outlet = make_outlet(transport, tensors, dtype, folder=folder, timeout=SECONDS)
+        sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS)
         if transport == "collective":
-            ip, port = outlet.rendezvous()
+            ip, port = free_address()
             child.send((ip, port))
-            outlet.join(ip, port, 1)
+            sender.join(ip, port, 1)
             child.recv()
-        rounds = [update(outlet, i, tensors, child) for i in range(repeats + 1)][1:]
-        outlet.close()
+        rounds = [update(sender, i, tensors, child) for i in range(repeats + 1)][1:]
+        sender.close()
     seconds, ours, theirs = zip(*rounds, strict=True)
     return statistics.median(seconds), max(ours), max(theirs)
 
 
 def plain_copy(tensors: Named, repeats: int) -> float:
-    """Median seconds of a copy into memory that is there."""
+    """Return median seconds of a copy into existing memory."""
     copies = [tensor.clone() for _, tensor in tensors]
     times = []
     for _ in range(repeats):
@@ -139,7 +132,7 @@ def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float
     """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies.
 
     Returns:
-        Of each transport its seconds, and those of a plain copy.
+        Seconds of each transport, and of a plain copy.
     """
     dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
     tensors = make_tensors(SIZES[size], dtype)
@@ -164,7 +157,7 @@ def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float
 
 
 def main() -> None:
-    """Prints the table and the claims."""
+    """Run the benchmark and print the table and its claims."""
     made = parser("weights", __doc__)
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--sizes", nargs="*", choices=SIZES, default=["3 M", "100 M"])

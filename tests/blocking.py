@@ -1,7 +1,7 @@
-"""What user code in tests blocks on: a gate that opens at the end of the test.
+"""A gate that blocks user code in tests, and opens at the end of the test.
 
-A module of its own, because an environment's module is imported once by pytest and once by its
-name in a configuration.
+A separate module, because an environment's module is imported once by pytest and once by its name
+in a configuration.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ _gates = [threading.Event()]
 
 
 def new_gate() -> threading.Event:
-    """The gate of one test; `gate` gives it until the next test makes another."""
+    """Make the gate of one test; `gate` returns it until the next test makes another."""
     _gates.append(threading.Event())
     return _gates[-1]
 

@@ -1,4 +1,8 @@
-"""What tests share: one untrained model, one engine and one Ray for the whole session."""
+"""Fixtures that tests share: one untrained model, one engine and one Ray for the whole session.
+
+torch, vLLM and Ray are imported by the fixtures that need them, so that tests of plain code start
+at once: `tests/no_engines.py` has the tier of tests that need neither vLLM nor Ray.
+"""
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -6,18 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from examples.calculator.prepare import prepare
-from examples.calculator.warm_start import WarmStart
 from tests.memory import PeakMemory
-from turnwise import fork_server
 from turnwise.config import Config, parse_config
+from turnwise.core import fork_server
 from turnwise.trajectory import ChatTemplate
 
 if TYPE_CHECKING:
-    from turnwise.serving.remote_worker import RemoteWorker
+    from turnwise.serving.worker_handle import WorkerHandle
 
 ROOT = Path(__file__).parent.parent
 PEAK = pytest.StashKey[PeakMemory]()
@@ -40,7 +40,7 @@ def pytest_terminal_summary(
 
 
 def python() -> list[str]:
-    """A replacement for `python` in a command: a fork of the session's fork server.
+    """Return a replacement for `python` in a command: a fork of the session's fork server.
 
     It saves a program the seconds that its imports take. Its children of Ray's and
     vLLM's are forked by the same server (`command_environment`).
@@ -53,6 +53,11 @@ def python() -> list[str]:
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The calculator example's files, around a model that was hardly trained."""
+    import torch
+
+    from examples.calculator.prepare import prepare
+    from examples.calculator.warm_start import WarmStart
+
     folder = tmp_path_factory.mktemp("calculator")
     torch.set_num_threads(2)
     prepare(folder, seed=0, options=WarmStart(updates=5), train=64, heldout=16)
@@ -66,6 +71,8 @@ def model_path(build: Path) -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_path: str) -> Any:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(model_path)
 
 
@@ -76,7 +83,7 @@ def template(tokenizer: Any) -> ChatTemplate:
 
 @pytest.fixture(scope="session")
 def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
-    """A small configuration; arguments replace whole sections."""
+    """Makes a small configuration; arguments replace whole sections."""
 
     def make(**sections: Any) -> Config:
         tree: dict[str, Any] = {
@@ -102,7 +109,7 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def ray_started() -> Iterator[None]:
     import ray
 
-    from turnwise.ray_calls import start_ray
+    from turnwise.core.ray import start_ray
 
     start_ray(None)
     yield
@@ -112,23 +119,23 @@ def ray_started() -> Iterator[None]:
 @pytest.fixture(scope="session")
 async def engine(
     ray_started: None, make_config: Callable[..., Config]
-) -> AsyncIterator["RemoteWorker"]:
+) -> AsyncIterator["WorkerHandle"]:
     """The real engine, in its own process; tests that change its weights put them back."""
-    from turnwise.serving.remote_worker import RemoteWorker
+    from turnwise.serving.worker_handle import WorkerHandle
 
-    engine = await RemoteWorker.start(make_config())
+    engine = await WorkerHandle.start(make_config())
     yield engine
     await engine.shutdown()
 
 
 def command_environment() -> dict[str, str]:
-    """The environment of a turnwise command that a test starts."""
+    """Return the environment of a turnwise command that a test starts."""
     shared = {fork_server.VARIABLE: fork_server.address() or "off"}
     return {**os.environ, **shared, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
 
 
 def own_environment() -> dict[str, str]:
-    """The same for one that starts all of its processes by itself, as a person's does."""
+    """Return the environment of a command that starts all processes itself, as a user's does."""
     environment = command_environment()
     del environment[fork_server.VARIABLE]
     return environment

@@ -1,8 +1,8 @@
-"""A vLLM logits processor that makes a real engine say what a test wants it to say.
+"""A vLLM logits processor that makes a real engine sample the tokens that a test chooses.
 
 `extra_args={"script": [turn, turn, ...]}`, each turn a list of token ids: the first turn that
-the prompt does not hold yet is sampled, token by token. Over HTTP the turns are one list, with -1
-between them. The engine, its log-probs and its stop conditions stay the real ones. A request with
+the prompt does not contain yet is sampled, token by token. Over HTTP the turns are one list, with
+-1 between them. The engine, its log-probs and its stop conditions are the real ones. A request with
 `extra_args={"poison": True}` ends the engine.
 """
 
@@ -38,7 +38,7 @@ def _scripted(
     params: Any, prompt: list[int] | None, sampled: list[int]
 ) -> tuple[list[int], list[int]] | None:
     if (params.extra_args or {}).get("poison"):
-        raise RuntimeError("a logits processor that cannot stand this request")
+        raise RuntimeError("a logits processor that fails on this request")
     for turn in _turns((params.extra_args or {}).get("script", [])):
         start = _find(prompt or [], turn)
         if start is None:

@@ -1,4 +1,4 @@
-"""Peak memory of a test session: its own processes, whatever else runs on the machine."""
+"""Peak memory of a test session: of its own processes only."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Models that stand beside the tests' policy: another reference, a reward model."""
+"""Models beside the tests' policy: another reference, a reward model."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 
 
 def perturbed(path: str, folder: Path, scale: float = 0.02) -> str:
-    """A causal language model near that of `path`, with its tokenizer's vocabulary."""
+    """Save a causal language model near that of `path`; returns its folder."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -21,7 +21,7 @@ def perturbed(path: str, folder: Path, scale: float = 0.02) -> str:
 def make_reward_model(
     tokenizer: Any, folder: Path, *, vocabulary: int | None = None, outputs: int = 1
 ) -> str:
-    """A tiny sequence classifier with random weights, and the tokenizer."""
+    """Save a tiny sequence classifier with random weights, and the tokenizer; returns a folder."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=vocabulary or len(tokenizer),

@@ -1,5 +1,49 @@
-"""A pytest plug-in for tests that need neither vLLM nor Ray: importing them is an error."""
+"""A pytest plug-in: the tier of tests that need neither vLLM nor Ray. Importing them is an error.
+
+    pytest -p tests.no_engines               # the tier; `make quick` runs it
+    pytest -p tests.no_engines PATH ...      # everything under these paths, in the tier or not
+
+The tier is a rule of folders and files: a test belongs to it when its path is in `TIER`.
+"""
 
 import sys
+from pathlib import Path
+
+import pytest
 
 sys.modules["vllm"] = sys.modules["ray"] = None  # type: ignore[assignment]
+
+TESTS = Path(__file__).parent
+TIER = (
+    "benchmarks",
+    "chat/test_session.py",
+    "core/test_interrupt.py",
+    "core/test_user_code.py",
+    "core/test_watchdog.py",
+    "rollout/test_data.py",
+    "rollout/test_evaluation.py",
+    "rollout/test_producer.py",
+    "rollout/test_tools.py",
+    "run/test_display.py",
+    "run/test_full_disk.py",
+    "run/test_trackers.py",
+    "serving/test_manager.py",
+    "serving/test_scheduler.py",
+    "test_config.py",
+    "training/algorithms",
+    "training/test_batching.py",
+    "training/test_rank.py",
+    "training/test_samples.py",
+    "trajectory",
+)
+"""Folders and files of the tier, below tests/."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out tests outside the tier, unless paths below tests/ are named."""
+    if {Path(name.partition("::")[0]).resolve() for name in config.args} != {TESTS}:
+        return None
+    places = [TESTS / name for name in TIER]
+    if any(collection_path.is_relative_to(p) or p.is_relative_to(collection_path) for p in places):
+        return None
+    return True

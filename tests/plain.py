@@ -3,7 +3,7 @@
     python -m tests.plain runs/NAME
 
 Takes the run's last checkpoint and its last evaluation, replays each turn's prompt greedily in
-both, without turnwise, and prints how many turns came out the same, token for token.
+both, without turnwise, and prints the number of turns that are the same, token for token.
 """
 
 import os
@@ -19,7 +19,7 @@ Turn = tuple[list[int], list[int]]
 
 
 def recorded_turns(run: Path) -> list[Turn]:
-    """Prompt and completion of every turn of the last evaluation."""
+    """Return prompt and completion of every turn of the last evaluation."""
     turns: list[Turn] = []
     for trajectory in read_jsonl(max((run / "trajectories").glob("eval-*.jsonl"))):
         turns += [

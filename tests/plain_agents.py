@@ -1,6 +1,6 @@
-"""Agents as anybody writes them: they know OpenAI's client and a problem, nothing of turnwise.
+"""Ordinary agents: they use OpenAI's client and a problem, and nothing of turnwise.
 
-Run as a command, this file is one too.
+This file is also an agent that runs as a command.
 """
 
 import asyncio
@@ -13,59 +13,36 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from examples.calculator.conversations import TOOL_SCHEMA
-from examples.calculator.tool import calculate
-
-
-async def calculator(base_url: str, problem: dict[str, Any], **sampling: Any) -> str:
-    """Asks, calculates, asks again; gives up after five turns."""
-    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
-        model = (await client.models.list()).data[0].id
-        messages: list[Any] = [{"role": "user", "content": problem["question"]}]
-        for _ in range(5):
-            response = await client.chat.completions.create(
-                model=model, messages=messages, tools=[TOOL_SCHEMA], **sampling
-            )
-            message = response.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
-            if not message.tool_calls:
-                return message.content or ""
-            for call in message.tool_calls:
-                try:
-                    result = str(calculate(**json.loads(call.function.arguments)))
-                except Exception as error:  # the model's mistake, for the model to read
-                    result = f"error: {error}"
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return ""
+from examples.step04_agent.agent import solve as calculator
 
 
 async def cold(base_url: str, problem: dict[str, Any]) -> str:
-    """Samples in its own way."""
+    """Sample with parameters of its own."""
     return await calculator(base_url, problem, temperature=0.1)
 
 
 async def silent(base_url: str, problem: dict[str, Any]) -> None:
-    """Answers by itself."""
+    """Answer without asking the model."""
 
 
 def synchronous(base_url: str, problem: dict[str, Any]) -> None:
-    """Asks once, and spoils what it was given."""
+    """Ask once, and change the problem that was passed in."""
     with OpenAI(base_url=base_url, api_key="none") as client:
         ask_once(client, problem["question"])
     problem.clear()
 
 
 async def blocking(base_url: str, problem: dict[str, Any]) -> None:
-    """Blocks the event loop that it runs on."""
+    """Block the event loop that it runs on."""
     time.sleep(4)  # noqa: ASYNC251
 
 
 ANSWERED: list[tuple[str, int]] = []
-"""What `greedy` agents were answered."""
+"""Replies to `greedy` agents."""
 
 
 async def greedy(base_url: str, problem: dict[str, Any]) -> None:
-    """Asks once, then reaches for rewards and for the sessions of others."""
+    """Ask once, then try to reach rewards and the sessions of others."""
     async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
         await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": problem["question"]}]
@@ -105,6 +82,6 @@ if __name__ == "__main__":
         assert not {"TURNWISE_API_KEY", "WANDB_API_KEY", "MY_SECRET"} & os.environ.keys()
         assert os.environ["WANTED"] == "yes"
         assert os.environ["OPENAI_MODEL"] == "model"
-        ask_once(OpenAI(), row["question"][:100])  # all that it needs is in the environment
+        ask_once(OpenAI(), row["question"][:100])  # configured by the environment
     else:
         asyncio.run(calculator(os.environ["OPENAI_BASE_URL"], row))

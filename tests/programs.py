@@ -1,4 +1,4 @@
-"""All that a program starts, so that tests can count and end it beside whatever else runs."""
+"""The processes that a program starts, so that tests can count and end exactly these."""
 
 import contextlib
 from pathlib import Path
@@ -6,13 +6,13 @@ from uuid import uuid4
 
 import psutil
 
-from turnwise import fork_server
+from turnwise.core import fork_server
 
 _VARIABLE = "TURNWISE_TEST"
 
 
 def forks() -> set[int]:
-    """Process ids of the running forks of this session's fork server."""
+    """Return the process ids of the running forks of this session's fork server."""
     own = fork_server._own
     if own is None:
         return set()
@@ -22,8 +22,8 @@ def forks() -> set[int]:
 class Mark:
     """Recognises processes by a variable in their environment, which children inherit.
 
-    Forks of the session's fork server show that server's environment; they are recognised as
-    those that were not there when the mark was made.
+    Forks of the session's fork server show that server's environment; they count when they started
+    after the mark was made.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Mark:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to add to the program's environment."""
+        """Variables to add to the program's environment."""
         return {_VARIABLE: self._value}
 
     def processes(self) -> list[psutil.Process]:
-        """All that carry the mark now."""
+        """Return all processes that have the mark now."""
         found = []
         new = forks() - self._before
         for process in psutil.process_iter():
@@ -47,6 +47,6 @@ class Mark:
         return found
 
     def left(self, seconds: float = 5.0) -> list[psutil.Process]:
-        """Those that do not end by themselves within some seconds."""
+        """Return the processes that do not end within some seconds."""
         alive: list[psutil.Process] = psutil.wait_procs(self.processes(), timeout=seconds)[1]
         return alive

@@ -1,11 +1,11 @@
-"""Agents against a server that somebody else runs, and the audit of what they made there.
+"""Agents against a running server, and the audit of the trajectories that they made there.
 
     turnwise serve examples/calculator/config.yaml
     python -m tests.served http://127.0.0.1:8000
 
 Each kind of client has conversations about held-out problems: OpenAI's client, asynchronous,
 synchronous and streaming, and openai-agents over Chat Completions and Responses. Every trajectory
-that the server then tells must audit as exact, in one branch.
+that the server then returns must audit as exact, in one branch.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PROBLEMS = 16
 
 
 def with_results(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message and what its tool calls give."""
+    """Return a message and the results of its tool calls."""
     messages = [message]
     for call in message.get("tool_calls") or []:
         try:
@@ -90,7 +90,7 @@ async def streaming(base_url: str, row: dict[str, Any]) -> str:
 
 
 def by_agents(kind: Any) -> Callable[[str, dict[str, Any]], Awaitable[str]]:
-    """openai-agents, with one of its models."""
+    """Hold a conversation with openai-agents, by one of its models."""
 
     async def run(base_url: str, row: dict[str, Any]) -> str:
         agents.set_tracing_disabled(True)
@@ -129,8 +129,8 @@ async def main(root: str, rows: list[dict[str, Any]]) -> int:
                     for name, row in zip(names, rows, strict=True)
                 )
             )
-            told = [(await http.delete(f"/sessions/{name}")).json() for name in names]
-            made = [Trajectory.from_json(json.dumps(t["trajectory"])) for t in told]
+            replies = [(await http.delete(f"/sessions/{name}")).json() for name in names]
+            made = [Trajectory.from_json(json.dumps(t["trajectory"])) for t in replies]
             right = sum(str(row["answer"]) in said for row, said in zip(rows, answers, strict=True))
             wrong = [t for t in made if audit(t).first_violation or len(t.branches()) != 1]
             bad += len(wrong)

@@ -9,17 +9,22 @@ import yaml
 
 import turnwise
 from turnwise.config import (
-    _CHOICES,
     ALIASES,
+    CHOICES,
+    FORMER_KEYS,
     LOOP_NAMES,
     REPLACED_KEYS,
+    EngineConfig,
+    describe_keys,
     dump_config,
     explain_config,
     known_keys,
     load_config,
     parse_config,
 )
+from turnwise.config.base import warn_of_former_name
 from turnwise.errors import InputError
+from turnwise.pipeline.yaml_file import merged
 
 SOURCES = Path(turnwise.__file__).parent
 
@@ -75,7 +80,7 @@ def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["algorithm.loss.name=pop"], r"algorithm\.loss\.name is one of ppo_clip, .*, not 'pop'"),
+        (["algorithm.loss.name=pop"], r"algorithm\.loss\.name must be one of .*, not 'pop'"),
         (["algorithm.loss.clip_hihg=1"], r"did you mean algorithm\.loss\.clip_high\?"),
         (
             ["algorithm.loss={name: gspo, dual_clip: 3}"],
@@ -95,16 +100,16 @@ def test_a_part_that_is_one_of_several_kinds_is_checked_as_that_kind(
 @pytest.mark.parametrize("key", sorted(REPLACED_KEYS))
 def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> None:
     """D21, D28: and one whose value asks for nothing is no mistake."""
-    with pytest.raises(InputError, match=rf"engine\.{key} is gone: .*(sampling|engine)"):
+    with pytest.raises(InputError, match=rf"engine\.{key} is not supported: .*(sampling|engine)"):
         load_config(file, [f"engine.{key}=7"])
     for value in ("false", "null", "0", "[]", "{ranking: false}", "None"):
         assert load_config(file, [f"engine.{key}={value}"]) == load_config(file)
 
 
 def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -> None:
-    with pytest.raises(InputError, match=r"engine\.extra\.swap_space is gone"):
-        load_config(file, ["engine.extra={swap_space: 4}"])
-    assert load_config(file, ["engine.extra={swap_space: 0}"]).engine.extra == {}
+    with pytest.raises(InputError, match=r"engine\.vllm_args\.swap_space is not supported"):
+        load_config(file, ["engine.vllm_args={swap_space: 4}"])
+    assert load_config(file, ["engine.vllm_args={swap_space: 0}"]).engine.vllm_args == {}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,60 @@ def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> Non
     overrides = ["engine.max_num_batched_tokens=256", "model.max_length=1024"]
     assert load_config(file, overrides).engine.max_num_batched_tokens == 256
     with pytest.raises(InputError, match=r"256 is below model\.max_length 1024, and .*chunked"):
-        load_config(file, [*overrides, "engine.extra={enable_chunked_prefill: false}"])
+        load_config(file, [*overrides, "engine.vllm_args={enable_chunked_prefill: false}"])
+
+
+FORMER_VALUES = {
+    "engine.extra": {"enforce_eager": True},
+    "sinks": ["wandb"],
+    "training.stale": "drop",
+    "watchdog": 30.0,
+}
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize("former", sorted(FORMER_KEYS))
+def test_a_former_name_of_a_key_works_everywhere_and_warns_once(
+    file: Path, former: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_former_name.cache_clear()
+    current, value = FORMER_KEYS[former], FORMER_VALUES[former]
+    expected = parse_config(minimal(**nested(current, value)))
+    assert parse_config(minimal(**nested(former, value))) == expected
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n")
+    assert load_config(file, [f"{former}={text}"]) == expected
+    file.write_text(yaml.safe_dump(minimal(**nested(former, value))))
+    assert load_config(file) == expected
+    default = {"engine.extra": "{}", "sinks": "[]", "training.stale": "mask", "watchdog": "60"}
+    assert load_config(file, [f"{current}={default[former]}"]) == parse_config(minimal())
+    assert [record.message for record in caplog.records] == [
+        f"the configuration key {former} is now called {current}; this version still accepts the "
+        "old name"
+    ]
+
+
+@pytest.mark.parametrize("former", sorted(FORMER_KEYS))
+def test_a_key_under_both_of_its_names_is_refused(file: Path, former: str) -> None:
+    current, value = FORMER_KEYS[former], FORMER_VALUES[former]
+    file.write_text(
+        yaml.safe_dump(minimal() | merged(nested(former, value), nested(current, value)))
+    )
+    with pytest.raises(InputError, match=rf"{former} is the former name of {current}: set"):
+        load_config(file)
+
+
+def test_keys_below_a_former_name_and_programs_use_todays(file: Path) -> None:
+    file.write_text(yaml.safe_dump(minimal(engine={"extra": {"a": 1}})))
+    config = load_config(file, ["engine.extra.b=2", "engine.vllm_args.c=3"])
+    assert config.engine.vllm_args == {"a": 1, "b": 2, "c": 3}
+    assert EngineConfig.model_validate({"extra": {"a": 1}}).vllm_args == {"a": 1}
+    assert "extra" not in dump_config(config)
 
 
 def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:
@@ -159,11 +217,12 @@ def test_a_key_that_resembles_nothing_gets_no_suggestion(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("weights.transport=rdma", "transport must be shm, ipc, .*, not 'rdma'"),
         (
             "rollout.loop=toolcalling",
             f"{', '.join(LOOP_NAMES)}, or package.module:Class, not 'toolc",
         ),
-        ("training=3", "training is a section with keys of its own, not 3"),
+        ("training=3", "training must be a section with its own keys, not 3"),
         ("training.steps=many", "training.steps: .* valid integer.*, not 'many'"),
         ("data.path=", r"data\.path must be set \(Training rows"),
     ],
@@ -175,6 +234,8 @@ def test_a_wrong_value_is_named_with_what_is_right(file: Path, override: str, me
 
 def test_loops_of_ones_own_and_sections_without_keys_are_accepted(file: Path) -> None:
     assert load_config(file, ["rollout.loop=my.loops:Mine"]).rollout.loop == "my.loops:Mine"
+    weights = load_config(file, ["weights.transport=my.links:Mine"]).weights
+    assert weights.transport == "my.links:Mine"
     assert load_config(file, ["training="]) == load_config(file)
     file.write_text(file.read_text() + "training:\n")
     assert load_config(file, ["training.steps=3"]).training.steps == 3
@@ -272,11 +333,42 @@ def test_the_defaults_mark_what_must_be_set(tmp_path: Path) -> None:
 
 def test_a_key_of_several_kinds_prints_each_with_its_meaning() -> None:
     text = explain_config(parse_config(minimal()))
-    assert "  #   rloo: r - the mean of the group's others.\n" in text
+    assert "  #   rloo: r - mean of the other rewards in the group.\n" in text
     assert "  #   cispo: Clipped importance weights" in text
     meaning = known_keys()["algorithm.loss.name"]
     assert all(f"{name}: " in meaning for name in ("ppo_clip", "gspo", "cispo", "dpo"))
     assert "# Precision of the weights, in the engine and in the trainer. Values: float32" in text
+
+
+def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> None:
+    keys = {(key.name, key.kind): key for key in describe_keys()}
+    assert {name for name, _ in keys} == set(known_keys())
+    shown = {
+        ("training.steps", ""): ("int > 0", "100"),
+        ("environment", ""): ("str", None),
+        ("eval.sampling.temperature", ""): ("float ≥ 0, ≤ 2", "0.0"),
+        ("rollout.tool_timeout", ""): ("float > 0 | null", "30.0"),
+        ("data.limit", ""): ("int > 0 | null", "null"),
+        ("weights.in_flight", ""): ("drain | abort | keep | keep_cache", "keep"),
+        ("algorithm.loss.clip_high", "gspo"): ("float > 0", "0.0004"),
+        ("rollout.rewards", ""): ("list of mapping", "[]"),
+    }
+    for name, (kind, default) in shown.items():
+        assert (keys[name].type, keys[name].default) == (kind, default), name
+    loss = keys["algorithm.loss.name", ""]
+    assert loss.type.startswith("ppo_clip | gspo | cispo | dpo")
+    assert loss.default == "ppo_clip"
+
+
+@pytest.mark.parametrize("key", ["environment", "data.path", "data.eval_path"])
+def test_a_key_that_a_caller_gives_otherwise_may_stay_unset(key: str) -> None:
+    tree = minimal(eval={"target": 0.5, "every": 1})
+    tree["data"]["eval_path"] = "e"
+    section = tree if key == "environment" else tree["data"]
+    del section[key.rpartition(".")[2]]
+    with pytest.raises(InputError, match=rf"{key}"):
+        parse_config(tree)
+    assert parse_config(tree, optional=[key]).eval.target == 0.5
 
 
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:
@@ -302,7 +394,7 @@ def unread(keys: Iterable[str]) -> list[str]:
     leaves = Counter(key.rpartition(".")[2] for key in known_keys())
     read: set[tuple[str, str]] = set()
     for path in SOURCES.rglob("*.py"):
-        if path.name == "config.py":
+        if path.parent.name == "config":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
@@ -311,7 +403,7 @@ def unread(keys: Iterable[str]) -> list[str]:
     missing = []
     for key in keys:
         *sections, leaf = key.split(".")
-        if leaf == "name" and ".".join(sections) in _CHOICES:
+        if leaf == "name" and ".".join(sections) in CHOICES:
             continue  # read as the class that it chooses
         owners = {sections[-1]} if sections else {"config"}
         if leaves[leaf] <= 1:

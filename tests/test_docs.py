@@ -1,12 +1,26 @@
-"""What the docs name is there: configuration keys, tests, files."""
+"""Checks of the docs: keys, tests and files that they name exist, and their code blocks work."""
 
+import importlib.util
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 
 from tests.conftest import ROOT
-from turnwise.config import Config, known_keys
+from tests.pages import PAGES, blocks, write_files
+from turnwise.cli import app
+from turnwise.config import Config, known_keys, load_config
+from turnwise.pipeline.model_file import read_model_file
+from turnwise.pipeline.pipeline_file import read_pipeline_file
+from turnwise.rollout.environment import load_object, open_environment
+from turnwise.rollout.tools import Toolbox
 
 TABLE = ROOT / "docs" / "coming-from.md"
 _SECTIONS = "|".join(
@@ -41,27 +55,24 @@ def test_every_row_names_a_test_that_is_there() -> None:
             assert (ROOT / file).is_file(), (theirs, file)
 
 
-@pytest.mark.parametrize("file", ["docs/coming-from.md", "README.md"])
+@pytest.mark.parametrize("file", PAGES)
 def test_every_key_is_one_of_the_configuration(file: str) -> None:
     known = known_keys()
     text = (ROOT / file).read_text()
-    if file.startswith("docs"):
+    if file == "docs/coming-from.md":
         text = "\n".join(ours for _, ours, _ in rows())
     keys = _KEY.findall(text)
-    assert len(keys) > 20
     sections = {key.rpartition(".")[0] for key in known}
     assert [k for k in keys if k not in known and k.rstrip(".") not in sections] == []
 
 
-def test_the_readme_tells_where_every_file_is() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_map_names_every_file() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
     sources = ROOT / "src" / "turnwise"
-    folders = {"loops", "algorithms"}  # told as one line each
     missing = [
         path.relative_to(sources)
         for path in sources.rglob("*.py")
-        if path.name != "__init__.py" and path.parent.name not in folders
-        if path.name not in text
+        if path.name != "__init__.py" and f" {path.name} " not in text
     ]
     assert missing == []
 
@@ -79,3 +90,109 @@ def test_a_number_of_the_table_stands_in_a_test() -> None:
     wanted = (numbers(theirs) for theirs, _, test in rows() if not test.startswith("`benchmarks"))
     assert len(named := set[str]().union(*wanted)) > 50
     assert named - found == set()
+
+
+_BASE = "environment: my:Env\nmodel: {path: a}\ndata: {path: rows.jsonl}\n"
+_MODEL_FILES = ("policy.yaml", "shared.yaml")
+"""YAML blocks of these names are files of a pipeline's modules."""
+_ROWS: dict[str, dict[str, Any]] = {
+    "docs/how-to/environments.md": {"most": 9, "number": 4},
+}
+_ROW = {"question": "How warm is it in Oslo?", "answer": "21"}
+_COMMANDS: Any = typer.main.get_command(app)
+
+
+def test_every_block_is_checked_or_says_why_not() -> None:
+    found = [block for page in PAGES for block in blocks(page)]
+    assert len(found) > 60
+    for block in found:
+        assert block.language in {"python", "yaml", "sh", "text"}, block
+        if block.reason:
+            assert len(block.reason) > 8, block
+    # A block that no test runs is an exception: think before you raise this number.
+    assert sum(block.reason is not None for block in found) <= 7
+
+
+@pytest.fixture(params=[page for page in PAGES if any(blocks(page))])
+def page(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A page whose files are in the working directory, and can be imported."""
+    write_files(request.param, tmp_path, {})
+    if not (tmp_path / "config.yaml").exists():
+        (tmp_path / "config.yaml").write_text(_BASE)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield request.param
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_yaml_blocks_are_configurations(page: str) -> None:
+    for block in blocks(page):
+        if block.language == "yaml":
+            assert block.name, f"{block} needs a first line with the name of its file"
+            if block.name in _MODEL_FILES:
+                read_model_file(Path(block.name))
+                continue
+            config = load_config(block.name, defaults=yaml.safe_load(_BASE))
+            for key, value in (
+                ("environment", config.environment),
+                ("rollout.agent", config.rollout.agent or ""),
+                ("rollout.chat_scheduler", config.rollout.chat_scheduler or ""),
+                *(("rollout.rewards", part.function or "") for part in config.rollout.rewards),
+            ):
+                if Path(f"{value.partition(':')[0]}.py").exists() or value.startswith("examples."):
+                    load_object(value, key)
+
+
+def test_python_blocks_run(page: str) -> None:
+    """Blocks that train only once they are a program are run by `examples/test_ladder.py`."""
+    for block in blocks(page):
+        if block.language == "python":
+            names: dict[str, Any] = {"__name__": "page"}
+            exec(compile(block.text, str(block), "exec"), names)
+            for kind in list(names.values()):
+                if isinstance(kind, type) and hasattr(kind, "reward"):
+                    opened = open_environment(kind, _ROWS.get(page, _ROW), str(block))
+                    assert opened.problem
+                    Toolbox(opened.tools, timeout=1.0, max_chars=100)
+
+
+def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in blocks(page):
+        if block.language != "sh":
+            continue
+        checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+        assert checked.returncode == 0, (block, checked.stderr)
+        if block.reason:
+            continue
+        for line in filter(None, block.text.splitlines()):
+            program, *arguments = shlex.split(line, comments=True)
+            match program, arguments:
+                case "make", [target, *variables]:
+                    assert target in targets, (block, line)
+                    assert all("=" in variable for variable in variables), (block, line)
+                case "python", ["-m", module, *_]:
+                    assert importlib.util.find_spec(module), (block, line)
+                case "turnwise", [name, *options]:
+                    command = _COMMANDS.commands[name]
+                    context = command.make_context(name, options)
+                    file, overrides = (context.params.get(key) for key in ("file", "overrides"))
+                    if context.params.get("resume"):  # the run's own file, and no other
+                        load_config("config.yaml", [file] if file else [])
+                    elif name == "pipeline":
+                        read_pipeline_file(file, overrides)
+                    else:
+                        load_config(file, overrides or (), yaml.safe_load(_BASE))
+                case _:
+                    raise AssertionError(f"{block}: no test knows how to check {line!r}")
+
+
+def test_the_number_of_keys_is_that_of_the_configuration() -> None:
+    (count,) = re.findall(
+        r"^\| configuration keys \| (\d+) \|", (ROOT / "README.md").read_text(), re.M
+    )
+    assert int(count) == len(known_keys())

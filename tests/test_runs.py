@@ -54,7 +54,7 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The trainer's processes, in the order in which they began."""
-        found = [p for p in self.mark.processes() if "PolicyActor" in " ".join(p.cmdline())]
+        found = [p for p in self.mark.processes() if "TrainerActor" in " ".join(p.cmdline())]
         return sorted(found, key=lambda process: process.create_time())
 
     def kill(self) -> None:
@@ -92,8 +92,8 @@ def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     resumed = turnwise("train", "--resume", killed)
     assert resumed.returncode == 0, resumed.stderr
-    assert "a newer checkpoint is cut short" in resumed.stdout
-    assert f"going on from {killed.resolve()}/checkpoints/{before}" in resumed.stdout
+    assert "a newer checkpoint is incomplete" in resumed.stdout
+    assert f"continuing from {killed.resolve()}/checkpoints/{before}" in resumed.stdout
 
     assert timeless(killed) == timeless(whole)
     steps = [f"trajectories/step-000{step}.jsonl" for step in (1, 2, 3, 4)]
@@ -108,7 +108,7 @@ def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
 
     again = turnwise("train", "--resume", killed)
     assert again.returncode == 2
-    assert "the run is complete; training.steps=N goes on to step N" in again.stderr
+    assert "the run is complete; set training.steps=N to continue to step N" in again.stderr
 
 
 def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         [
             *python(),
             "-m",
-            "tests.plain_loop",
+            "examples.step02_one_page_loop.loop",
             config,
             str(tmp_path),
             *REPEATABLE,

@@ -1,1 +1,1 @@
-"""What Turnwise is compared to, each in a process of its own."""
+"""The systems that Turnwise is compared with, each run in a process of its own."""

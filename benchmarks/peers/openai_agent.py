@@ -1,8 +1,8 @@
-"""An agent as anybody writes it, with OpenAI's client, many times at once; it prints JSON.
+"""An ordinary agent with OpenAI's client, run many times in parallel; prints JSON.
 
     python -m benchmarks.peers.openai_agent --base-url URL/v1 --problems FILE --rollouts N ...
 
-It knows a base URL and nothing else; each rollout has that of a session of its own.
+It only has a base URL; each rollout uses that of its own session.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from examples.calculator.tool import calculate
 
 
 async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace) -> int:
-    """One rollout; returns its turns."""
+    """Run one rollout; returns its turns."""
     messages: list[Any] = [{"role": "user", "content": question}]
     turns = 0
     while turns < options.max_turns:
@@ -50,7 +50,7 @@ async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace)
 async def run_all(
     client: AsyncOpenAI, questions: Iterable[str], options: argparse.Namespace
 ) -> dict[str, int]:
-    """The turns of each rollout, by its session."""
+    """Run all rollouts; returns the turns of each, by session."""
     left, numbers, tag = iter(questions), itertools.count(), f"{random.getrandbits(60):x}"
     root = options.base_url.removesuffix("/v1")
     turns: dict[str, int] = {}

@@ -3,8 +3,8 @@
     python -m benchmarks.peers.trl_grpo --model FOLDER --problems FILE --prompts P --steps N \\
         [--long-tailed-steps M]
 
-Problems are taken in the file's order. The tool answers at once in the first N steps, and with a
-long tail in the M that follow. Printed too: mean rewards, by question.
+Problems are used in the file's order. The tool answers at once in the first N steps, and with a
+long tail in the following M. Mean rewards by question are printed as well.
 
 Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 """
@@ -39,7 +39,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 class Clock(TrainerCallback):
-    """The seconds from one step's end to the next one's."""
+    """Records the seconds from one step's end to the next one's."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -54,13 +54,13 @@ class Clock(TrainerCallback):
 
 
 REWARDS = defaultdict[str, list[float]](list)
-"""By question."""
+"""Rewards by question."""
 
 
 def right(
     prompts: list[Any], completions: list[Any], answer: list[int], **others: Any
 ) -> list[float]:
-    """The demo's reward."""
+    """Return the demo's reward of each completion."""
     rewards = []
     for prompt, messages, number in zip(prompts, completions, answer, strict=True):
         last = messages[-1]

@@ -37,7 +37,7 @@ ANSWER = re.compile(r"\banswer is (-?\d+)(?![.,]?\d)")
 
 
 def call_tool(arguments_json: str) -> str:
-    """What the model gets to read."""
+    """Return the text that the model reads."""
     try:
         arguments = json.loads(arguments_json)
         operate = OPERATIONS[arguments["operation"]]
@@ -53,7 +53,7 @@ class ProblemData(vf.TaskData):
 class Problem(vf.Task[ProblemData]):
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 if the final assistant message says "The answer is N." with the right N."""
+        """Return 1.0 if the final message says "The answer is N." with the right N, else 0.0."""
         stated = ANSWER.findall(trace.last_reply)
         return float(len(stated) == 1 and int(stated[0]) == self.data.answer)
 
@@ -114,7 +114,7 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
 async def run_all(
     agent: Any, box: Any, tasks: Iterable[vf.Task], concurrency: int
 ) -> list[vf.Trace]:
-    """`concurrency` rollouts under way until the tasks are used up."""
+    """Keep `concurrency` rollouts in flight until the tasks are used up."""
     left, traces = iter(tasks), []
 
     async def work() -> None:
@@ -150,7 +150,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             traces = await run_all(agent, box, some, options.concurrency)
             seconds = time.perf_counter() - started
     errors = [trace.last_error for trace in traces if not trace.ok]
-    failures = [f"{e.type}: {e.message}" if e else "no reason told" for e in errors]
+    failures = [f"{e.type}: {e.message}" if e else "no reason given" for e in errors]
     return {
         "rollouts_per_s": (len(traces) - len(failures)) / seconds,
         "turns": sum(trace.num_turns for trace in traces),

@@ -1,10 +1,10 @@
-"""Every algorithm on the demo's problems, one short run after another: does the reward rise?
+"""Short runs of every algorithm on the demo's problems: does the reward rise?
 
     python -m examples.calculator.algorithms [--steps N] [--only NAME ...]
 
-Builds the demo's model if it is not there, runs `turnwise train` for each, and prints the mean
-reward on the same held-out problems before and after, sampled as in training. Ends with 1 if it did
-not rise somewhere.
+Builds the demo's model if it is missing, runs `turnwise train` for each algorithm, and prints the
+mean reward on the same held-out problems before and after, sampled as in training. Exits with 1 if
+it did not rise in one of them.
 """
 
 import argparse
@@ -46,21 +46,21 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "algorithm.reduction=sequence_mean",
         "algorithm.correction.name=sequence_tis",
     ),
-    "cispo": (  # nothing holds back a token that was made unlikely: smaller steps
+    "cispo": (  # nothing stops a token from becoming ever less likely: smaller steps
         "algorithm.loss.name=cispo",
         "algorithm.correction.name=mask",
         "training.updates_per_step=2",
         "training.learning_rate=0.00015",
     ),
     "dapo": ("algorithm.dynamic_sampling=true", "algorithm.overlong_tokens=64"),
-    "dpo": (  # the same, of both sides of a pair
+    "dpo": (  # the same, for both trajectories of a pair
         "algorithm.loss={name: dpo, beta: 0.3}",
         "algorithm.kl={coef: 0.01, estimator: k2}",
         "training.updates_per_step=2",
         "training.learning_rate=0.00005",
     ),
 }
-"""Every advantage, loss, reduction, KL estimator and correction is in one of them."""
+"""Runs that together cover every advantage, loss, reduction, KL estimator and correction."""
 COMMON = (
     "training.updates_per_step=4",
     "training.lr_schedule=constant",
@@ -72,7 +72,7 @@ RUNS = Path("runs") / "algorithms"
 
 
 def main() -> int:
-    """Returns 0 if the reward rose in every run."""
+    """Run the command line; returns 0 if the reward rose in every run."""
     parser = argparse.ArgumentParser(prog="examples.calculator.algorithms", description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", choices=ALGORITHMS, default=[*ALGORITHMS])

@@ -1,7 +1,7 @@
 """Solved problems as chat conversations, and conversations as token ids with labels.
 
-The ids are those of the chat template, so that a warm-started model meets in its rollouts
-what it met in training: a prompt ends with the generation prompt, an assistant turn ends with
+The ids are those of the chat template, so that a warm-started model sees the same forms in
+rollouts as in its training: a prompt ends with the generation prompt, an assistant turn ends with
 `<|im_end|>`. Labels are the ids of assistant turns, that token included, and `IGNORED`
 everywhere else.
 """
@@ -28,7 +28,7 @@ class Example:
 
 
 def solved_conversation(row: Row) -> list[dict[str, Any]]:
-    """The messages of a perfect attempt: a call for each step, then the answer."""
+    """Return the messages of a perfect attempt: a call for each step, then the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
     for a, operation, b in row["steps"]:
         arguments = {"a": a, "operation": operation, "b": b}
@@ -40,18 +40,18 @@ def solved_conversation(row: Row) -> list[dict[str, Any]]:
 
 
 def conversation_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
-    """The whole conversation as the chat template renders it."""
+    """Render the whole conversation with the chat template."""
     messages = solved_conversation(row)
     return tokenizer.apply_chat_template(messages, tools=[TOOL_SCHEMA], tokenize=False)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> list[Example]:
-    """Each row's conversation as an example."""
+    """Encode each row's conversation as an example."""
     return encode_texts(tokenizer, [conversation_text(tokenizer, row) for row in rows])
 
 
 def encode_copying(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[Example]:
-    """For each row of numbers, a conversation in which the assistant repeats what it was told."""
+    """Encode, for each row of numbers, a conversation in which the assistant repeats them."""
     lines = [" ".join(map(str, row)) for row in rows]
     chats = [[{"role": role, "content": line} for role in ("user", "assistant")] for line in lines]
     return encode_texts(
@@ -60,7 +60,7 @@ def encode_copying(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) ->
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Example]:
-    """Rendered conversations as examples."""
+    """Encode rendered conversations as examples."""
     opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     return [

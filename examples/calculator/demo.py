@@ -2,7 +2,7 @@
 
     python -m examples.calculator.demo [--seed N]
 
-Draws the problems, runs `turnwise train` on them as a person would, and ends with what changed:
+Generates the problems, runs `turnwise train` on them as a user would, and prints the results:
 the accuracy on held-out problems, one of them in full before and after, and the picture.
 """
 
@@ -25,13 +25,13 @@ RUNS = Path("runs")
 
 
 def main() -> int:
-    """Runs the demo; returns the exit code of the training."""
+    """Run the demo; returns the exit code of the training."""
     parser = argparse.ArgumentParser(prog="examples.calculator.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
     started = time.monotonic()
 
-    print("1. Problems are drawn for a small model that imitates a careless teacher.", flush=True)
+    print("1. The problems are for a small model that imitates a careless teacher.", flush=True)
     prepare(seed=seed)
     rows = [json.loads(line) for line in (BUILD / "heldout.jsonl").open()]
 
@@ -39,18 +39,18 @@ def main() -> int:
     command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}"]
     print(f"\n2. It learns the rest by trying: {' '.join(command)}", flush=True)
     with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *command[1:]]) as training:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for it; we wait until it is done
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training; wait for it
         if code := training.wait():
             return code
 
-    tell(RUNS / name, rows)
+    print_results(RUNS / name, rows)
     print(f"   picture      {RUNS / name / 'reward.png'}")
     print(f"   {time.monotonic() - started:.0f} s in all")
     return 0
 
 
-def tell(run: Path, rows: list[dict[str, Any]]) -> None:
-    """Print what the run's files say of the model before and after."""
+def print_results(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Print the model's results before and after, from the run's files."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [step for step in steps if step["accuracy_heldout"] is not None]
     evaluations = [_evaluation(run, step["step"]) for step in measured]
@@ -79,7 +79,7 @@ def _evaluation(run: Path, step: int) -> list[Trajectory]:
 def _newly_solved(
     before: list[Trajectory], after: list[Trajectory]
 ) -> tuple[Trajectory, Trajectory] | None:
-    """Both attempts at the first problem that was missed and is solved."""
+    """Return both attempts at the first problem that was missed before and is solved after."""
     solved = {t.problem_id: t for t in after if t.reward == 1}
     missed = (t for t in before if t.reward != 1)
     return next(((t, solved[t.problem_id]) for t in missed if t.problem_id in solved), None)
@@ -100,7 +100,7 @@ def _arguments(arguments: dict[str, Any]) -> str:
 
 
 def free_name(name: str, runs: Path) -> str:
-    """The name, or one with a number after it, that no run has."""
+    """Return a name that no run has: this one, or this one with a number."""
     candidates = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not (runs / c).exists())
 

@@ -1,6 +1,6 @@
 """The calculator environment: one problem, one tool, and a reward for the right number.
 
-The reward looks only at the final answer; how the model came to it is its own affair.
+The reward looks only at the final answer, not at the way to it.
 """
 
 import re
@@ -14,7 +14,7 @@ _ANSWER = re.compile(r"\banswer is (-?\d+)(?![.,]?\d)")
 
 
 class Calculator:
-    """One attempt's view of a problem row."""
+    """One attempt at a problem's row."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         for name in ("question", "answer"):
@@ -25,6 +25,6 @@ class Calculator:
         self._answer = int(row["answer"])
 
     def reward(self, trajectory: Any) -> float:
-        """1.0 if the final assistant message says "The answer is N." with the right N."""
+        """Return 1.0 if the final message says "The answer is N." with the right N, else 0.0."""
         stated = _ANSWER.findall(trajectory.final_text)
         return float(len(stated) == 1 and int(stated[0]) == self._answer)

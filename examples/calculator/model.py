@@ -12,7 +12,7 @@ from transformers import (
 def build_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, layers: int = 3
 ) -> Qwen3ForCausalLM:
-    """A fresh float32 model for the tokenizer, the same for the same seed."""
+    """Make a float32 model for the tokenizer; the same seed gives the same weights."""
     torch.manual_seed(seed)
     stop = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(

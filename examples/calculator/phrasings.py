@@ -1,9 +1,9 @@
-"""The ways in which a chain of operations is put into words.
+"""Phrasings: ways to put a chain of operations into words.
 
-A phrasing grows a text from left to right: it opens with the first number, each operation
-wraps what was said so far, and a frame turns the whole into a question. Six phrasings are
-seen by the warm start; the other six are met for the first time in reinforcement learning.
-Phrasings know nothing of how the numbers were drawn.
+A phrasing builds a text from left to right: it opens with the first number, each operation
+wraps the text so far, and a frame turns the whole into a question. The warm start trains on six
+phrasings; the other six appear only in reinforcement learning. Phrasings do not depend on the
+choice of the numbers.
 """
 
 import random
@@ -17,7 +17,7 @@ _THINGS = ("coins", "stamps", "shells", "books", "beads", "cards")
 
 @dataclass(frozen=True)
 class Phrasing:
-    """One way to ask; in every text, `{so_far}` is what was said before and `{n}` a number."""
+    """One way to ask; in every text, `{so_far}` is the text so far and `{n}` a number."""
 
     name: str
     seen: bool
@@ -27,7 +27,7 @@ class Phrasing:
     first: dict[str, str] = field(default_factory=dict)
 
     def render(self, steps: list[Step], rng: random.Random) -> str:
-        """The question whose solution is `steps`; `rng` picks the people and things."""
+        """Return a question with the solution `steps`; `rng` picks the people and things."""
         so_far = self.opening.replace("{n}", str(steps[0][0]))
         for index, (_, operation, number) in enumerate(steps):
             texts = self.first if index == 0 and self.first else self.steps

@@ -1,4 +1,4 @@
-"""The demo as a pipeline of one's own: modules instead of `turnwise train`.
+"""The demo as its own pipeline program: modules instead of `turnwise train`.
 
 python -m examples.calculator.prepare
 python -m examples.calculator.pipeline [--steps N] [--save FOLDER] [--resume FOLDER]
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TurnwiseError
-from turnwise.modules import Pipeline, VLLMModule
+from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.rollout import ProblemStream
 
 HERE = Path(__file__).parent
 
 
 class Policy(VLLMModule):
-    """The demo's model; all but the accuracy is as it comes."""
+    """The demo's model: a plain module that also reports its accuracy."""
 
     def eval_forward(self, data: Any, iteration: int = 0) -> dict[str, Any]:
         outputs = super().eval_forward(data, iteration)
@@ -28,7 +28,7 @@ class Policy(VLLMModule):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="examples.calculator.pipeline", description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save", type=Path)

@@ -1,8 +1,8 @@
-"""Puts together everything the demo trains on: the model to begin with, and the seed's problems.
+"""Prepares everything the demo trains on: the initial model, and the seed's problems.
 
     python -m examples.calculator.prepare [--seed N] [--output DIR]
 
-Writes `model/` (a copy of the one in the repository, which `warm_start` made), `train.jsonl` and
+Writes `model/` (a copy of the repository's model, which `warm_start` trained), `train.jsonl` and
 `heldout.jsonl` into the output folder. The same seed gives the same files.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BUILD = Path(__file__).parent / "build"
 MODEL = Path(__file__).parent / "warm_started"
-"""The model that the repository keeps."""
+"""Folder of the model in the repository."""
 
 
 def prepare(
@@ -29,12 +29,12 @@ def prepare(
     train: int = 4000,
     heldout: int = 200,
 ) -> None:
-    """Writes the problems and the model.
+    """Write the problems and the model.
 
     Args:
-        options: Train a model from nothing by them, instead of taking the repository's.
-        train: Problems to train on.
-        heldout: Problems to evaluate on.
+        options: Train a model from scratch with these settings; None copies the repository's.
+        train: Number of problems to train on.
+        heldout: Number of problems to evaluate on.
     """
     output.mkdir(parents=True, exist_ok=True)
     write_rows(train_problems(train, seed), output / "train.jsonl")
@@ -48,7 +48,7 @@ def prepare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="examples.calculator.prepare", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=BUILD)

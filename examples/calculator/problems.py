@@ -2,7 +2,7 @@
 
 A problem is a row with the fields `question`, `answer`, `phrasing` and `steps`, the list of
 `[a, operation, b]`. Numbers in a question have two to four digits, results lie between 0 and
-99999. Every number of two or more digits belongs either to training or to the held-out set,
+99999. Every number of two or more digits belongs to training or to the held-out set, decided
 by its hash: a held-out question contains held-out numbers only, and no held-out number occurs
 in a training problem, as an operand or as a result. The same seed gives the same rows.
 """
@@ -26,7 +26,7 @@ _ANY_OPERATION = 0.2
 
 
 def is_held_out(number: int) -> bool:
-    """Whether a number is reserved for the held-out set; single digits (results) never are."""
+    """Return whether a number is reserved for the held-out set; single digits never are."""
     return number >= 10 and (number * 2_654_435_761 % 2**32 >> 16) % _HELD_OUT_ONE_IN == 0
 
 
@@ -41,7 +41,7 @@ _NUMBERS = {held_out: _numbers_by_digits(held_out) for held_out in (False, True)
 
 
 def _draw_steps(rng: random.Random, held_out: bool) -> list[Step] | None:
-    """One chain of operations, or None when a result is out of bounds or held out."""
+    """Return one chain of operations, or None when a result is out of bounds or held out."""
     numbers = _NUMBERS[held_out]
     value = rng.choice(numbers[rng.randint(2, 4)])
     steps: list[Step] = []
@@ -76,10 +76,10 @@ def _draw(rng: random.Random, phrasing: Phrasing, held_out: bool) -> Row:
 
 
 def demonstrations(seed: int) -> Iterator[Row]:
-    """Endless training problems in the seen phrasings, solved by a careless teacher.
+    """Yield endless training problems, in the seen phrasings, solved by a careless teacher.
 
-    `steps` and `answer` are what the teacher does: mostly it forgets the third of three steps,
-    and now and then it does any operation instead of the one that was asked for.
+    `steps` and `answer` are the teacher's: it often forgets the third of three steps, and sometimes
+    does a random operation instead of the right one.
     """
     rng = random.Random(f"warm start {seed}")
     while True:
@@ -89,7 +89,7 @@ def demonstrations(seed: int) -> Iterator[Row]:
 
 
 def _carelessly(steps: list[Step], rng: random.Random) -> list[Step] | None:
-    """The teacher's version of a problem's steps; None if a result is out of bounds."""
+    """Return the teacher's version of a problem's steps; None if a result is out of bounds."""
     forgets = len(steps) == 3 and rng.random() < _FORGETS
     done: list[Step] = []
     value = steps[0][0]
@@ -104,7 +104,7 @@ def _carelessly(steps: list[Step], rng: random.Random) -> list[Step] | None:
 
 
 def number_rows(seed: int) -> Iterator[list[int]]:
-    """Endless rows of one to six training numbers, for learning to copy digits."""
+    """Yield endless rows of one to six training numbers, for learning to copy digits."""
     rng = random.Random(f"numbers {seed}")
     numbers = _NUMBERS[False]
     while True:
@@ -112,18 +112,18 @@ def number_rows(seed: int) -> Iterator[list[int]]:
 
 
 def train_problems(count: int, seed: int) -> list[Row]:
-    """Problems for reinforcement learning, in all phrasings."""
+    """Return problems for reinforcement learning, in all phrasings."""
     rng = random.Random(f"train {seed}")
     return [_draw(rng, rng.choice(PHRASINGS), held_out=False) for _ in range(count)]
 
 
 def heldout_problems(count: int, seed: int) -> list[Row]:
-    """Problems on held-out numbers, every second one in an unseen phrasing."""
+    """Return problems on held-out numbers, every second one in an unseen phrasing."""
     rng = random.Random(f"held out {seed}")
     pools = (SEEN, UNSEEN)
     return [_draw(rng, rng.choice(pools[i % 2]), held_out=True) for i in range(count)]
 
 
 def write_rows(rows: list[Row], path: Path) -> None:
-    """Writes rows as JSON Lines."""
+    """Write rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,11 +1,11 @@
-"""Three rounds of a conversation by callbacks: a question, and two that follow it.
+"""A conversation of three rounds with callbacks: a question and two follow-ups.
 
-Each round names the completion before it (`x-request-id`), so its prompt begins with that round's
-own tokens. By itself, with the model that `make demo` made:
+Each round names the previous completion (`x-request-id`), so its prompt begins with the exact
+tokens of that round. As a program, with the model of `make demo`:
 
     python -m examples.calculator.three_rounds
 
-As the conversation of each trajectory, trained on with the environment's reward:
+As the conversation of each trajectory, trained with the environment's reward:
 
     turnwise train examples/calculator/config.yaml rollout.loop=chat_scheduler \
         rollout.chat_scheduler=examples.calculator.three_rounds:ThreeRounds
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwise.modules import LLMServerManager
+from turnwise.pipeline import LLMServerManager
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 
@@ -52,7 +52,7 @@ async def on_completion(
 
 
 class ThreeRounds(ChatCompletionScheduler):
-    """For `rollout.chat_scheduler`."""
+    """The conversation as a class for `rollout.chat_scheduler`."""
 
     async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
         async def callback(*answer: Any) -> None:
@@ -70,7 +70,7 @@ class ThreeRounds(ChatCompletionScheduler):
 
 
 def main(overrides: list[str]) -> None:
-    """Hold one conversation by hand, and then a batch of them."""
+    """Hold one conversation with explicit calls, and then a batch of them."""
     overrides = [
         "rollout.loop=chat_scheduler",
         f"rollout.chat_scheduler={__spec__.name}:ThreeRounds",

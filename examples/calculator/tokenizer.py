@@ -1,8 +1,8 @@
 """A small byte-level BPE tokenizer with Qwen's special tokens and a Qwen-style chat template.
 
-Pre-tokenisation follows Qwen2: words keep the space before them, every digit stands alone.
+Pre-tokenisation follows Qwen2: words keep the space before them, every digit is a token.
 One rule is added: JSON between two numbers is one word, so that a tool's schema and the fixed
-parts of a tool call cost a token each. Training is deterministic.
+parts of a tool call are one token each. Training is deterministic.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _WORDS = (
 
 
 def build_tokenizer(seed: int, conversations: int = 1000) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on solved problems in all phrasings, tool preamble included."""
+    """Train the tokenizer on solved problems in all phrasings, tool preamble included."""
     rows = train_problems(conversations, seed)
     return train_tokenizer(lambda bare: [conversation_text(bare, row) for row in rows], VOCABULARY)
 
@@ -40,11 +40,11 @@ def build_tokenizer(seed: int, conversations: int = 1000) -> PreTrainedTokenizer
 def train_tokenizer(
     render: Callable[[PreTrainedTokenizerFast], list[str]], vocabulary: int
 ) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer of this kind.
+    """Train a tokenizer of this kind.
 
     Args:
-        render: Makes the texts to train on, by the chat template of an untrained tokenizer.
-        vocabulary: Tokens, special ones included.
+        render: Makes the texts to train on, with the chat template of an untrained tokenizer.
+        vocabulary: Number of tokens, special ones included.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(

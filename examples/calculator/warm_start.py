@@ -1,15 +1,15 @@
-"""The model that the demo begins with: a small one that imitates a careless teacher.
+"""The initial model of the demo: a small one that imitates a careless teacher.
 
     python -m examples.calculator.warm_start [--seed N] [--output DIR]
 
 Writes model and tokenizer in Hugging Face's format, by default to the folder `warm_started` beside
-this file, where the repository keeps them: some minutes on two cores. The training is supervised,
-on conversations that a careless teacher had (see `problems.demonstrations`). The model learns how
-to call the tool and how to answer, and takes over the teacher's mistakes. It makes them about as
-often as the teacher does, so that reinforcement learning, which samples, sees what else would do.
+this file, where the repository keeps them; it takes some minutes on two cores. The training is
+supervised, on conversations of a careless teacher (see `problems.demonstrations`). The model learns
+to call the tool and to answer, and copies the teacher's mistakes. It makes them about as often as
+the teacher does, so that reinforcement learning also samples better answers.
 
-Beside the conversations it learns to repeat rows of numbers: a model that copies digits surely is
-left with what reinforcement learning teaches well, which number goes where.
+It also learns to repeat rows of numbers: a model that copies digits reliably only has to learn
+which number goes where, which reinforcement learning teaches well.
 """
 
 import argparse
@@ -33,16 +33,16 @@ from .tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Training settings; `WarmStart(updates=5)` makes an untrained model within seconds."""
+    """Training settings; `WarmStart(updates=5)` makes a barely trained model within seconds."""
 
     updates: int = 800
     conversations: int = 32
-    """In one update, and as many rows of numbers."""
+    """Number of conversations in one update, and of rows of numbers."""
     learning_rate: float = 4e-3
-    """From the end of the warm-up to the middle of the training, then falling to nearly 0."""
+    """Peak, kept from the end of the warm-up to half of the training; then it falls to about 0."""
     warmup: int = 20
     copying: float = 0.5
-    """The weight of repeating numbers in the loss, beside 1 for conversations."""
+    """Weight of repeating numbers in the loss; conversations weigh 1."""
 
 
 def make_model(
@@ -51,7 +51,7 @@ def make_model(
     options: WarmStart,
     report: Callable[[int, float], None] = lambda update, loss: None,
 ) -> None:
-    """Trains a fresh model and writes it, with its tokenizer, to a folder.
+    """Train a model from scratch and write it, with its tokenizer, to a folder.
 
     The same seed gives the same model on the same machine.
 
@@ -72,7 +72,7 @@ def warm_start(
     options: WarmStart,
     report: Callable[[int, float], None],
 ) -> None:
-    """Trains `model` in place."""
+    """Train `model` in place."""
     batches = _batches(tokenizer, seed, options.conversations)
     copying = _copying_batches(tokenizer, seed, options.conversations)
     imitate(model, batches, options, report, lambda: options.copying * _loss(model, next(copying)))
@@ -85,10 +85,10 @@ def imitate(
     report: Callable[[int, float], None],
     other_loss: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Trains `model` in place on the assistant tokens of `options.updates` batches.
+    """Train `model` in place on the assistant tokens of `options.updates` batches.
 
     Args:
-        other_loss: Computes a further term of each update's loss.
+        other_loss: Computes an additional term of each update's loss.
     """
     optimizers = _optimizers(model)
     model.train()
@@ -109,7 +109,7 @@ def imitate(
 
 
 def _rate(update: int, options: WarmStart) -> float:
-    """The share of the learning rate that update `update` (from 1) takes."""
+    """Return the factor of the learning rate at update `update` (from 1)."""
     left = (options.updates - update) / (options.updates / 2)
     return min(1.0, update / options.warmup, max(left, 0.02))
 
@@ -128,7 +128,7 @@ def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 def _batches(
     tokenizer: PreTrainedTokenizerBase, seed: int, size: int, pool: int = 16
 ) -> Iterator[list[Example]]:
-    """Endless batches of conversations of like length, never the same one twice."""
+    """Yield endless batches of conversations of similar length, without repetition."""
     rng = random.Random(seed)
     rows = demonstrations(seed)
     while True:
@@ -148,7 +148,7 @@ def _copying_batches(
 
 
 def _loss(model: Qwen3ForCausalLM, examples: list[Example]) -> torch.Tensor:
-    """The mean cross-entropy of the assistant tokens."""
+    """Return the mean cross-entropy of the assistant tokens."""
     length = max(len(example.ids) for example in examples)
     pad = model.config.pad_token_id
     ids_BT = torch.tensor([e.ids + [pad] * (length - len(e.ids)) for e in examples])
@@ -160,7 +160,7 @@ def _loss(model: Qwen3ForCausalLM, examples: list[Example]) -> torch.Tensor:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="examples.calculator.warm_start", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=MODEL)

@@ -1,1 +1,1 @@
-"""Word problems solved by code that is written, and run, in the middle of the answer."""
+"""Word problems solved with code that runs in the middle of the answer."""

@@ -1,8 +1,8 @@
 """A word problem that is answered with code inside the answer, as in ReTool (arXiv:2504.11536).
 
-The model writes code between <code> and </code>, what the code gives is put into the same turn
+The model writes code between <code> and </code>, the code's result is inserted into the same turn
 between <interpreter> and </interpreter>, and the model continues from there. The code runs in
-`evaluator`, a small part of Python; a sandbox for all of it is not part of this example.
+`evaluator`, a small subset of Python; a sandbox for all of Python is not part of this example.
 """
 
 import re
@@ -35,13 +35,13 @@ class CodeProblem:
         """Run Python code.
 
         Args:
-            code: The code; a Markdown fence around it is left out.
+            code: The code; a Markdown fence around it is ignored.
         """
         fenced = _FENCE.fullmatch(code)
         return evaluate((fenced[1] if fenced else code).strip("\n"))
 
     def reward(self, trajectory: Any) -> float:
-        """1.0 if the answer, after the last result, says "The answer is N." with the right N."""
+        """Return 1.0 if the text after the last result says "The answer is N." with the right N."""
         said = trajectory.final_text.rpartition("</interpreter>")[2]
         stated = _ANSWER.findall(said)
         return float(len(stated) == 1 and int(stated[0]) == self._answer)

@@ -1,9 +1,9 @@
-"""Runs a small part of Python by walking its syntax tree: arithmetic, names, loops, `print`.
+"""Runs a small subset of Python by walking its syntax tree: arithmetic, names, loops, `print`.
 
-Nothing is compiled or handed to Python's own `exec`; what is not listed here does not exist for the
-code: no attributes, no imports, no functions of its own, no exceptions, no files. Numbers, texts,
-lists and the count of steps are bounded. It is no sandbox for Python as such: code that needs more
-of the language needs one.
+Nothing is compiled or passed to Python's own `exec`; the code has only the syntax listed here: no
+attributes, imports, function definitions, exceptions or files. Numbers, texts, lists and the
+number of steps are bounded. This is not a sandbox for Python: code that needs more of the language
+requires one.
 """
 
 import ast
@@ -13,11 +13,11 @@ from typing import Any
 
 MOST_STEPS = 20_000
 MOST_BITS = 4_096
-"""Of an integer."""
+"""Longest integer."""
 MOST_ITEMS = 1_000
-"""Items of a list, characters of a text or of all texts in a list, printed lines."""
+"""Maximum number of items of a list, characters of its texts, and printed lines."""
 MOST_NUMBERS = 10_000
-"""Of a range."""
+"""Maximum number of numbers in a range."""
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -42,11 +42,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class CodeError(Exception):
-    """The code uses what is not there, or exceeds a bound; the message is for the model."""
+    """The code uses something unsupported or exceeds a bound; the message is for the model."""
 
 
 def evaluate(code: str) -> str:
-    """Run code; returns what it printed, and the value of its last line if that is an expression.
+    """Run code; returns its output, and the value of its last line if that is an expression.
 
     Raises:
         CodeError: when it cannot be run.
@@ -59,7 +59,7 @@ def evaluate(code: str) -> str:
 
 
 class _Run:
-    """One run of one piece of code."""
+    """The state of one run."""
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class _Run:
                 return self._value(value)[self._value(index)]
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
                 return self._call(name, [self._value(arg) for arg in args])
-        raise CodeError(f"line {getattr(node, 'lineno', 1)} has what is not understood")
+        raise CodeError(f"line {getattr(node, 'lineno', 1)} uses syntax that is not understood")
 
     def _name(self, name: str) -> Any:
         if name not in self._names:
@@ -191,7 +191,7 @@ def _length(value: str | list[Any]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """An item of a list, which holds no lists: nested ones would be longer than they look."""
+    """Return an item for a list; lists hold no lists, which could exceed the bound by nesting."""
     if isinstance(value, list | range) or value is None:
         raise CodeError("a list holds numbers and texts only")
     return value

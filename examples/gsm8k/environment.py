@@ -1,18 +1,18 @@
 r"""Grade-school word problems (GSM8K, Cobbe et al. 2021, arXiv:2110.14168) with a calculator.
 
-`Gsm8k` owns one problem: its chat messages, its tool and the reward of a finished trajectory,
-of which it reads nothing but `final_text`.
+`Gsm8k` contains one problem: its chat messages, its tool and the reward of a finished trajectory,
+which depends only on `final_text`.
 
-The reward is 1.0 or 0.0, and strict. The final answer is what follows the last marker, the rest
+The reward is 1.0 or 0.0, and strict. The final answer is the text at the last marker, the rest
 of the line after `####` or the inside of `\boxed{}`, and has to be one number: `72`, `1,080`,
 `72.00` or `-3`, with signs of currency, percentage, emphasis or LaTeX around it (`$72`, `72%`,
 `**72**`, `1{,}080`). No marker, no number or more than a number (`72 or 73`, `8*9`,
 `72 clips`) earns 0.0.
 
-The number, and nothing else, goes to math-verify, which compares it with the gold one. A model
-may therefore write what it likes: no text raises, and no text is slow, because neither a power
-nor LaTeX is ever evaluated. math-verify's timeouts are switched off: they need signals, which
-only the main thread may handle, and rewards run in worker threads.
+Only the number goes to math-verify, which compares it with the gold one. Any output of a model
+is safe: no text raises or is slow, because neither powers nor LaTeX are ever evaluated.
+math-verify's timeouts are switched off: they need signals, which only the main thread may handle,
+and rewards run in worker threads.
 """
 
 import logging
@@ -24,14 +24,14 @@ from math_verify import ExprExtractionConfig, parse, verify
 
 from turnwise.errors import InputError
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of switched-off timeouts
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
 
 INSTRUCTION = (
     "Solve the problem step by step; the tool calculate does the arithmetic. End with a line "
     r"#### N or with \boxed{N}, where N is the answer: one number, without a unit."
 )
 
-# In characters; far above any decorated number in the data. A longer answer is no number.
+# In characters; far more than any decorated number in the data has. A longer answer is no number.
 LONGEST_ANSWER = 64
 
 BEFORE = r"[\s\\$€£¥*()\[\]]*"
@@ -72,7 +72,7 @@ def calculate(a: float, operation: Literal["+", "-", "*", "/"], b: float) -> flo
 
 
 class WithFinalText(Protocol):
-    """What the reward reads of a trajectory: the text of its last assistant message."""
+    """A trajectory as the reward reads it: the text of its last assistant message."""
 
     @property
     def final_text(self) -> str: ...
@@ -117,7 +117,7 @@ def final_number(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """Return what follows the last marker, empty without one or when it is too long to be one."""
+    """Return the answer at the last marker, empty without one or when it is too long."""
     _, line_marker, after_line_marker = text.replace("{,}", ",").rpartition("####")
     _, box, after_box = after_line_marker.rpartition(r"\boxed{")
     if box:
@@ -128,7 +128,7 @@ def final_answer(text: str) -> str:
 
 
 def parsed(number: str) -> list[Any]:
-    """Return plain digits as math-verify's parse of them."""
+    """Return math-verify's parse of plain digits."""
     expressions: list[Any] = parse(
         number, [ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
     )

@@ -1,9 +1,9 @@
-"""GSM8K end to end: a warm start where there is no model yet, `turnwise train`, and what changed.
+"""GSM8K end to end: a warm start if there is no model yet, `turnwise train`, and the results.
 
     python -m examples.gsm8k.run FOLDER [key.sub=value ...]
 
-FOLDER holds `train.jsonl` and `test.jsonl`. Overrides are `turnwise train`'s: with
-`model.path=Qwen/Qwen3-0.6B` nothing is warm-started.
+FOLDER holds `train.jsonl` and `test.jsonl`. Overrides are those of `turnwise train`;
+with `model.path=Qwen/Qwen3-0.6B` there is no warm start.
 """
 
 import argparse
@@ -21,7 +21,7 @@ RUNS = Path("runs")
 
 
 def main() -> int:
-    """The command line; returns the exit code of the training."""
+    """Run the command line; returns the exit code of the training."""
     parser = argparse.ArgumentParser(prog="examples.gsm8k.run", description=__doc__)
     parser.add_argument("folder", type=Path, help="with train.jsonl and test.jsonl")
     parser.add_argument("overrides", nargs="*")

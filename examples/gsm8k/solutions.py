@@ -1,6 +1,6 @@
 """Worked solutions of GSM8K as conversations with a calculator.
 
-The rows' own annotations say what is to be calculated: `48/2 = <<48/2=24>>24 clips` becomes the
+The annotations in the rows are the calculations: `48/2 = <<48/2=24>>24 clips` becomes the
 text up to the annotation, a call for each operation of it, and the rest after the tool's answer.
 """
 
@@ -21,7 +21,7 @@ _SCHEMA = get_json_schema(calculate)
 
 
 def solved_conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row's worked solution: a turn for each operation, then the answer."""
+    """Return the messages of a worked solution: a turn for each operation, then the answer."""
     messages: list[dict[str, Any]] = [*Gsm8k(row).problem]
     said, position = "", 0
     for annotation in _ANNOTATION.finditer(row["answer"]):
@@ -38,18 +38,18 @@ def solved_conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def earns(row: dict[str, Any], messages: list[dict[str, Any]]) -> float:
-    """The reward of a conversation's last message."""
+    """Return the reward of a conversation's last message."""
     return Gsm8k(row).reward(SimpleNamespace(final_text=messages[-1]["content"]))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    """A conversation as the chat template writes it."""
+    """Render a conversation with the chat template."""
     return str(tokenizer.apply_chat_template(messages, tools=[_SCHEMA], tokenize=False))
 
 
 def _operations(expression: str) -> Iterator[tuple[Any, Any, Any]]:
-    """An expression's operations in the order of their evaluation; none where it is more than
-    numbers and + - * /."""
+    """Return an expression's operations in the order of their evaluation; none where it has more
+    than numbers and + - * /."""
     try:
         tree = ast.parse(expression.replace(",", "").replace("$", "").strip(), mode="eval").body
         yield from _evaluate(tree)[1]
@@ -58,7 +58,7 @@ def _operations(expression: str) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _evaluate(node: ast.expr) -> tuple[Any, list[tuple[Any, Any, Any]]]:
-    """A node's value, and the operations that give it."""
+    """Return a node's value, and the operations that compute it."""
     match node:
         case ast.Constant(value=int() | float() as value):
             return value, []

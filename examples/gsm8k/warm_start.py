@@ -1,10 +1,10 @@
-"""A small model that has read GSM8K's worked solutions, for machines without a GPU.
+"""A small model trained on GSM8K's worked solutions, for machines without a GPU.
 
     python -m examples.gsm8k.warm_start TRAIN.jsonl [--seed N] [--output DIR]
 
-Its tokenizer and its weights are trained from nothing on the training rows, some minutes on two
-cores. It learns the form (a call for each calculation, `#### N` at the end) and very little
-arithmetic reasoning: its accuracy is a few percent at best.
+Its tokenizer and its weights are trained from scratch on the training rows, which takes some
+minutes on two cores. It learns the form (a call for each calculation,
+`#### N` at the end) and very little arithmetic reasoning: its accuracy is a few percent at best.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from .solutions import earns, render, solved_conversation
 BUILD = Path(__file__).parent / "build"
 _VOCABULARY = 2048
 _LONGEST = 384
-"""Tokens of a conversation; longer ones are left out."""
+"""Most tokens of a conversation; longer ones are left out."""
 _OPTIONS = WarmStart(updates=800, conversations=8, learning_rate=3e-3)
 
 
 def make_model(rows: list[dict[str, Any]], output: Path, seed: int, options: WarmStart) -> None:
-    """Trains a tokenizer and a model on the rows' solutions, and writes both to a folder."""
+    """Train a tokenizer and a model on the rows' solutions, and write both to a folder."""
     conversations = [solved_conversation(row) for row in rows]
     right = [c for row, c in zip(rows, conversations, strict=True) if earns(row, c) == 1.0]
     print(f"{len(right):,} of {len(rows):,} worked solutions earn the reward", flush=True)
@@ -59,7 +59,7 @@ def make_model(rows: list[dict[str, Any]], output: Path, seed: int, options: War
 
 
 def _batches(examples: list[Example], seed: int, size: int) -> Iterator[list[Example]]:
-    """Endless batches of examples of like length."""
+    """Yield batches of examples of similar length without end."""
     rng = random.Random(seed)
     while True:
         order = sorted(examples, key=lambda example: (len(example.ids) // 16, rng.random()))
@@ -69,7 +69,7 @@ def _batches(examples: list[Example], seed: int, size: int) -> Iterator[list[Exa
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="examples.gsm8k.warm_start", description=__doc__)
     parser.add_argument("train", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """The exceptions of turnwise: one small tree under `TurnwiseError`.
 
-Each message is one sentence for a person: what was wrong or who was waited for, and the fix.
-The command line prints it and exits with 2; it never shows a traceback for one of these.
+Each message is one sentence for the user: what is wrong, or what did not answer, and how to fix it.
+The command line prints it and exits with status 2, without a traceback.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LONGEST = 2000
-"""Characters of an error's own message that are kept."""
+"""Maximum length of an error's own message, in characters."""
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = tuple(
     path + os.sep for key in ("purelib", "platlib") if (path := sysconfig.get_path(key))
@@ -21,15 +21,22 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
 class TurnwiseError(Exception):
-    """The base of everything that turnwise raises on purpose."""
+    """Base class of all errors that turnwise raises deliberately.
+
+    Example:
+        try:
+            turnwise.train(config="config.yaml")
+        except turnwise.TurnwiseError as error:
+            print(error)  # one sentence
+    """
 
 
 class InputError(TurnwiseError):
-    """What the user gave (configuration, data, tool, model, machine) cannot be used."""
+    """User input (configuration, data, tool, model, machine) that cannot be used."""
 
 
 class DeadlineError(TurnwiseError):
-    """A wait ended without its answer; the message names who was waited for and how long."""
+    """A deadline passed; the message names what did not answer, and the deadline."""
 
 
 class EngineError(TurnwiseError):
@@ -41,33 +48,33 @@ class TrainerError(TurnwiseError):
 
 
 class WeightUpdateError(TurnwiseError):
-    """Weights did not arrive whole; the message names the tensor or the largest difference."""
+    """A weight update failed; the message names the tensor or the largest difference."""
 
 
 class TrajectoryError(TurnwiseError):
-    """One trajectory cannot go on; it is counted under `reason` and the run goes on."""
+    """One trajectory failed; it is counted under `reason`, and the run continues."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["TrajectoryError"], tuple[str, str]]:
-        return type(self), (self.reason, str(self))  # or no other process can read it
+        return type(self), (self.reason, str(self))  # for unpickling in other processes
 
 
 class StepError(TurnwiseError):
-    """A training step cannot be made, because most of its trajectories failed."""
+    """A training step cannot continue, because too many of its trajectories failed."""
 
 
 class ExactnessError(TurnwiseError):
-    """What was about to be trained is not what was sampled; the message names the first token."""
+    """Tokens to train on differ from the sampled ones; the message names the first."""
 
 
 def where_in_user_code(error: BaseException) -> str:
-    """The last line of the user's own code that an error passed through, as `file:line`.
+    """Return the last line of the user's own code that an error passed through, as `file:line`.
 
-    A line in an installed package counts where there is none outside; "" when the error came
-    from turnwise or Python alone.
+    Falls back to the last line in an installed package; "" if the error passed through turnwise
+    and Python only.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno) for frame in frames]
@@ -81,17 +88,17 @@ def where_in_user_code(error: BaseException) -> str:
 
 
 def in_user_code(filename: str) -> bool:
-    """Whether a source file is neither turnwise's, nor Python's, nor an installed package's."""
+    """Return whether a source file belongs to neither turnwise, Python nor an installed package."""
     return not filename.startswith(("<", _OWN, *_LIBRARIES, _STANDARD))
 
 
 def short_path(path: str) -> str:
-    """Relative to the working directory where it lies below that."""
+    """Return a path relative to the working directory if it is below that."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of user code as `Type: message (file:line)`; see `where_in_user_code`."""
+    """Return an error of user code as `Type: message (file:line)`; see `where_in_user_code`."""
     message = message_of(error, _LONGEST)
     where = where_in_user_code(error)
     kind = type(error).__name__
@@ -99,8 +106,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def ordinary_error(error: BaseException) -> Exception:
-    """The error, or one in its place if raising it would end more than the call: SystemExit,
-    KeyboardInterrupt, CancelledError, and StopIteration, which no future takes."""
+    """Return the error, or a RuntimeError in its place if raising it would end more than the call.
+
+    This replaces SystemExit, KeyboardInterrupt, CancelledError, and StopIteration, which a future
+    cannot hold.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     text = f"raised {type(error).__name__}({message_of(error, 200)})"
@@ -108,7 +118,7 @@ def ordinary_error(error: BaseException) -> Exception:
 
 
 def message_of(error: BaseException, longest: int) -> str:
-    """The beginning of an error's message, whatever its `__str__` does."""
+    """Return the beginning of an error's message, even if its `__str__` fails."""
     try:
         message = str(error)
     except Exception as failure:
@@ -116,9 +126,26 @@ def message_of(error: BaseException, longest: int) -> str:
     return message if len(message) <= longest else f"{message[:longest]}…"
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's message, or the name of its type if it has none."""
+    return message_of(error, _LONGEST).strip() or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none.
+
+    For errors of libraries, whose messages continue with advice and stack traces.
+
+    Example:
+        except OSError as error:
+            raise InputError(f"{path} cannot be loaded: {first_line(error)}") from error
+    """
+    return text_of(error).partition("\n")[0].rstrip()
+
+
 @contextmanager
-def told_when_unwritable(path: Path) -> Iterator[None]:
-    """Turn what the operating system raises, such as on a full disk, into one sentence."""
+def translate_unwritable(path: Path) -> Iterator[None]:
+    """Translate an operating-system error, such as a full disk, into one sentence."""
     try:
         yield
     except OSError as error:

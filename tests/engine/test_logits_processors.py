@@ -20,11 +20,11 @@ from tests.engine.callables import BANNED
 from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.logits_adapter import CallableProcessors, take_failure
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
-from turnwise.engine.vllm_engine import engine_arguments
+from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, StepError, TrajectoryError
 from turnwise.rollout.sampler import RolloutSampler
-from turnwise.serving.openai_server import OpenAIServer
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.worker_handle import WorkerHandle
 
 HERE = "tests.engine.callables"
 PROMPT = [30, 31, 32, 33]
@@ -53,14 +53,14 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 
 @pytest.fixture(scope="module")
-async def worker(ray_started: None, config: Config) -> AsyncIterator[RemoteWorker]:
-    worker = await RemoteWorker.start(config)
+async def worker(ray_started: None, config: Config) -> AsyncIterator[WorkerHandle]:
+    worker = await WorkerHandle.start(config)
     yield worker
     await worker.shutdown()
 
 
 @pytest.fixture(scope="module")
-async def client(worker: RemoteWorker, config: Config) -> AsyncIterator[AsyncOpenAI]:
+async def client(worker: WorkerHandle, config: Config) -> AsyncIterator[AsyncOpenAI]:
     server = OpenAIServer(config, worker)
     await server.start()
     async with AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
@@ -68,7 +68,7 @@ async def client(worker: RemoteWorker, config: Config) -> AsyncIterator[AsyncOpe
     await server.stop()
 
 
-async def test_without_statistics_an_engine_has_none_to_show(worker: RemoteWorker) -> None:
+async def test_without_statistics_an_engine_has_none_to_show(worker: WorkerHandle) -> None:
     """C38: `engine.metrics: false` keeps vLLM from counting."""
     await worker.generate(PROMPT, chosen(), "uncounted")
     assert await worker.metrics() == []
@@ -83,7 +83,7 @@ def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch
 
 
 async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
-    worker: RemoteWorker, model_path: str
+    worker: WorkerHandle, model_path: str
 ) -> None:
     """A5: of every request and of one; two and three parameters; a class; log-probs."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -120,7 +120,7 @@ async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sam
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_callable_that_fails_ends_its_request_alone(
-    worker: RemoteWorker, name: str, reason: str, said: str, temperature: float
+    worker: WorkerHandle, name: str, reason: str, said: str, temperature: float
 ) -> None:
     """A5: one sentence names the function; the engine and the requests beside it go on."""
     beside = asyncio.create_task(
@@ -146,7 +146,7 @@ async def test_a_callable_that_fails_ends_its_request_alone(
     ],
 )
 async def test_only_names_that_match_are_imported(
-    worker: RemoteWorker, client: AsyncOpenAI, name: str, said: str
+    worker: WorkerHandle, client: AsyncOpenAI, name: str, said: str
 ) -> None:
     """A6: the engine checks by itself, whatever stands before it, and so does the server."""
     with pytest.raises((InputError, TrajectoryError), match=said):
@@ -159,7 +159,7 @@ async def test_only_names_that_match_are_imported(
 
 
 async def test_a_request_chooses_its_own_over_http(
-    client: AsyncOpenAI, tokenizer: Any, worker: RemoteWorker
+    client: AsyncOpenAI, tokenizer: Any, worker: WorkerHandle
 ) -> None:
     """A6: chat and completions, whole and streamed; vLLM's older spelling; failures; sessions."""
     count = {"qualname": f"{HERE}.Count", "kwargs": {"start": 300}}
@@ -183,7 +183,7 @@ async def test_a_request_chooses_its_own_over_http(
             prompt=PROMPT,
             extra_body={"logits_processors": [named("broken")], "ignore_eos": True},
         )
-    with pytest.raises(openai.BadRequestError, match="is not a client's to set"):
+    with pytest.raises(openai.BadRequestError, match="cannot be set by clients"):
         await client.completions.create(
             **common, prompt=PROMPT, extra_body={"vllm_xargs": {"turnwise": ["os:system"]}}
         )
@@ -196,7 +196,7 @@ async def test_a_request_chooses_its_own_over_http(
 
 
 async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
-    worker: RemoteWorker, config: Config, tokenizer: Any
+    worker: WorkerHandle, config: Config, tokenizer: Any
 ) -> None:
     """A6: by `sampling.logits_processors`; a failure is counted by its reason."""
 
@@ -253,7 +253,7 @@ def test_configured_names_are_checked_before_anything_starts(
     """A5, A6: of sampling against the pattern, and the pattern itself."""
     with pytest.raises(InputError, match="logits_processors_allowed does not match 'a:b'"):
         make_config(sampling={"logits_processors": ["a:b"]})
-    with pytest.raises(InputError, match="is no regular expression"):
+    with pytest.raises(InputError, match="is not a valid regular expression"):
         make_config(engine={"logits_processors_allowed": "("})
     config = make_config(
         sampling={"logits_processors": ["a:b", {"qualname": "a:c", "args": [1]}]},

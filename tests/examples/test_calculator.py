@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.calculator.conversations import conversation_text, encode, solved_conversation
-from examples.calculator.demo import tell
+from examples.calculator.demo import print_results
 from examples.calculator.environment import Calculator
 from examples.calculator.phrasings import SEEN, UNSEEN
 from examples.calculator.prepare import MODEL, prepare
@@ -96,14 +96,14 @@ def test_the_demo_tells_what_changed_and_shows_a_problem_that_was_learnt(
     steps += [{"step": n, "accuracy_heldout": None, "sampled_tokens": 300} for n in range(1, 5)]
     steps += [{"step": 5, "accuracy_heldout": 0.975, "sampled_tokens": 300}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
-    tell(tmp_path, [row])
-    told = capsys.readouterr().out
-    assert f"whose answer is {row['answer']}, before:" in told
-    assert told.count(row["question"]) == 2
-    assert told.count(f"calculate(a={a}, operation='{operation}', b={b})") == 2
-    assert told.count(f"The answer is {row['answer']}.") == 1
-    assert "after 5 steps with 1,500 sampled tokens; evaluations sampled\n   4 more" in told
-    assert "accuracy before RL 0.500, after RL 0.975" in told
+    print_results(tmp_path, [row])
+    printed = capsys.readouterr().out
+    assert f"whose answer is {row['answer']}, before:" in printed
+    assert printed.count(row["question"]) == 2
+    assert printed.count(f"calculate(a={a}, operation='{operation}', b={b})") == 2
+    assert printed.count(f"The answer is {row['answer']}.") == 1
+    assert "after 5 steps with 1,500 sampled tokens; evaluations sampled\n   4 more" in printed
+    assert "accuracy before RL 0.500, after RL 0.975" in printed
 
 
 @pytest.mark.parametrize("row", [*train_problems(50, SEED), *heldout_problems(50, SEED)])

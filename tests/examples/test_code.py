@@ -1,4 +1,4 @@
-"""The code example: its evaluator, and code that is run in the middle of an answer."""
+"""The code example: its evaluator, and code in the middle of an answer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.code.evaluator import CodeError, evaluate
+from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig, load_config
 from turnwise.rollout import Problem, Runner
-from turnwise.serving.remote_worker import RemoteWorker
-from turnwise.training.scoring import token_logprobs
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, audit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
@@ -72,7 +72,7 @@ def test_what_is_not_arithmetic_is_refused(code: str, why: str) -> None:
 
 
 async def test_code_is_run_inside_the_answer(
-    engine: RemoteWorker,
+    engine: WorkerHandle,
     make_config: Callable[..., Config],
     tokenizer: Any,
     template: ChatTemplate,

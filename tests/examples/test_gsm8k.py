@@ -1,4 +1,4 @@
-"""The GSM8K example: what it asks, what its calculator says and what its reward pays."""
+"""The GSM8K example: its prompt, its calculator and its reward."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from examples.gsm8k.solutions import earns, solved_conversation
 from turnwise.errors import InputError
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("gsm8k_rows.jsonl").open()]
-"""Of our own, in GSM8K's form."""
+"""Rows written for the tests, in GSM8K's form."""
 
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many in all?"
 
@@ -41,7 +41,7 @@ def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing(row)
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
 def test_a_worked_solution_becomes_a_conversation_that_earns_one(row):
-    """C23: what the small model is warm-started on."""
+    """C23: the conversations of the small model's warm start."""
     messages = solved_conversation(row)
     assert earns(row, messages) == 1.0
     assert "<<" not in json.dumps(messages)

@@ -1,4 +1,4 @@
-"""The three rounds by callbacks: as a program of plain calls, and as what a run trains on."""
+"""The three rounds by callbacks: as a program of plain calls, and in a training run."""
 
 import subprocess
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_run_trains_on_the_rounds(make_config: Callable[..., Config], tmp_path
     assert [row["weight_version"] for row in rows] == [1, 2]
     for step, row in enumerate(rows, start=1):
         assert row["dropped"] == {}
-        assert row["logprob_diff_max"] < 1e-4  # the trainer scores each round's tokens alike
+        assert row["logprob_diff_max"] < 1e-4  # for each round's tokens
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
         assert len(trajectories) == 16
         for trajectory in trajectories:

@@ -15,14 +15,14 @@ from examples.calculator.tool import calculate
 from tests import plain_agents
 from tests.blocking import tick
 from turnwise.config import Config
-from turnwise.deadlines import StallClock
+from turnwise.core.deadlines import StallClock
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import InputError
-from turnwise.machinery import load_training
 from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.data import load_training
 from turnwise.rollout.loops.agent import _Command
-from turnwise.serving.openai_server import OpenAIServer
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory, audit
 
 COMMAND = f"{sys.executable} -m tests.plain_agents"
@@ -30,7 +30,7 @@ COMMAND = f"{sys.executable} -m tests.plain_agents"
 
 @pytest.fixture(scope="module")
 async def server(
-    engine: RemoteWorker, make_config: Callable[..., Config]
+    engine: WorkerHandle, make_config: Callable[..., Config]
 ) -> AsyncIterator[OpenAIServer]:
     server = OpenAIServer(make_config(serving={"port": 0}, sampling={"max_tokens": 32}), engine)
     await server.start()
@@ -41,7 +41,7 @@ async def server(
 async def run(
     agent: str,
     server: OpenAIServer,
-    engine: RemoteWorker,
+    engine: WorkerHandle,
     make_config: Callable[..., Config],
     tokenizer: Any,
 ) -> Group:
@@ -60,7 +60,7 @@ async def run(
 async def test_an_agent_that_knows_nothing_of_us_makes_exact_trajectories(
     agent: str,
     server: OpenAIServer,
-    engine: RemoteWorker,
+    engine: WorkerHandle,
     make_config: Callable[..., Config],
     tokenizer: Any,
 ) -> None:
@@ -91,7 +91,7 @@ async def test_an_agents_trouble_is_counted_with_what_it_said(
     reason: str,
     words: str,
     server: OpenAIServer,
-    engine: RemoteWorker,
+    engine: WorkerHandle,
     make_config: Callable[..., Config],
     tokenizer: Any,
 ) -> None:

@@ -64,7 +64,7 @@ def test_rows_come_in_order_as_plain_values_up_to_the_limit(
     [
         ("rows.jsonl", b'{"a": 1}\n{', "line 2: not JSON .*; each line holds one whole object"),
         ("rows.json", b'[\n{"a": 1}\n]', "line 1: not JSON .*; each line holds one whole object"),
-        ("rows.jsonl", b'{"a": 1}\n\n[1]', "line 3: a row is a JSON object"),
+        ("rows.jsonl", b'{"a": 1}\n\n[1]', "line 3: a row must be a JSON object"),
         ("rows.jsonl", b"[" * 100_000, "line 1: not JSON"),
         ("rows.jsonl", b"", "has no rows"),
         ("rows.jsonl", b'{"a": "\xe9"}', "is not UTF-8"),
@@ -132,7 +132,7 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_rows(str(tmp_path / "gone"), split="train")
     (tmp_path / "rows.txt").write_text("text")
     with pytest.raises(
-        InputError, match=r"rows\.txt is no kind of file that can be read \(\.jsonl"
+        InputError, match=r"rows\.txt is not a kind of file that can be read \(\.jsonl"
     ):
         load_rows(str(tmp_path / "rows.txt"), split="train")
     (tmp_path / "folder").mkdir()

@@ -49,7 +49,7 @@ def test_a_text_is_one_message_and_tools_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("problem", [None, [], 3, ["hello"], [{"content": "hello"}], {"role": "u"}])
 def test_a_problem_that_is_no_conversation_is_named(problem: Any) -> None:
-    message = r"^rows\.jsonl:3: Desk\.problem is a text, or a list of messages such as .*, not "
+    message = r"^rows\.jsonl:3: Desk\.problem must be a string, or a list of messages .*, not "
     with pytest.raises(InputError, match=message):
         made(problem)
 
@@ -58,9 +58,9 @@ def test_a_problem_that_is_no_conversation_is_named(problem: Any) -> None:
     ("tools", "message"),
     [
         ([{"type": "function", "function": {"name": "add"}}], r"a docstring whose .*, not {'type'"),
-        (["add"], r"a tool in Desk\.tools is a function or method .* not 'add'"),
-        (add, r"Desk\.tools is a list of functions, not <function add"),
-        ({"add": add}, r"Desk\.tools is a list of functions, not {'add'"),
+        (["add"], r"a tool in Desk\.tools must be a function or method .* not 'add'"),
+        (add, r"Desk\.tools must be a list of functions, not <function add"),
+        ({"add": add}, r"Desk\.tools must be a list of functions, not {'add'"),
         ([add, add], r"Desk\.tools has two functions named add"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, StepError
 from turnwise.rollout import Group, Problem, Runner, check_failures
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 
@@ -111,7 +111,7 @@ class BrokenLoop:
 
 @pytest.fixture(scope="module")
 def attempt(
-    engine: RemoteWorker, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
+    engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any, template: ChatTemplate
 ) -> Callable[..., Any]:
     async def run(
         script: list[str],
@@ -350,7 +350,7 @@ async def test_own_tags_mark_a_call(
     [
         ({"call_start": "<do>"}, "call_start and call_end belong together"),
         ({"call_tool": "run"}, "set call_start"),
-        ({"call_start": "<", "call_end": ">", "loop": "single_turn"}, "belongs to loop: inter"),
+        ({"call_start": "<", "call_end": ">", "loop": "single_turn"}, "only to loop interl"),
     ],
 )
 def test_tags_that_do_not_fit_are_refused(
@@ -377,7 +377,7 @@ THOUGHTS = ["<think>hm</think>" + call("double", x=4) + END, "It is 8." + END]
         ("exact", FORGETS_REASONING, None),
         ("template", FORGETS_REASONING, "history_rewritten"),
         ("template", None, None),
-        ("exact", HIDES_ANSWERS, "unlike_stand_in"),
+        ("exact", HIDES_ANSWERS, "unlike_placeholder"),
     ],
 )
 async def test_a_rewritten_history_is_a_branch_only_where_it_was_asked_for(

@@ -49,7 +49,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing() -> None:
     stream = ProblemStream(problems(5), 0)
     stream.take(2)
     before = stream.state()
-    with pytest.raises(InputError, match="stopped among 4 problems and now has 5; give it the s"):
+    with pytest.raises(InputError, match="stopped with 4 problems and now has 5; give it the s"):
         stream.restore(ProblemStream(problems(4), 0).state())
     assert stream.state() == before
 

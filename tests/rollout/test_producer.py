@@ -214,5 +214,5 @@ async def test_data_that_changed_since_is_refused() -> None:
         fewer.restore(state, trained=0)
     state["under_way"] = ["gone"]
     same = GroupProducer(config(), Groups(), ProblemStream(PROBLEMS, 0), has_signal)
-    with pytest.raises(InputError, match="no longer has gone, which the checkpoint"):
+    with pytest.raises(InputError, match="no longer has gone, which was in progress"):
         same.restore(state, trained=0)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config, RewardConfig
-from turnwise.deadlines import StallClock
+from turnwise.core.actor import ActorHandle
+from turnwise.core.deadlines import StallClock
 from turnwise.errors import DeadlineError
 from turnwise.rollout.reward_model import RemoteRewardModel
 from turnwise.rollout.rewards import Rewards
@@ -26,11 +27,12 @@ async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., 
             return float(len(messages))
 
     model = RemoteRewardModel("model", make_config(rollout={"stall_timeout": 0.5}))
-    model._actor = SimpleNamespace(score=SimpleNamespace(remote=score))
+    actor: Any = SimpleNamespace(score=SimpleNamespace(remote=score))
+    model._actor = ActorHandle(actor, "the reward model")
     scores = await asyncio.gather(*(model.score([{}] * number) for number in range(12)))
     assert scores == [float(number) for number in range(12)]
     open_.clear()
-    with pytest.raises(DeadlineError, match="scored no trajectory in"):
+    with pytest.raises(DeadlineError, match="scored no trajectory within"):
         await model.score([{}])
 
 

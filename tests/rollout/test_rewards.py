@@ -249,7 +249,7 @@ def test_batches_are_bounded_and_lose_nothing(max_tokens: int) -> None:
 
 async def kill(model: Any) -> None:
     """Kill a reward model's actor, and wait until it is gone."""
-    actor = model._actor
+    actor = model._actor.actor
     model.kill()
     with suppress(RayError):
         async with asyncio.timeout(30):
@@ -297,7 +297,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_labels": 3}, "has 3 outputs; a reward model has one"),
+        ({"num_labels": 3}, "has 3 outputs; a reward model must have one"),
         ({"kind": LlamaForCausalLM}, r"lacks weights: score\.weight"),
     ],
 )

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from tests.blocking import gate, new_gate, tick
-from turnwise import tasks
 from turnwise.config import Config, SamplingConfig
+from turnwise.core import user_code as tasks
+from turnwise.core.user_code import stuck_calls
+from turnwise.core.watchdog import Watchdog
 from turnwise.engine.protocol import Completion
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
-from turnwise.tasks import stuck_calls
 from turnwise.trajectory import Trajectory
-from turnwise.watchdog import Watchdog
 
 HERE = "tests.rollout.test_runner"
 
@@ -145,6 +145,42 @@ def run(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., Any
     return run
 
 
+class Crowd(SimulatedEngine):
+    """Remembers the largest number of requests at a time."""
+
+    running = most = 0
+
+    async def generate(self, *call: Any) -> Completion:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await super().generate(*call)
+        finally:
+            self.running -= 1
+
+
+async def test_runners_of_two_environments_share_the_slots(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    config = make_config(
+        environment=f"{HERE}:Desk", rollout={"loop": "single_turn", "concurrency": 2}
+    )
+    runner = Runner(config, tokenizer)
+    runner.tool_parser = None  # type: ignore[assignment]  # nothing is parsed here
+    other = runner.with_environment(Desk, SingleTurnLoop())
+    engine = Crowd(vocab_size=len(tokenizer))
+    sampling = SamplingConfig(n=4, max_tokens=8)
+    problem = Problem("rows:1", {"question": "Go.", "tries": itertools.count(1)})
+
+    groups = await asyncio.gather(
+        runner.run_group(engine, problem, sampling, "one"),
+        other.run_group(engine, problem, sampling, "other"),
+    )
+
+    assert [len(group.trajectories) for group in groups] == [4, 4]
+    assert engine.most == 2
+
+
 async def test_a_failed_try_is_made_good_by_another(run: Callable[..., Any]) -> None:
     group = await run({"fails": 5}, retries=2, concurrency=1)
     assert [t.sample_index for t in group.trajectories] == [1, 2, 3]
@@ -202,7 +238,7 @@ async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], token
     assert group.seconds["generate"] > 2 * 2 * 0.5
     stalled = await run({"takes": 60.0}, n=1, stall_timeout=0.5)
     assert stalled.dropped == {"stalled": 1}
-    assert stalled.causes["stalled"].endswith("moved for 0.5 s (rollout.stall_timeout)")
+    assert stalled.causes["stalled"].endswith("no progress for 0.5 s (rollout.stall_timeout)")
 
 
 async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:
@@ -234,10 +270,10 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
 async def test_tools_that_run_together_count_once(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
+    from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollout.agent_loop import RolloutContext
     from turnwise.rollout.loops.tool_calling import answer_calls
     from turnwise.rollout.tools import Toolbox
-    from turnwise.serving.tool_parser import ParsedText, ToolCall
 
     async def nap() -> str:
         """Sleep a little."""
@@ -310,9 +346,9 @@ def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
     config = make_config(environment=f"{HERE}:Rough", rollout={"stall_timeout": 0.1})
     runner = Runner(config, tokenizer)
     with pytest.raises(DeadlineError, match=rf"the environment {HERE}:Rough did not answer within"):
-        runner.fitting([Problem("rows:1", {"where": "init", "how": "block"})])
+        runner.within_prompt_limit([Problem("rows:1", {"where": "init", "how": "block"})])
     with pytest.raises(InputError, match=r"rows:1: .* ValueError: the judge is down \(tests/"):
-        runner.fitting([Problem("rows:1", {"where": "problem", "how": "raise"})])
+        runner.within_prompt_limit([Problem("rows:1", {"where": "problem", "how": "raise"})])
 
 
 def rows(*words: int) -> list[Problem]:
@@ -329,17 +365,17 @@ def test_rows_with_long_prompts_are_left_out_and_counted(
     runner = Runner(make_config(environment=f"{HERE}:Desk", data=data), tokenizer)
     problems = rows(5, 300, 10, 2000)
     with caplog.at_level(logging.WARNING):
-        assert runner.fitting(problems) == [problems[0], problems[2]]
+        assert runner.within_prompt_limit(problems) == [problems[0], problems[2]]
     assert "2 of 4 rows have prompts of more than 100 tokens" in caplog.text
     runner.check(problems)
     with pytest.raises(InputError, match=r"2 of 2 rows .* \(data\.max_prompt_tokens\), and none"):
-        runner.fitting(rows(300, 400))
+        runner.within_prompt_limit(rows(300, 400))
 
 
 def test_without_a_limit_a_prompt_that_does_not_fit_is_an_error(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     runner = Runner(make_config(environment=f"{HERE}:Desk"), tokenizer)
-    assert runner.fitting(rows(5, 10)) == rows(5, 10)
+    assert runner.within_prompt_limit(rows(5, 10)) == rows(5, 10)
     with pytest.raises(InputError, match=r"rows\.jsonl:2: its prompt of \d+ tokens does not fit"):
-        runner.fitting(rows(5, 2000))
+        runner.within_prompt_limit(rows(5, 2000))

@@ -74,7 +74,7 @@ async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest
     await stream.aclose()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert await llm.load() == 0
+    assert await llm.num_in_flight() == 0
 
 
 async def test_failures_are_counted_and_most_of_them_are_an_error(
@@ -98,9 +98,9 @@ def test_what_cannot_be_sampled_is_refused(
     """A2: before anything is sampled."""
     with pytest.raises(InputError, match="sampling_params has no heat"):
         RolloutSampler(llm, ROWS, {"heat": 1}, config=config, tokenizer=tokenizer)
-    with pytest.raises(InputError, match="the tools of rows are those of their environment"):
+    with pytest.raises(InputError, match="rows have the tools of their environment"):
         RolloutSampler(llm, ROWS, config=config, tools=[print], tokenizer=tokenizer)
-    with pytest.raises(AttributeError, match="turnwise has no Sampler"):
+    with pytest.raises(AttributeError, match="has no attribute 'Sampler'"):
         _ = turnwise.Sampler
 
 
@@ -108,7 +108,7 @@ async def test_a_loop_that_needs_a_server_says_so(
     llm: SimulatedEngine, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     keys = {"agent": "not.there:agent", "chat_scheduler": "not.there:Scheduler"}
-    for loop, wanted in (("agent", "wants the OpenAI server"), ("chat_scheduler", "ChatBackend")):
+    for loop, wanted in (("agent", "needs the OpenAI server"), ("chat_scheduler", "ChatBackend")):
         config = make_config(rollout={"loop": loop, loop: keys[loop]})
         sampler = RolloutSampler(llm, ROWS[:1], config=config, tokenizer=tokenizer)
         with pytest.raises(InputError, match=wanted):

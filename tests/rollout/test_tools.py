@@ -10,10 +10,10 @@ from typing import Any, Literal
 import pytest
 
 from tests.blocking import gate, new_gate, tick
-from turnwise import tasks
+from turnwise.core import user_code as tasks
+from turnwise.core.user_code import stuck_calls
 from turnwise.errors import InputError, where_in_user_code
 from turnwise.rollout.tools import Toolbox
-from turnwise.tasks import stuck_calls
 
 
 def add(a: int, b: int = 1) -> int:
@@ -319,7 +319,7 @@ def undescribed(a: int) -> int:
 
 @pytest.mark.parametrize("tool", [{"type": "function"}, "add", None])
 def test_a_tool_that_is_no_function_is_refused(tool: object) -> None:
-    with pytest.raises(InputError, match="a tool is a function with type hints and a docstring"):
+    with pytest.raises(InputError, match="a tool must be a function with type hints"):
         toolbox(tool)
 
 

@@ -17,14 +17,14 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from turnwise import logs
 from turnwise.config import SamplingConfig, parse_config
+from turnwise.core import logs
+from turnwise.core.ray import start_ray, watching_ray
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import TurnwiseError
-from turnwise.machinery import make_manager
-from turnwise.ray_calls import start_ray, watching_ray
-from turnwise.serving import remote_worker
+from turnwise.run.fleet import make_manager
 from turnwise.serving.worker import VllmAsyncGenerationWorker
+from turnwise.serving.worker_handle import WorkerHandle
 
 SAMPLING = SamplingConfig(max_tokens=96)
 ROOM = 3 * 2**30
@@ -93,7 +93,7 @@ async def seeds(manager: Any) -> list[int]:
 
 async def back(manager: Any, losses: int) -> None:
     async with asyncio.timeout(90):
-        while len(manager.losses) < losses or len(manager.engines) < 2:
+        while len(manager.failures) < losses or len(manager.engines) < 2:
             await asyncio.sleep(0.05)
 
 
@@ -137,11 +137,11 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             )
             on_head.actor.grow.remote()  # type: ignore[attr-defined]
             await back(manager, 1)
-            told["memory"] = [loss.why for loss in manager.losses]
+            told["memory"] = [loss.why for loss in manager.failures]
             await load.more()
 
             told["seeds"] += await seeds(manager)
-            known = len(manager.losses)
+            known = len(manager.failures)
             told["removed"] = next(name for name in nodes if name != on_head.name)
             second.kill_raylet(check_alive=False)
             async with asyncio.timeout(60):
@@ -151,7 +151,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             await asyncio.sleep(3.0)
             cluster.add_node(num_cpus=2, resources={"engines": 1})
             await back(manager, known + 1)
-            told["node"] = [loss.why for loss in manager.losses[known:]]
+            told["node"] = [loss.why for loss in manager.failures[known:]]
             await load.more()
             told["wrong"], told["continued"] = load.wrong, manager.scheduler.events["continued"]
 
@@ -172,7 +172,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
 
 def main(folder: str) -> None:
     logs.to_terminal()
-    remote_worker.WorkerActor = ray.remote(max_concurrency=64)(LightWorker)
+    WorkerHandle.worker_class = LightWorker
     os.environ |= {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         "RAY_health_check_period_ms": "500",

@@ -15,14 +15,15 @@ from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_complet
 from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.machinery import load_training
-from turnwise.modules import LLMServerManager
+from turnwise.pipeline import LLMServerManager
 from turnwise.rollout import Runner
+from turnwise.rollout.data import load_training
 from turnwise.rollout.loops import load_chat_scheduler
-from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
+from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 QUESTION = {"role": "user", "content": "What is 12 plus 30?"}
@@ -35,7 +36,7 @@ ANSWER = "The answer is 42.<|im_end|>"
 
 @pytest.fixture(scope="module")
 async def backend(
-    engine: RemoteWorker, make_config: Callable[..., Config]
+    engine: WorkerHandle, make_config: Callable[..., Config]
 ) -> AsyncIterator[ChatBackend]:
     """Chats on one worker's actor."""
     config = make_config(sampling={"n": 2, "max_tokens": 48})
@@ -114,7 +115,7 @@ async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_
 
 
 async def test_the_turns_after_x_request_id_stay_on_their_worker(
-    engine: RemoteWorker, make_config: Callable[..., Config], template: ChatTemplate
+    engine: WorkerHandle, make_config: Callable[..., Config], template: ChatTemplate
 ) -> None:
     """C13, C15: by the id of the completion before, and by no more of them than are remembered."""
     fleet = Scheduler(ServingConfig(known_sessions=2), 60.0)
@@ -127,7 +128,7 @@ async def test_the_turns_after_x_request_id_stay_on_their_worker(
         made: list[Any] = []
         for _ in range(3):
             made.append(await chats.chat_completion(messages=[QUESTION], max_tokens=4))
-        assert len(fleet._sessions) == 2
+        assert len(fleet._router.sessions) == 2
         for _ in range(3):
             messages = [QUESTION, made[2].choices[0].message, QUESTION]
             headers = {"x-request-id": made[2].id}
@@ -230,12 +231,12 @@ async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
         )
         assert (await anext(stream)).choices
         engine.slowdown = 1e6
-        assert await engine.load() == 1
+        assert await engine.num_in_flight() == 1
         await stream.aclose()
         session = backend.sessions.get("closed")
         assert session is not None
         async with asyncio.timeout(60):
-            while await engine.load() or not session.lost_turns:
+            while await engine.num_in_flight() or not session.lost_turns:
                 await asyncio.sleep(0.01)
         assert session.trajectory.turns == []
     finally:
@@ -404,7 +405,7 @@ async def test_a_conversation_whose_time_is_over_ends_its_request(
             await backend.generate_sequences([[QUESTION]])
         assert failure.value.reason == "trajectory_timeout"
         async with asyncio.timeout(60):
-            while await engine.load():
+            while await engine.num_in_flight():
                 await asyncio.sleep(0.01)
         assert len(backend.sessions) == 0
     finally:
@@ -474,7 +475,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
 
 
 async def test_the_configured_class_holds_each_trajectorys_conversation(
-    backend: ChatBackend, engine: RemoteWorker, make_config: Callable[..., Config], tokenizer: Any
+    backend: ChatBackend, engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     """C20, C29: three rounds by callbacks are one exact trajectory; user code runs elsewhere."""
     path = f"{__name__}:Watched"
@@ -504,11 +505,11 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
 @pytest.mark.parametrize(
     ("name", "reason", "words"),
     [
-        ("Stuck", "stalled", "nothing of it moved for 1 s"),
+        ("Stuck", "stalled", "it made no progress for 1 s"),
         ("Silent", "chat_scheduler_silent", "sampled nothing"),
         ("Cold", "chat_scheduler_error", "temperature=0.1 would make .* off-policy"),
         ("missing", "", "has no missing"),
-        ("QUESTION", "", "is no subclass of"),
+        ("QUESTION", "", "is not a subclass of"),
     ],
 )
 async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
@@ -516,7 +517,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     reason: str,
     words: str,
     backend: ChatBackend,
-    engine: RemoteWorker,
+    engine: WorkerHandle,
     make_config: Callable[..., Config],
     tokenizer: Any,
 ) -> None:
@@ -540,7 +541,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not read chat_scheduler"),
+        ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not use chat_scheduler"),
         ({"loop": "chat_scheduler"}, "loop chat_scheduler needs chat_scheduler"),
         ({"chat_scheduler": "a.B"}, "package.module:Class, not 'a.B'"),
     ],

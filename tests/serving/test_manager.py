@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
-from turnwise.engine.simulated import SimulatedEngine, run_virtually
+from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.virtual_time import run_virtually
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.weights.delivery import Delivery
+from turnwise.weights.manifest import Manifest, Publication
+from turnwise.weights.sync import WeightSync
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -35,8 +37,8 @@ class Published:
     def __init__(self) -> None:
         self.version = 0
 
-    async def publish(self) -> dict[str, Any]:
-        return {"version": self.version, "transport": "shm", "path": "", "tensors": []}
+    async def publish(self) -> Publication:
+        return Publication(Manifest(self.version, "shm", "", 0, ()))
 
     async def send(self, devices: Any) -> None: ...
 
@@ -49,9 +51,9 @@ class Published:
 async def update(manager: AsyncLLMServerManager, version: int, verify: Any = None) -> list[Any]:
     trainer = Published()
     trainer.version = version
-    delivery = Delivery(trainer, timeout=120, patience=300)
-    await delivery.publish()
-    return await manager.update_weights(delivery, verify)
+    sync = WeightSync(trainer, timeout=120, patience=300)
+    await sync.publish()
+    return await manager.update_weights(sync, verify)
 
 
 async def version(engine: Any) -> int:
@@ -64,7 +66,7 @@ def simulated(
     startup_seconds: float = 5.0,
     **serving: Any,
 ) -> AsyncLLMServerManager:
-    async def begin(name: str) -> Managed:
+    async def begin(name: str, index: int) -> Managed:
         await asyncio.sleep(startup_seconds)
         return start(name) if start else Managed(name=name)
 
@@ -130,7 +132,7 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
             while len(manager.engines) < 2:
                 await asyncio.sleep(1.0)
             assert manager.engines[0].version == 3
-            (loss,) = manager.losses
+            (loss,) = manager.failures
             assert loss.turns.total() > 10
             assert len(caplog.messages) == 1
 
@@ -181,15 +183,15 @@ def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptu
         async with fragile.running() as manager:
             for index in range(5):
                 poison = [666, index + 1, *range(1, 200)]
-                with pytest.raises(EngineError, match="ended 2 workers"):
+                with pytest.raises(EngineError, match="crashed 2 workers"):
                     await manager.scheduler.generate(poison, SAMPLING, f"poison{index}")
                 assert (await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")).token_ids
-            assert len(manager.losses) == 10
+            assert len(manager.failures) == 10
             assert manager.given_up == {}
 
     with caplog.at_level(logging.WARNING):
         run_virtually(work())
-    assert "poison0 ended 2 workers (worker-0, worker-0) and is refused for 600 s" in caplog.text
+    assert "poison0 crashed 2 workers (worker-0, worker-0) and is refused for 600 s" in caplog.text
 
 
 def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
@@ -207,15 +209,15 @@ def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
             honest = asyncio.create_task(
                 manager.scheduler.generate(list(range(1, 99)), SAMPLING, "honest")
             )
-            with pytest.raises(DeadlineError, match="bomb failed 2 times on workers that are well"):
+            with pytest.raises(DeadlineError, match="bomb failed 2 times on healthy workers"):
                 await manager.scheduler.generate([667, 1], SAMPLING, "bomb")
             assert (await honest).token_ids
             assert [w.usable for w in manager.scheduler.workers.values()] == [True, True]
-            assert sum((w.lost for w in manager.scheduler.workers.values()), Counter()) == {
+            assert sum((w.failed_turns for w in manager.scheduler.workers.values()), Counter()) == {
                 "moved": 1
             }
             await asyncio.sleep(60)
-            assert manager.losses == []
+            assert manager.failures == []
 
     run_virtually(work())
 
@@ -239,11 +241,11 @@ def test_no_error_ends_the_watch_and_an_unexpected_one_is_the_workers_failure(
         async with simulated(2, lambda name: Odd(name=name)).running() as manager:
             for round_ in range(1, 3):
                 odd.append("worker-1")
-                while len(manager.losses) < round_:
+                while len(manager.failures) < round_:
                     await asyncio.sleep(1.0)
             manager.engines[1].die()
             await asyncio.sleep(30)
-            assert [loss.worker for loss in manager.losses] == ["worker-1"] * 3
+            assert [loss.worker for loss in manager.failures] == ["worker-1"] * 3
             assert len(manager.engines) == 2
 
     with caplog.at_level(logging.WARNING):
@@ -255,8 +257,8 @@ def test_no_error_ends_the_watch_and_an_unexpected_one_is_the_workers_failure(
 
 def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor() -> None:
     class Dying(Managed):
-        async def update_weights(self, manifest: dict[str, Any], *args: Any) -> int:
-            if manifest["version"] == 1 and self.name == "worker-1" and not died:
+        async def update_weights(self, manifest: Manifest, *args: Any) -> int:
+            if manifest.version == 1 and self.name == "worker-1" and not died:
                 died.append(self.name)
                 raise EngineError("worker-1 died during a weight update")
             return await super().update_weights(manifest, *args)
@@ -281,8 +283,8 @@ def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor(
 
 def test_an_update_that_one_worker_refuses_touches_none() -> None:
     class Choosy(Managed):
-        async def check_update(self, manifest: dict[str, Any]) -> list[str]:
-            if manifest["version"] == 2 and self.name == "worker-1":
+        async def check_update(self, manifest: Manifest) -> list[str]:
+            if manifest.version == 2 and self.name == "worker-1":
                 raise WeightUpdateError("worker-1 refused a weight update: too heavy")
             return await super().check_update(manifest)
 
@@ -295,14 +297,14 @@ def test_an_update_that_one_worker_refuses_touches_none() -> None:
             manager.engines[0].die()
             await asyncio.sleep(30)
             assert [engine.version for engine in manager.engines] == [1, 1, 1]
-            assert manager.losses
+            assert manager.failures
 
     run_virtually(work())
 
 
 def test_an_update_that_no_worker_takes_up_is_told() -> None:
     class Failing(Managed):
-        async def update_weights(self, manifest: dict[str, Any], *args: Any) -> int:
+        async def update_weights(self, manifest: Manifest, *args: Any) -> int:
             raise WeightUpdateError(f"{self.name}: a tensor cannot be loaded")
 
     async def work() -> None:
@@ -316,7 +318,7 @@ def test_an_update_that_no_worker_takes_up_is_told() -> None:
 
 def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None:
     class Slow(Managed):
-        async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+        async def check_update(self, manifest: Manifest) -> list[str]:
             if self.name == "worker-1" and not late:
                 late.append(self)
                 await asyncio.sleep(1000)
@@ -331,7 +333,8 @@ def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None
                 await asyncio.sleep(1.0)
             assert [engine.version for engine in manager.engines] == [1, 1]
             assert (
-                "worker-1 did not say whether version 1 fits within 30 s" in manager.losses[0].why
+                "worker-1 did not check the update to version 1 within 30 s"
+                in manager.failures[0].why
             )
 
     run_virtually(work())

@@ -18,13 +18,14 @@ from tests.rollout.test_loops import END, call
 from tests.serving.test_fleet import reference_logprobs, serve
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.vllm_engine import engine_arguments
+from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
-from turnwise.machinery import load_training, make_manager
 from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.data import load_training
+from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import ChatTemplate, audit
-from turnwise.weights.delivery import Delivery
+from turnwise.weights.sync import WeightSync
 
 TRANSPORTS = ["shm", "ipc", "collective", "disk"]
 CALLS: list[int] = []
@@ -94,14 +95,14 @@ async def test_every_transport_brings_every_shard_its_part(
 ) -> None:
     _, manager = fleet
     trainer = OneRank(model_path, transport, tmp_path)
-    delivery = Delivery(trainer, timeout=60, patience=60)
+    sync = WeightSync(trainer, timeout=60, patience=60)
     first = 10 * TRANSPORTS.index(transport)
     for version in (first + 1, first + 2):
         trainer.train(version)
-        await delivery.publish()
-        await manager.update_weights(delivery)
+        await sync.publish()
+        await manager.update_weights(sync)
         await serve(manager, trainer, version)
-    trainer.outlet.close()
+    trainer.sender.close()
 
 
 async def test_a_tool_runs_once_whatever_the_number_of_shards(
@@ -126,7 +127,7 @@ async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
     fleet: Fleet, tokenizer: Any
 ) -> None:
     config, manager = fleet
-    runner, known = Runner(config, tokenizer), len(manager.losses)
+    runner, known = Runner(config, tokenizer), len(manager.failures)
     victim = manager.engines[0]
     before = await shards(victim)
     groups: list[asyncio.Task[Group]] = [
@@ -145,9 +146,9 @@ async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
     assert len(trajectories) == 32
     assert all(audit(trajectory).first_violation is None for trajectory in trajectories)
     async with asyncio.timeout(120):
-        while len(manager.losses) == known:
+        while len(manager.failures) == known:
             await asyncio.sleep(0.1)
-    assert manager.losses[-1].worker == victim.name
+    assert manager.failures[-1].worker == victim.name
     assert len(manager.engines) == 2
     assert psutil.wait_procs(before, timeout=10)[1] == []
     assert len(await shards(manager.engines[0])) == 2
@@ -186,11 +187,12 @@ def test_vllm_has_no_pipeline_parallelism_on_a_cpu(make_config: Callable[..., Co
         ),
         (
             {"training": {"colocated": True}, "engine": {"pipeline_parallel_size": 2}},
-            "engine.pipeline_parallel_size wants engines in processes of their own",
+            "engine.pipeline_parallel_size above 1 requires engines in separate processes",
         ),
         (
-            {"engine": {"extra": {"tensor_parallel_size": 2}}},
-            "engine.extra.tensor_parallel_size has a key of its own: engine.tensor_parallel_size",
+            {"engine": {"vllm_args": {"tensor_parallel_size": 2}}},
+            "engine.vllm_args.tensor_parallel_size has its own key: set "
+            "engine.tensor_parallel_size",
         ),
     ],
 )

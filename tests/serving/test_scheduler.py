@@ -11,9 +11,12 @@ import pytest
 
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Route
-from turnwise.engine.simulated import SimulatedEngine, run_virtually
+from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.virtual_time import run_virtually
 from turnwise.errors import DeadlineError, EngineError
-from turnwise.serving.scheduler import Scheduler, remaining
+from turnwise.serving.continuation import remaining
+from turnwise.serving.scheduler import Scheduler
+from turnwise.weights.manifest import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=128)
 PROMPT = list(range(1, 211))
@@ -127,13 +130,13 @@ def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
         await turn("a", "g")
         assert scheduler.events["sticky"] == 1
         await turn("c", "i")
-        assert list(scheduler._sessions) == ["a", "c"]
-        assert list(scheduler._groups) == ["g", "i"]
+        assert list(scheduler._router.sessions) == ["a", "c"]
+        assert list(scheduler._router.groups) == ["g", "i"]
         await turn("a")
         assert scheduler.events["sticky"] == 2
         await turn("b")
         assert scheduler.events["sticky"] == 2
-        assert list(scheduler._sessions) == ["a", "b"]
+        assert list(scheduler._router.sessions) == ["a", "b"]
 
     run_virtually(work())
 
@@ -174,11 +177,24 @@ def test_turns_of_a_failed_worker_go_on_elsewhere_without_losing_a_token(way: st
     run_virtually(work())
 
 
+class Noting:
+    """A supervisor that notes which worker failed, and finds out nothing."""
+
+    def __init__(self, name: str, failures: list[str]) -> None:
+        self._name, self._failures = name, failures
+
+    def report_failure(self, why: str) -> None:
+        self._failures.append(self._name)
+
+    def excuse_death(self) -> None: ...
+
+
 def test_a_dead_worker_attracts_nothing_until_it_is_restored() -> None:
     async def work() -> None:
         failures: list[str] = []
         scheduler, engines = fleet(2)
-        scheduler._on_failure = lambda name, why: failures.append(name)
+        for worker in scheduler.workers.values():
+            worker.supervisor = Noting(worker.name, failures)
         engines[0].die()
         for index in range(20):
             await scheduler.generate(PROMPT, SAMPLING, f"r{index}", route=Route(f"s{index}"))
@@ -228,14 +244,16 @@ def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
     async def work() -> None:
         scheduler = fragile(5)
         poison = [POISON, *PROMPT]
-        with pytest.raises(EngineError, match=r"ended 2 workers \(worker-0, worker-1\) and is not"):
+        with pytest.raises(
+            EngineError, match=r"crashed 2 workers \(worker-0, worker-1\) and is not"
+        ):
             await scheduler.generate(poison, SAMPLING, "r0")
         with pytest.raises(EngineError, match=r"r1 is refused for another 600 s: the same prompt"):
             await scheduler.generate(poison, SAMPLING, "r1")
         assert [w.usable for w in scheduler.workers.values()] == [False, False, True, True, True]
         await scheduler.generate(PROMPT, SAMPLING, "honest")
         await asyncio.sleep(600.0)
-        with pytest.raises(EngineError, match=r"r2 ended 2 workers \(worker-"):
+        with pytest.raises(EngineError, match=r"r2 crashed 2 workers \(worker-"):
             await scheduler.generate(poison, SAMPLING, "r2")
         assert scheduler.events["quarantined"] == 2
 
@@ -243,15 +261,15 @@ def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
 
 
 def test_what_is_known_of_such_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.serving.scheduler._QUARANTINED", 2)
+    monkeypatch.setattr("turnwise.serving.quarantine._MOST_DIGESTS", 2)
 
     async def work() -> None:
         scheduler = fragile(8)
         for index in range(3):
-            with pytest.raises(EngineError, match="ended 2 workers"):
+            with pytest.raises(EngineError, match="crashed 2 workers"):
                 await scheduler.generate([POISON, index + 1], SAMPLING, f"r{index}")
         assert len(scheduler._quarantine) == 2
-        with pytest.raises(EngineError, match="ended 2 workers"):  # forgotten, so it is tried
+        with pytest.raises(EngineError, match="crashed 2 workers"):  # forgotten, so it is tried
             await scheduler.generate([POISON, 1], SAMPLING, "again")
 
     run_virtually(work())
@@ -272,7 +290,7 @@ def test_those_who_die_with_it_finish_all_the_same() -> None:
             asyncio.create_task(scheduler.generate([*PROMPT, index + 1], SAMPLING, f"r{index}"))
             for index in range(8)
         ]
-        with pytest.raises(EngineError, match="poison ended 3 workers"):
+        with pytest.raises(EngineError, match="poison crashed 3 workers"):
             await scheduler.generate([POISON, *PROMPT], SAMPLING, "poison")
         for index, turn in enumerate(honest):
             expected = SimulatedEngine().expected([*PROMPT, index + 1], SAMPLING.max_tokens)
@@ -303,7 +321,7 @@ def test_a_turn_waits_for_a_worker_until_its_deadline() -> None:
         scheduler.add("worker-0", SimulatedEngine())
         assert (await late).token_ids
         scheduler.remove("worker-0")
-        with pytest.raises(DeadlineError, match="alone found no worker alive within 10 s"):
+        with pytest.raises(DeadlineError, match="alone found no live worker within 10 s"):
             await scheduler.generate(PROMPT, SAMPLING, "alone")
         scheduler.close("worker-0 failed: no memory")
         with pytest.raises(EngineError, match="no worker left: worker-0 failed: no memory"):
@@ -317,11 +335,12 @@ def test_what_an_update_aborts_is_continued_under_the_new_weights() -> None:
         scheduler, engines = fleet(1)
         turn = asyncio.create_task(scheduler.generate(PROMPT, SAMPLING, "r"))
         await asyncio.sleep(0.1)
-        await engines[0].update_weights({"version": 1}, "abort")
+        await engines[0].update_weights(Manifest(1, "shm", "", 0, ()), "abort")
         completion = await turn
         assert completion.token_ids == engines[0].expected(PROMPT, SAMPLING.max_tokens)
         assert len(completion.token_ids) == SAMPLING.max_tokens
-        assert [span.version for span in completion.version_spans] == [0, 1]
+        assert sorted(completion.weight_versions) == completion.weight_versions
+        assert set(completion.weight_versions) == {0, 1}
         assert scheduler.events["aborted_by_update"] == 1
 
     run_virtually(work())
@@ -335,13 +354,13 @@ def test_what_depends_on_the_tokens_before_begins_anew() -> None:
         streamed = asyncio.create_task(_drain(scheduler, sampling))
         await asyncio.sleep(0.3)
         for engine in engines:
-            if engine._by_id:
+            if await engine.num_in_flight():
                 engine.die()
         scheduler.add("worker-2", SimulatedEngine())
         assert (await whole).token_ids == engines[0].expected(PROMPT, SAMPLING.max_tokens)
         with pytest.raises(EngineError, match="cannot be continued elsewhere"):
             await streamed
-        assert scheduler.events["began_anew"] == 2
+        assert scheduler.events["restarted"] == 2
 
     async def _drain(scheduler: Scheduler, sampling: SamplingConfig) -> None:
         async for _ in scheduler.stream(PROMPT, sampling, "streamed"):

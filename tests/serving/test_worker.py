@@ -12,8 +12,8 @@ import torch
 
 from turnwise.config import Config, EngineConfig, SamplingConfig
 from turnwise.errors import InputError
-from turnwise.serving.remote_worker import RemoteWorker
 from turnwise.serving.worker import VllmAsyncGenerationWorker, as_ready
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7], [11] * 500]
@@ -30,7 +30,7 @@ async def collected(stream: Any) -> dict[int, dict[str, Any]]:
     return dict([await reply async for reply in stream])
 
 
-async def test_a_batch_comes_back_row_by_row_and_aligned(engine: RemoteWorker) -> None:
+async def test_a_batch_comes_back_row_by_row_and_aligned(engine: WorkerHandle) -> None:
     outputs = await collected(engine.actor.generate_async.remote(batch()))
     assert sorted(outputs) == [0, 1, 2]
     for index, prompt in enumerate(PROMPTS):
@@ -49,7 +49,7 @@ async def test_a_batch_comes_back_row_by_row_and_aligned(engine: RemoteWorker) -
         assert count <= (12 if index == 2 else 16)
 
 
-async def test_greedy_repeats_itself(engine: RemoteWorker) -> None:
+async def test_greedy_repeats_itself(engine: WorkerHandle) -> None:
     first = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
     second = await collected(engine.actor.generate_async.remote(batch(), greedy=True))
     for index in range(3):
@@ -71,7 +71,7 @@ async def test_rows_come_in_the_order_in_which_they_are_ready() -> None:
     assert await anext(rows, None) is None
 
 
-async def test_a_row_that_fails_spoils_no_other(engine: RemoteWorker) -> None:
+async def test_a_row_that_fails_spoils_no_other(engine: WorkerHandle) -> None:
     """B20"""
     data = batch()
     data["input_ids"][1, 0] = 10**6  # no such token
@@ -82,7 +82,7 @@ async def test_a_row_that_fails_spoils_no_other(engine: RemoteWorker) -> None:
         await replies[2]
 
 
-async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
+async def test_a_prompt_without_room_is_truncated(engine: WorkerHandle) -> None:
     data = {"input_ids": torch.full((1, 512), 5), "input_lengths": torch.tensor([512])}
     outputs = await collected(engine.actor.generate_async.remote(data))
     assert bool(outputs[0]["truncated"]) is True
@@ -90,7 +90,7 @@ async def test_a_prompt_without_room_is_truncated(engine: RemoteWorker) -> None:
 
 
 async def test_each_row_of_ids_has_its_own_stop_strings(
-    engine: RemoteWorker, template: ChatTemplate
+    engine: WorkerHandle, template: ChatTemplate
 ) -> None:
     """B18"""
     prompt = [5, 6, 7, 8]
@@ -106,7 +106,7 @@ async def test_each_row_of_ids_has_its_own_stop_strings(
 
 
 async def test_each_row_has_its_own_stop_strings(
-    engine: RemoteWorker, template: ChatTemplate
+    engine: WorkerHandle, template: ChatTemplate
 ) -> None:
     """B21: texts in, and of each row its text, ids and log-probs out."""
     prompts = ["What is 1 plus 2?"] * 2
@@ -122,26 +122,26 @@ async def test_each_row_has_its_own_stop_strings(
         assert len(output["logprobs"]) == len(output["token_ids"])
 
 
-async def test_tensors_that_do_not_fit_are_refused(engine: RemoteWorker) -> None:
+async def test_tensors_that_do_not_fit_are_refused(engine: WorkerHandle) -> None:
     for wrong, words in (
         ({"input_lengths": torch.tensor([6, 3])}, r"\[B, T\] and input_lengths \[B\]"),
         ({"input_lengths": torch.tensor([6, 0, 3])}, "between 1 and 500"),
-        ({"input_lengths": [6, 3, 500]}, r"wants the tensors input_ids \[B, T\]"),
-        ({"stop_strings": ["a", "b", "c"]}, "wants 3 lists of strings, one for each row"),
-        ({"stop_strings": [["a"]]}, "wants 3 lists of strings, one for each row"),
+        ({"input_lengths": [6, 3, 500]}, r"needs the tensors input_ids \[B, T\]"),
+        ({"stop_strings": ["a", "b", "c"]}, "needs 3 lists of strings, one for each row"),
+        ({"stop_strings": [["a"]]}, "needs 3 lists of strings, one for each row"),
     ):
         with pytest.raises(ray.exceptions.RayTaskError, match=words):
             await collected(engine.actor.generate_async.remote({**batch(), **wrong}))
 
 
-async def test_it_tells_where_it_is(engine: RemoteWorker) -> None:
+async def test_it_tells_where_it_is(engine: WorkerHandle) -> None:
     """B22"""
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
 
 
-async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: RemoteWorker) -> None:
+async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) -> None:
     """B27, B28: what a CPU can show of them; there is no memory that it gives back."""
     sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
     prompt = [i % 300 for i in range(100)]
@@ -150,7 +150,7 @@ async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: RemoteWorker) ->
     await engine.actor.sleep_async.remote()
     asleep = asyncio.create_task(engine.generate(prompt, sampling, "asleep"))
     assert not (await asyncio.wait([asleep], timeout=0.5))[0]
-    with pytest.raises(InputError, match="knows the tags weights and kv_cache, and not kvcache"):
+    with pytest.raises(InputError, match="takes the tags weights and kv_cache, not kvcache"):
         await engine.wake_up(["kvcache"])
     await engine.actor.wake_up_async.remote(tags=["weights"])
     assert not (await asyncio.wait([asleep], timeout=0.5))[0], "its cache still sleeps"
@@ -173,10 +173,10 @@ async def test_a_share_of_a_gpu_is_a_share_of_its_memory(
     make_config: Callable[..., Config], extra: dict[str, float]
 ) -> None:
     """B9, B11: a subclass makes its own engine from what the worker is given."""
-    worker = Asked(make_config(engine={"extra": extra}), fraction_of_gpus=0.25)
+    worker = Asked(make_config(engine={"vllm_args": extra}), fraction_of_gpus=0.25)
     with pytest.raises(LookupError) as asked:
         await worker.post_init_async()
-    memory = asked.value.args[0].extra["gpu_memory_utilization"]
+    memory = asked.value.args[0].vllm_args["gpu_memory_utilization"]
     assert memory == pytest.approx(0.25 * extra.get("gpu_memory_utilization", 0.9))
 
 
@@ -185,7 +185,7 @@ async def test_a_worker_can_serve_by_itself(
 ) -> None:
     """B12, B13, B29"""
     config = make_config(serving={"worker_servers": True, "port": 0})
-    worker = await RemoteWorker.start(config, name="worker-9")
+    worker = await WorkerHandle.start(config, name="worker-9")
     try:
         assert worker.base_url is not None
         async with httpx.AsyncClient(base_url=worker.base_url, timeout=30) as http:

@@ -3,15 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.training import Sample
-from turnwise.training.batching import Share, make_micro_batch, plan
+from turnwise.training.batching import RankBatches, make_micro_batch, plan_micro_batches
 
 CPU = torch.device("cpu")
 
 
-def sample(length: int, number: int = 0, unit: int | None = None) -> Sample:
+def sample(length: int, number: int = 0, pair_id: int | None = None) -> Sample:
     ids = [number] * length
     mask = [0] * (length // 3) + [1] * (length - length // 3)
-    return Sample.of(ids, mask, [-0.5] * length, [0] * length, 1.0, number, unit)
+    return Sample.of(ids, mask, [-0.5] * length, [0] * length, 1.0, number, pair_id)
 
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -22,7 +22,7 @@ def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
     lengths: list[int], updates: int, ranks: int, budget: int, packed: bool
 ) -> None:
     samples = [sample(length, number) for number, length in enumerate(lengths)]
-    shares = plan(samples, updates, ranks, budget, packed)
+    shares = plan_micro_batches(samples, updates, ranks, budget, packed)
     assert len(shares) == ranks
     assert {len(own) for own in shares} == {min(updates, len(samples))}
     seen = []
@@ -43,13 +43,13 @@ def cost(batch: list[Sample], packed: bool) -> int:
 @given(lengths, st.integers(60, 200), st.booleans())
 def test_a_micro_batch_keeps_to_its_budget(lengths: list[int], budget: int, packed: bool) -> None:
     samples = [sample(length, number) for number, length in enumerate(lengths)]
-    for (share,) in plan(samples, 1, 2, budget, packed):
+    for (share,) in plan_micro_batches(samples, 1, 2, budget, packed):
         assert all(cost(batch, packed) <= budget for batch in share.micro_batches)
 
 
 def test_ranks_compute_batches_of_like_size_at_the_same_time() -> None:
     samples = [sample(10 + number % 50, number) for number in range(400)]
-    (one,), (two,) = plan(samples, 1, 2, 512, packed=False)
+    (one,), (two,) = plan_micro_batches(samples, 1, 2, 512, packed=False)
     pairs = zip(one.micro_batches, two.micro_batches, strict=True)
     costs = [(cost(a, False), cost(b, False)) for a, b in pairs]
     assert all(abs(a - b) < 150 for a, b in costs)
@@ -57,15 +57,15 @@ def test_ranks_compute_batches_of_like_size_at_the_same_time() -> None:
 
 
 def test_the_samples_of_a_unit_stay_together() -> None:
-    samples = [sample(5 + 7 * (n % 5), n, unit=n // 2) for n in range(20)]
+    samples = [sample(5 + 7 * (n % 5), n, pair_id=n // 2) for n in range(20)]
     homes: dict[int, set[int]] = {}
     number = 0
-    for own in plan(samples, 2, 2, 40, packed=False):
+    for own in plan_micro_batches(samples, 2, 2, 40, packed=False):
         for share in own:
             for batch in share.micro_batches:
                 number += 1
                 for s in batch:
-                    homes.setdefault(s.unit, set()).add(number)
+                    homes.setdefault(s.pair_id, set()).add(number)
     assert all(len(home) == 1 for home in homes.values())
     assert len(homes) == 10
 
@@ -75,7 +75,7 @@ def test_a_trajectory_stays_in_one_update_and_its_branches_part() -> None:
         Sample.of([1] * 9, [0] + [1] * 8, [-0.5] * 9, [0] * 9, 1.0, n, trajectory=n // 4)
         for n in range(24)
     ]
-    (updates,) = plan(samples, 3, 1, 18, packed=False)
+    (updates,) = plan_micro_batches(samples, 3, 1, 18, packed=False)
     for share in updates:
         assert [len(batch) for batch in share.micro_batches] == [2] * 4
         homes = {s.trajectory for batch in share.micro_batches for s in batch}
@@ -88,7 +88,7 @@ def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() 
         Sample.of([1] * 5, [0] + [1] * 4, [-0.5] * 5, [0] * 5, 0.0, n, counted_only=n >= 2)
         for n in range(6)
     ]
-    (updates,) = plan(samples, 4, 1, 100, packed=False)
+    (updates,) = plan_micro_batches(samples, 4, 1, 100, packed=False)
     assert [[s.sequence for s in batch] for u in updates for batch in u.micro_batches] == [[0], [1]]
     assert [share.total_tokens for share in updates] == [12, 12]
     assert [share.total_trajectories for share in updates] == [3, 3]
@@ -114,13 +114,13 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
 
 
 def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
-    shares = plan([sample(9)], 1, 3, 64, packed=False)
+    shares = plan_micro_batches([sample(9)], 1, 3, 64, packed=False)
     batches = [share.micro_batches for (share,) in shares]
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
     empty = make_micro_batch([], {}, 0, packed=False, device=CPU)
     assert not empty.mask_BT.any()
     assert len(empty.advantages_N) == 0
-    assert Share([[]], {}).micro_batches == [[]]
+    assert RankBatches([[]], {}).micro_batches == [[]]
 
 
 def test_the_first_token_is_never_trained() -> None:

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, command_environment, python
 from turnwise.config import Config, TrainingConfig, dump_config
 from turnwise.errors import InputError
 from turnwise.training import checkpoint
-from turnwise.training.learner import Learner
+from turnwise.training.trainable import TrainableModule
 
 
 def make(checkpoints: Path, step: int) -> Path:
@@ -44,7 +44,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_is_wrong_with_others_told
     ]
     for folder in folders[:2]:
         (folder / "state" / "files.json").write_text("{")
-    with pytest.raises(InputError, match=r"no whole checkpoint to go on from: .* has 99 bytes"):
+    with pytest.raises(InputError, match=r"no whole checkpoint to resume from: .* has 99 bytes"):
         checkpoint.newest_whole(tmp_path)
 
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_written_again_takes_the_place_of_the_first(tmp_path: Path)
     folder = make(tmp_path, 1)
     make(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0001"]
-    assert checkpoint.flaw(folder) == ""
+    assert checkpoint.incomplete_reason(folder) == ""
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def save_with_little_room(config_file: str, folder: str) -> None:
     """In a process of its own, whose files may not grow beyond a megabyte."""
     from turnwise.config import load_config
     from turnwise.errors import TurnwiseError
-    from turnwise.training.policy import Policy
+    from turnwise.training.rank import TrainerRank
 
-    policy = Policy(load_config(config_file))
+    policy = TrainerRank(load_config(config_file))
     policy.save(checkpoint.begin(Path(folder) / "step-0001"))
     checkpoint.commit(Path(folder) / "step-0001")
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
@@ -99,7 +99,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_saved_stays(
         text=True,
         timeout=400,
     )
-    assert "state cannot be written: the disk did not take it all" in done.stdout, done.stderr
+    assert "state cannot be written: the disk did not take everything" in done.stdout, done.stderr
     assert checkpoint.newest_whole(tmp_path) == (tmp_path / "step-0001", [])
 
 
@@ -115,7 +115,7 @@ class Evil:
 
 def learners() -> dict[str, Any]:
     module = torch.nn.Linear(4, 4)
-    return {"policy": Learner(module, TrainingConfig(), 1e-3, 10)}
+    return {"policy": TrainableModule(module, TrainingConfig(), 1e-3, 10)}
 
 
 def test_a_checkpoint_runs_no_code_that_somebody_put_into_it(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_checkpoint_runs_no_code_that_somebody_put_into_it(tmp_path: Path) -> 
     metadata = place / "state" / ".metadata"
     whole = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(Evil(tmp_path)))
-    with pytest.raises(InputError, match=r"cannot be loaded: \.metadata names .* no metadata"):
+    with pytest.raises(InputError, match=r"cannot be loaded: \.metadata names .* not metadata"):
         checkpoint.load_state(place, 0, learners())
     metadata.write_bytes(whole)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.test_policy import samples_for, train, weights
+from tests.training.test_rank import samples_for, train, weights
 from turnwise.config import Config
 from turnwise.errors import TurnwiseError
 from turnwise.training.offload import Offload
-from turnwise.training.policy import Policy
+from turnwise.training.rank import TrainerRank
 
 MIB = 2**20
 
@@ -59,7 +59,7 @@ def test_values_that_cannot_be_written_stay(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
     offload = Offload({"params": model.parameters}, tmp_path / "missing" / "offload-0")
-    with pytest.raises(TurnwiseError, match="the trainer's params cannot be put away in"):
+    with pytest.raises(TurnwiseError, match="the trainer's params cannot be offloaded to"):
         offload.put_away(["params"])
     assert torch.equal(model.weight, before)
 
@@ -98,17 +98,17 @@ def test_a_process_that_ends_leaves_no_values_on_the_disk(tmp_path: Path) -> Non
 def test_a_policy_that_lends_its_memory_learns_the_same(
     make_config: Callable[..., Config], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
-    def run(name: str, **changes: Any) -> tuple[Policy, list[Any]]:
+    def run(name: str, **changes: Any) -> tuple[TrainerRank, list[Any]]:
         training = {"learning_rate": 1e-3, "threads": 1, "colocated": True, **changes}
         (tmp_path / name).mkdir()
         config = make_config(training=training, algorithm=algorithm)
-        policy = Policy(config, folder=tmp_path / name)
+        policy = TrainerRank(config, folder=tmp_path / name)
         samples = samples_for(policy._scorer.get_submodule("model"))
         seen: list[Any] = []
         for _ in range(3):
             policy.offload()
             metrics = train(policy, samples)
-            seen.append([metrics["loss"], metrics["grad_norm"], policy.publish()[2]])
+            seen.append([metrics["loss"], metrics["grad_norm"], policy.publish().canary.logprobs])
         return policy, seen
 
     plain, expected = run("plain")
@@ -116,7 +116,8 @@ def test_a_policy_that_lends_its_memory_learns_the_same(
     assert seen == expected
     assert torch.equal(weights(plain), weights(lent))
     copies = 2 * 4 + 8 * (1 + ("advantage" in algorithm))
-    assert lent.offload() == pytest.approx(lent.parameters * copies, rel=0.1)
+    count = sum(parameter.numel() for parameter in lent._scorer.parameters())
+    assert lent.offload() == pytest.approx(count * copies, rel=0.1)
     (tmp_path / "saved").mkdir()
     lent.save(tmp_path / "saved")
     storages = [p.untyped_storage().nbytes() for p in lent._scorer.parameters()]

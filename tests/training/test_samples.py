@@ -5,7 +5,7 @@ import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.rollout import Group
-from turnwise.training.batching import make_micro_batch, plan
+from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import gives_signal, make_samples
 from turnwise.trajectory import Trajectory
 
@@ -43,7 +43,7 @@ def test_each_trajectory_becomes_a_sample_with_its_advantage() -> None:
     assert [s.advantage for s in made.samples] == pytest.approx([-1, 1, 0, 0], abs=1e-5)
     assert [sample.trained for sample in made.samples] == [6, 6, 6, 6]
     assert made.report.tokens_trained == made.report.tokens_exact == 12
-    assert len({sample.unit for sample in made.samples}) == 4
+    assert len({sample.pair_id for sample in made.samples}) == 4
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
@@ -60,7 +60,7 @@ def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_
     assert computed.report.tokens_trained == computed.report.tokens_exact == 24
     for made in (counted, computed):
         assert made.report.tokens_sampled == 24
-        ((share,),) = plan(made.samples, 1, 1, 4096, packed=False)
+        ((share,),) = plan_micro_batches(made.samples, 1, 1, 4096, packed=False)
         assert (share.total_tokens, share.total_trajectories) == (24, 4)
     replaced = make_samples(groups, config(algorithm={"dynamic_sampling": True}), 5)
     assert len(replaced.samples) == 2
@@ -97,7 +97,7 @@ def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() ->
         rewritten.trajectories.append(made)
     samples = make_samples([rewritten], config(), 5).samples
     assert len({sample.sequence for sample in samples}) == len(samples) == 10
-    ((share,),) = plan(samples, 1, 1, 10, packed=False)
+    ((share,),) = plan_micro_batches(samples, 1, 1, 10, packed=False)
     weights = {1.0: 0.0, -1.0: 0.0}
     for own in share.micro_batches:
         batch = make_micro_batch(own, share.trajectory_tokens, 5, False, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
 
 
 def test_or_their_group_is_dropped() -> None:
-    training = {"max_staleness": 1, "stale": "drop"}
+    training = {"max_staleness": 1, "stale_policy": "drop"}
     mixed = group(0.0, 1.0, versions=[2, 2, 3, 3, 4, 5])
     made = make_samples([mixed, group(0.0, 1.0)], config(training=training), 5)
     assert (made.stale_groups, made.stale_tokens, len(made.samples)) == (1, 0, 2)
@@ -133,7 +133,7 @@ def test_a_pair_is_the_best_and_the_worst_in_one_unit_the_chosen_first() -> None
         [group(0.5, 0.0, 1.0, 0.5), group(1.0, 1.0)], config(algorithm={"loss": {"name": "dpo"}}), 5
     )
     assert [sample.advantage for sample in made.samples] == [1.0, -1.0]
-    assert len({sample.unit for sample in made.samples}) == 1
+    assert len({sample.pair_id for sample in made.samples}) == 1
     assert len({sample.sequence for sample in made.samples}) == 2
     assert len({sample.trajectory for sample in made.samples}) == 1
     assert made.report.masked == {"unpaired": 12, "no_signal": 12}

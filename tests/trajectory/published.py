@@ -158,9 +158,9 @@ def spelled(template: ChatTemplate, text: str, rng: random.Random) -> list[int]:
     ids: list[int] = []
     position = 0
     while position < len(text):
-        marker = template.marker_pattern.match(text, position)
+        marker = template.special_token_pattern.match(text, position)
         end = marker.end() if marker else min(len(text), position + rng.randint(1, 6))
-        if not marker and (found := template.marker_pattern.search(text, position)):
+        if not marker and (found := template.special_token_pattern.search(text, position)):
             end = min(end, found.start())
         ids += template.encode(text[position:end])
         position = end

@@ -1,6 +1,8 @@
 """The bridge over published templates; see `published` for where they come from."""
 
+import ast
 import copy
+import inspect
 import json
 import random
 import re
@@ -69,7 +71,7 @@ class Case:
             said = whole[whole.rfind("calculate") :]
         else:
             return text_of(self.turn) + eos_of(self.name)
-        ends = [m.end() for m in self.template.marker_pattern.finditer(said)]
+        ends = [m.end() for m in self.template.special_token_pattern.finditer(said)]
         turn_ends = [e for e in ends if any(said[:e].endswith(t) for t in turn_ends_in(said))]
         return said[: turn_ends[-1]] if turn_ends else said
 
@@ -349,6 +351,55 @@ def test_a_models_further_stop_tokens_end_its_turn(tokenizer: Any) -> None:
     template.stop_token_ids.add(end)
     added = template.decode_all(bridge(template, **ask).added_token_ids)
     assert added.startswith("\n<|im_start|>user\nMore.")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def worked_example() -> list[dict[str, str]]:
+    """The two tables at the top of `bridge`'s module: the text of each part by its name."""
+    text = inspect.getdoc(inspect.getmodule(bridge)) or ""
+    parts = re.findall(r'^    (\w[\w ]*?)  +(".*?")(?:  |$)', text, re.MULTILINE)
+    tables: list[dict[str, str]] = []
+    for name, literal in parts:
+        if name in ("prompt", "before"):  # each table's first part
+            tables.append({})
+        tables[-1][name] = ast.literal_eval(literal)
+    return tables
+
+
+def test_the_worked_example_of_the_modules_docstring(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer, chat_template=CHATML)
+    parts, placeholder = worked_example()
+    question, more = ({"role": "user", "content": text} for text in ("2 + 2?", "3 + 3?"))
+    assert template.render_text([question]) == parts["prompt"]
+    prompt = template.encode(parts["prompt"])
+    completion = template.encode(parts["completion"])
+
+    result = bridge(
+        template,
+        prompt_token_ids=prompt,
+        completion_token_ids=completion,
+        new_messages=[more],
+    )
+
+    added = parts["rest of turn end"] + parts["new message"] + parts["generation prompt"]
+    assert result.token_ids == [*prompt, *completion, *template.encode(added)]
+    (seam,) = template.seams.values()
+    rendered = template.render_text([*seam.placeholder, more])
+    assert rendered == "".join(placeholder.values())
+    assert (seam.turn_end, seam.sentinels) == (placeholder["turn end"], 1)
+
+    cut_off = bridge(
+        template,
+        prompt_token_ids=prompt,
+        completion_token_ids=template.encode("4"),
+        new_messages=[more],
+    )
+    assert template.decode_all(cut_off.added_token_ids) == "<|im_end|>" + added
 
 
 def test_there_are_as_many_templates_as_we_say() -> None:

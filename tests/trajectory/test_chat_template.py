@@ -23,12 +23,14 @@ def test_a_template_of_ones_own_and_its_variables(tokenizer: Any) -> None:
 
 def test_markers_are_the_tokens_that_text_never_makes(template: ChatTemplate) -> None:
     end = template.tokenizer.eos_token_id
-    assert template.markers[end] == "<|im_end|>"
-    assert set(template.encode("a<|im_end|><tool_call>b")) & set(template.markers) == {
+    assert template.special_tokens[end] == "<|im_end|>"
+    assert set(template.encode("a<|im_end|><tool_call>b")) & set(template.special_tokens) == {
         end,
         template.tokenizer.convert_tokens_to_ids("<tool_call>"),
     }
-    found = [m.group() for m in template.marker_pattern.finditer("a<|im_end|>\n<tool_call>{")]
+    found = [
+        m.group() for m in template.special_token_pattern.finditer("a<|im_end|>\n<tool_call>{")
+    ]
     assert found == ["<|im_end|>", "<tool_call>"]
 
 
@@ -91,4 +93,4 @@ def test_more_variables_share_all_else(template: ChatTemplate, tokenizer: Any) -
     assert other.render_text(QUESTION) == QUESTION[0]["content"] + "?"
     assert own.render_text(QUESTION) == QUESTION[0]["content"] + "!"
     assert other._encode is own._encode
-    assert other.cache is not own.cache
+    assert other.seams is not own.seams

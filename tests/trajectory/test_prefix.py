@@ -118,7 +118,7 @@ def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
         assert result == [*model, *more]
     edited = [*opening, 32, EOS]
     with pytest.raises(
-        TrajectoryError, match="was sent with 'true' where the model's goes on with"
+        TrajectoryError, match="was sent with 'true' where the model's continues with"
     ):
         replace_prefix_tokens(tokenizer, model, edited, [*edited, *more])
 

@@ -1,3 +1,5 @@
+import doctest
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory import Trajectory, audit, read_jsonl, write_jsonl
 
+trajectory_module = importlib.import_module("turnwise.trajectory.trajectory")
 ids = st.lists(st.integers(0, 3), max_size=6)
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 text = st.text(max_size=12)
@@ -159,3 +162,9 @@ def test_the_final_text_is_the_last_assistant_message() -> None:
         {"role": "tool", "content": "7"},
     ]
     assert trajectory.final_text == "last"
+
+
+def test_the_examples_of_the_docstrings_run() -> None:
+    results = doctest.testmod(trajectory_module)
+    assert results.attempted > 5
+    assert results.failed == 0

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from tests.weights.trainer import Named
-from turnwise.serving.remote_worker import RemoteWorker
-from turnwise.weights.collective import CollectiveReceiver, CollectiveSender, Group
+from tests.weights.trainer import Named, open_collective
+from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.stream import Receiver, Sender, StateDictInfo
+from turnwise.weights.manifest import StateDictInfo, dtype_name
+from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.stream import StreamReceiver, StreamSender
+from turnwise.weights.transport import Receiver
 
 CPU = torch.device("cpu")
 
@@ -26,29 +29,34 @@ def free_port() -> int:
         return port
 
 
+def state_dict_info(tensors: Named, dtype: torch.dtype = torch.float32) -> StateDictInfo:
+    """Return the shapes and types that an engine expects of a sender."""
+    return {name: (tuple(tensor.shape), dtype_name(dtype)) for name, tensor in tensors}
+
+
 class IpcLink:
-    kind: type[Sender] = IpcSender
+    open_sender = IpcSender
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
         self.options: dict[str, Any] = {"address": f"ipc://{Path(self._folder.name)}/socket"}
         self.where = self.options["address"]
 
-    def sender(self, tensors: Named, **options: Any) -> Sender:
+    def sender(self, tensors: Named, **options: Any) -> StreamSender:
         """A trainer's side, and an engine's for `receiver`."""
         return IpcSender(tensors, **self.options, **options)
 
-    async def join(self, engine: RemoteWorker, tensors: Named, **options: Any) -> Sender:
+    async def join(self, engine: WorkerHandle, tensors: Named, **options: Any) -> StreamSender:
         """A trainer's side beside the engine."""
         return self.sender(tensors, **options)
 
-    async def join_engine(self, engine: RemoteWorker) -> None:
+    async def join_engine(self, engine: WorkerHandle) -> None:
         pass
 
-    def receiver(self, expected: StateDictInfo, seconds: float) -> Receiver:
+    def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         return IpcReceiver(self.where, expected, CPU, seconds)
 
-    async def update(self, engine: RemoteWorker, seconds: float) -> None:
+    async def update(self, engine: WorkerHandle, seconds: float) -> None:
         await engine._call("update_weights_via_ipc_zmq", self.where, seconds)
 
     def close(self) -> None:
@@ -56,36 +64,36 @@ class IpcLink:
 
 
 class CollectiveLink:
-    kind: type[Sender] = CollectiveSender
+    open_sender = staticmethod(open_collective)
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.options: dict[str, Any] = {"ip": "127.0.0.1", "port": self.port, "world_size": 2}
+        self.options: dict[str, Any] = {"ip": "127.0.0.1", "port": self.port}
         self.where = f"127.0.0.1:{self.port}"
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
 
-    def sender(self, tensors: Named, **options: Any) -> Sender:
+    def sender(self, tensors: Named, **options: Any) -> StreamSender:
         def join() -> None:
-            self._group = Group(1, "127.0.0.1", self.port, 2, 1, CPU, 10)
+            self._group = ProcessGroup(1, "127.0.0.1", self.port, 2, 1, CPU, 10)
 
         thread = threading.Thread(target=join)
         thread.start()
-        sender = CollectiveSender(tensors, **self.options, **options)
+        sender = open_collective(tensors, **self.options, **options)
         thread.join()
         return sender
 
-    async def join(self, engine: RemoteWorker, tensors: Named, **options: Any) -> Sender:
-        make = asyncio.to_thread(CollectiveSender, tensors, **self.options, **options)
+    async def join(self, engine: WorkerHandle, tensors: Named, **options: Any) -> StreamSender:
+        make = asyncio.to_thread(open_collective, tensors, **self.options, **options)
         return (await asyncio.gather(make, self.join_engine(engine)))[0]
 
-    async def join_engine(self, engine: RemoteWorker) -> None:
+    async def join_engine(self, engine: WorkerHandle) -> None:
         await engine._call("init_collective", 0, "127.0.0.1", self.port, 2, 1, 20.0)
 
-    def receiver(self, expected: StateDictInfo, seconds: float) -> Receiver:
+    def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         assert self._group is not None
         return CollectiveReceiver(self._group, expected, CPU, seconds)
 
-    async def update(self, engine: RemoteWorker, seconds: float) -> None:
+    async def update(self, engine: WorkerHandle, seconds: float) -> None:
         await engine._call("update_weights_from_collective", seconds)
 
     def close(self) -> None:

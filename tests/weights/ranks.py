@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from turnwise.ray_calls import reply_of
+from turnwise.core.actor import get_with_deadline
 from turnwise.weights.canary import canary_prompt
-from turnwise.weights.outlet import make_outlet
+from turnwise.weights.manifest import Manifest, Publication
+from turnwise.weights.rendezvous import free_address
+from turnwise.weights.transport import make_sender
 
 
 @ray.remote(num_cpus=0)
@@ -38,14 +40,14 @@ class Rank:
         fully_shard(self.model, mesh=mesh)
         self.version = 0
         self.rank = rank
-        self.outlet: Any = None
+        self.sender: Any = None
 
     def open(self, transport: str, folder: str) -> None:
         """Begin to use a transport, instead of the one before."""
-        if self.outlet is not None:
-            self.outlet.close()
+        if self.sender is not None:
+            self.sender.close()
         tensors = self.model.named_parameters()
-        self.outlet = make_outlet(
+        self.sender = make_sender(
             transport, tensors, rank=self.rank, folder=folder, buffer_bytes=2**20, timeout=60
         )
 
@@ -61,17 +63,17 @@ class Rank:
                 local = parameter.to_local()
                 local.add_(torch.randn_like(local), alpha=scale)
 
-    def publish(self, fail_at: str = "") -> dict[str, Any]:
-        return self.outlet.publish(self.version, self.tensors(fail_at))
+    def publish(self, fail_at: str = "") -> Manifest:
+        return self.sender.publish(self.version, self.tensors(fail_at))
 
     def send(self, devices: list[str], fail_at: str = "") -> None:
-        self.outlet.send(self.version, self.tensors(fail_at), devices)
+        self.sender.send(self.version, self.tensors(fail_at), devices)
 
     def rendezvous(self) -> tuple[str, int]:
-        return self.outlet.rendezvous()
+        return free_address()
 
     def join(self, *args: Any) -> None:
-        self.outlet.join(*args)
+        self.sender.join(*args)
 
     def canary(self) -> tuple[list[int], list[float]]:
         """The prompt, and this model's log-probs of its tokens from the second on."""
@@ -97,7 +99,7 @@ def _peak() -> int:
 
 
 class Ranks:
-    """All ranks as one, for `Delivery`.
+    """All ranks as one, for `WeightSync`.
 
     Args:
         model: A model's folder, or the number and the width of square matrices.
@@ -111,14 +113,13 @@ class Ranks:
         replies = [getattr(actor, method).remote(*args) for actor in self.actors]
         return await asyncio.gather(
             *(
-                reply_of(reply, f"trainer rank {rank}", method, 200)
+                get_with_deadline(reply, f"trainer rank {rank}", method, 200)
                 for rank, reply in enumerate(replies)
             )
         )
 
-    async def publish(self) -> dict[str, Any]:
-        manifest: dict[str, Any] = (await self.all("publish"))[0]
-        return manifest
+    async def publish(self) -> Publication:
+        return Publication((await self.all("publish"))[0])
 
     async def send(self, devices: Sequence[str]) -> None:
         await self.all("send", list(devices))

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.weights.links import CPU, assert_same, free_port, receive, some_tensors
-from tests.weights.trainer import Named
+from tests.weights.links import (
+    CPU,
+    assert_same,
+    free_port,
+    receive,
+    some_tensors,
+    state_dict_info,
+)
+from tests.weights.trainer import Named, open_collective
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.serving.remote_worker import RemoteWorker
-from turnwise.weights.collective import CollectiveReceiver, CollectiveSender, Group
-from turnwise.weights.meeting import open_store
+from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.collective import CollectiveReceiver
+from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.rendezvous import open_store
 
 HERE = "127.0.0.1"
 
@@ -25,43 +33,27 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 class World:
-    """Two ranks of a trainer and two engines, all in this process."""
+    """A trainer and two engines, all in this process."""
 
     def __init__(self, pool: ThreadPoolExecutor, tensors: Named, **options: Any) -> None:
         port = free_port()
-        engines = [pool.submit(Group, r, HERE, port, 4, 2, CPU, 10) for r in (2, 3)]
-        self.senders = list(
-            pool.map(
-                lambda rank: CollectiveSender(
-                    tensors,
-                    ip=HERE,
-                    port=port,
-                    world_size=4,
-                    train_world_size=2,
-                    rank=rank,
-                    **options,
-                ),
-                (0, 1),
-            )
-        )
+        engines = [pool.submit(ProcessGroup, r, HERE, port, 3, 1, CPU, 10) for r in (1, 2)]
+        self.sender = open_collective(tensors, HERE, port, 2, **options)
         self.groups = [engine.result() for engine in engines]
-        self.expected = self.senders[0].state_dict_info(tensors)
+        self.expected = state_dict_info(tensors)
 
     def receivers(self, seconds: float = 10) -> list[CollectiveReceiver]:
         return [CollectiveReceiver(group, self.expected, CPU, seconds) for group in self.groups]
 
 
-def test_all_engines_get_rank_0s_tensors_and_no_default_group_is_made(
+def test_all_engines_get_the_tensors_and_no_default_group_is_made(
     pool: ThreadPoolExecutor,
 ) -> None:
     tensors = some_tensors()
     world = World(pool, tensors, buffer_bytes=4000, timeout=10)
-    others = [(name, tensor + 100) for name, tensor in tensors]
     for version in (1, 2, 3):
         readers = [pool.submit(receive, receiver) for receiver in world.receivers()]
-        follower = pool.submit(world.senders[1].send, version, others)
-        world.senders[0].send(version, tensors)
-        follower.result()
+        world.sender.send(version, tensors)
         for reader in readers:
             arrived, received = reader.result()
             assert arrived == version
@@ -75,12 +67,11 @@ def test_what_one_engine_refuses_is_called_off_everywhere(pool: ThreadPoolExecut
     first, second = world.receivers()
     second._expected = {**world.expected, "more": ((1,), "float32")}
     readers = [pool.submit(receive, receiver) for receiver in (first, second)]
-    follower = pool.submit(world.senders[1].send, 1, tensors)
-    with pytest.raises(WeightUpdateError, match="engine rank 3 refused: more is missing"):
-        world.senders[0].send(1, tensors)
-    for waiting in (*readers, follower):
+    with pytest.raises(WeightUpdateError, match="engine rank 2 refused: more is missing"):
+        world.sender.send(1, tensors)
+    for reader in readers:
         with pytest.raises(WeightUpdateError, match="more is missing"):
-            waiting.result()
+            reader.result()
     assert first._work is None
 
 
@@ -90,9 +81,8 @@ def test_a_refusal_is_told_before_all_have_answered(pool: ThreadPoolExecutor) ->
     refusing = world.receivers()[1]
     refusing._expected = {}
     reader = pool.submit(receive, refusing)
-    follower = pool.submit(world.senders[1].send, 1, tensors)
     started = time.monotonic()
-    for waiting in (pool.submit(world.senders[0].send, 1, tensors), follower, reader):
+    for waiting in (pool.submit(world.sender.send, 1, tensors), reader):
         with pytest.raises(WeightUpdateError, match="t0 of version 1 was not expected"):
             waiting.result()
     assert time.monotonic() - started < 5
@@ -102,30 +92,24 @@ def test_an_engine_that_does_not_come_is_named_to_all(pool: ThreadPoolExecutor) 
     tensors = some_tensors()
     world = World(pool, tensors, timeout=0.5)
     reader = pool.submit(receive, world.receivers()[0])
-    follower = pool.submit(world.senders[1].send, 1, tensors)
-    message = r"engine rank 3 of the process group at \S+ did not accept version 1 within 0\.125 s"
+    message = r"engine rank 2 of the process group at \S+ did not accept version 1 within 0\.125 s"
     with pytest.raises(DeadlineError, match=message):
-        world.senders[0].send(1, tensors)
-    for waiting in (reader, follower):
-        with pytest.raises(WeightUpdateError, match=message):
-            waiting.result()
+        world.sender.send(1, tensors)
+    with pytest.raises(WeightUpdateError, match=message):
+        reader.result()
 
 
 def test_a_broken_group_says_so_until_a_new_one_is_made(pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors()
     world = World(pool, tensors, buffer_bytes=4000, timeout=1)
-    world.senders[1]._timeout = 5
     receivers = world.receivers(2)
-    follower = pool.submit(world.senders[1].send, 1, tensors)
-    sending = pool.submit(world.senders[0].send, 1, tensors)
+    sending = pool.submit(world.sender.send, 1, tensors)
     while not all([receiver.poll() for receiver in receivers]):
         time.sleep(0.001)
-    with pytest.raises(DeadlineError, match="did not take chunk 2"):
+    with pytest.raises(DeadlineError, match="did not receive chunk 2"):
         sending.result()
-    with pytest.raises((DeadlineError, WeightUpdateError)):
-        follower.result()
-    with pytest.raises(WeightUpdateError, match=r"broke .*did not take chunk 2.*make a new one"):
-        world.senders[0].send(2, tensors)
+    with pytest.raises(WeightUpdateError, match=r"broke .*did not receive chunk 2.*make a new one"):
+        world.sender.send(2, tensors)
     for receiver in receivers:
         receiver.end("too late")
 
@@ -133,32 +117,32 @@ def test_a_broken_group_says_so_until_a_new_one_is_made(pool: ThreadPoolExecutor
 def test_joining_has_a_deadline_that_names_who_is_missing() -> None:
     port = free_port()
     with pytest.raises(DeadlineError, match=rf"trainer did not open .*{port} within 0\.3 s"):
-        Group(1, HERE, port, 2, 1, CPU, 0.3)
+        ProcessGroup(1, HERE, port, 2, 1, CPU, 0.3)
     with pytest.raises(DeadlineError, match=r"engine rank 1 did not join .* within 0\.3 s"):
-        Group(0, HERE, port, 2, 1, CPU, 0.3)
+        ProcessGroup(0, HERE, port, 2, 1, CPU, 0.3)
 
 
 def test_ranks_are_taken_once_and_lie_within_the_group() -> None:
     port = free_port()
-    with pytest.raises(InputError, match="rank 2 lies beyond the process group of 2"):
-        Group(2, HERE, port, 2, 1, CPU, 1)
+    with pytest.raises(InputError, match="rank 2 is outside the process group of 2"):
+        ProcessGroup(2, HERE, port, 2, 1, CPU, 1)
     store = open_store(HERE, port)
     store.add("joined/0", 1)  # a stranger's word, which does not have the run's secret
     with pytest.raises(DeadlineError, match="trainer rank 0 did not join the process group"):
-        Group(1, HERE, port, 2, 1, CPU, 1)
+        ProcessGroup(1, HERE, port, 2, 1, CPU, 1)
     with pytest.raises(InputError, match="rank 1 has joined already"):
-        Group(1, HERE, port, 2, 1, CPU, 1)
+        ProcessGroup(1, HERE, port, 2, 1, CPU, 1)
     with pytest.raises(InputError, match=f"no process group could be made at {HERE}:{port}"):
-        Group(0, HERE, port, 2, 1, CPU, 1)
+        ProcessGroup(0, HERE, port, 2, 1, CPU, 1)
 
 
 async def test_an_engine_waits_for_its_trainers_group_no_longer_than_told(
-    engine: RemoteWorker,
+    engine: WorkerHandle,
 ) -> None:
     port = free_port()
     with pytest.raises(DeadlineError, match=rf"worker-0: the trainer did not open .*{port}"):
         await engine._call("init_collective", 0, HERE, port, 2, 1, 0.5)
-    with pytest.raises(InputError, match="worker-0: rank 4 lies beyond the process group of 2"):
+    with pytest.raises(InputError, match="worker-0: rank 4 is outside the process group of 2"):
         await engine._call("init_collective", 3, HERE, port, 2, 1, 0.5)
-    with pytest.raises(WeightUpdateError, match="init_collective must come before"):
+    with pytest.raises(WeightUpdateError, match="call init_collective before"):
         await engine._call("update_weights_from_collective", 1.0)

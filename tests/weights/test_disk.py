@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.weights.links import assert_same, some_tensors
 from tests.weights.trainer import Named
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.disk import DiskSender, load, refusal
+from turnwise.weights.disk import DiskSender, load, validate
 from turnwise.weights.manifest import Manifest
 
 
@@ -24,9 +25,9 @@ def test_a_version_is_read_as_it_was_written(
 ) -> None:
     tensors = some_tensors()
     sender = DiskSender(tensors, dtype, tmp_path, shard_bytes)
-    manifest = sender.write(3, iter(tensors))
+    manifest = sender.publish(3, iter(tensors))
     assert Manifest.from_dict(manifest.to_dict()) == manifest
-    assert refusal(manifest) == ""
+    validate(manifest)
     assert_same(list(load(manifest)), tensors, dtype)
     files = list(Path(manifest.path).iterdir())
     assert (len(files) > 4) == (shard_bytes == 4000)
@@ -35,10 +36,12 @@ def test_a_version_is_read_as_it_was_written(
 def test_the_last_two_versions_are_kept_whatever_their_numbers(tmp_path: Path) -> None:
     tensors = some_tensors()
     sender = DiskSender(tensors, torch.float32, tmp_path)
-    manifests = {version: sender.write(version, tensors) for version in (7, 8, 2, 3, 3)}
+    manifests = {version: sender.publish(version, tensors) for version in (7, 8, 2, 3, 3)}
     assert sorted(os.listdir(tmp_path)) == ["version-2", "version-3"]
-    assert refusal(manifests[2]) == refusal(manifests[3]) == ""
-    assert "must see the same folder" in refusal(manifests[8])
+    validate(manifests[2])
+    validate(manifests[3])
+    with pytest.raises(WeightUpdateError, match="must see the same folder"):
+        validate(manifests[8])
 
 
 def cut_short(file: Path) -> None:
@@ -48,7 +51,7 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut_short, r"shard-00002.safetensors in .*version-1 of version 1 is not whole"),
+        (cut_short, r"shard-00002.safetensors in .*version-1 of version 1 is incomplete"),
         (os.unlink, r"\w+ is missing from .*version-1"),
     ],
 )
@@ -56,10 +59,10 @@ def test_a_version_that_is_not_whole_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     tensors = some_tensors()
-    manifest = DiskSender(tensors, torch.float32, tmp_path, 4000).write(1, tensors)
+    manifest = DiskSender(tensors, torch.float32, tmp_path, 4000).publish(1, tensors)
     damage(Path(manifest.path) / "shard-00002.safetensors")
     with pytest.raises(WeightUpdateError, match=words):
-        raise WeightUpdateError(refusal(manifest))
+        validate(manifest)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +77,20 @@ def test_files_of_other_tensors_than_the_manifests_are_refused(
     tmp_path: Path, change: Callable[[Named], Named], words: str
 ) -> None:
     tensors = some_tensors()
-    DiskSender(tensors, torch.float32, tmp_path / "here").write(1, tensors)
+    DiskSender(tensors, torch.float32, tmp_path / "here").publish(1, tensors)
     changed = change(tensors)
-    manifest = DiskSender(changed, torch.float32, tmp_path / "there").write(1, changed).to_dict()
-    manifest["path"] = str(tmp_path / "here" / "version-1")
+    manifest = DiskSender(changed, torch.float32, tmp_path / "there").publish(1, changed)
+    manifest = replace(manifest, path=str(tmp_path / "here" / "version-1"))
     with pytest.raises(WeightUpdateError, match=words):
-        raise WeightUpdateError(refusal(Manifest.from_dict(manifest)))
+        validate(manifest)
 
 
 def test_tensors_that_changed_leave_no_files_and_are_taken_to_their_end(tmp_path: Path) -> None:
     tensors = some_tensors()
     sender = DiskSender(tensors, torch.float32, tmp_path, 4000)
     source = iter([*tensors[:6], *tensors[7:]])
-    with pytest.raises(WeightUpdateError, match="t7 came where t6 was due"):
-        sender.write(1, source)
+    with pytest.raises(WeightUpdateError, match="got t7 instead of t6"):
+        sender.publish(1, source)
     assert next(source, None) is None
     assert os.listdir(tmp_path) == []
 
@@ -96,7 +99,7 @@ def write_on_a_small_disk(folder: str, told: Any) -> None:
     """In a process of its own, none of whose files may be larger than 20 kB."""
     tensors = some_tensors()
     small = DiskSender(tensors, torch.float32, folder, shard_bytes=4000)
-    whole = small.write(1, tensors)
+    whole = small.publish(1, tensors)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     taken: list[str] = []
 
@@ -106,9 +109,10 @@ def write_on_a_small_disk(folder: str, told: Any) -> None:
             yield name, tensor
 
     try:
-        DiskSender(tensors, torch.float32, folder).write(2, counted())
+        DiskSender(tensors, torch.float32, folder).publish(2, counted())
     except WeightUpdateError as error:
-        told.put((str(error), len(taken) == len(tensors), refusal(whole)))
+        validate(whole)
+        told.put((str(error), len(taken) == len(tensors)))
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_whole_version_stays(tmp_path: Path) -> None:
@@ -116,10 +120,10 @@ def test_a_full_disk_is_one_sentence_and_the_last_whole_version_stays(tmp_path: 
     told = context.Queue()
     child = context.Process(target=write_on_a_small_disk, args=(str(tmp_path), told))
     child.start()
-    message, taken_whole, why = told.get(timeout=60)
+    message, drained = told.get(timeout=60)
     child.join()
     assert message == f"version 2 cannot be written to {tmp_path}: File too large"
-    assert (taken_whole, why) == (True, "")
+    assert drained
     assert os.listdir(tmp_path) == ["version-1"]
 
 

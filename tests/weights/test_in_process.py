@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.in_process import InProcessSender, published, refusal
+from turnwise.weights.in_process import InProcessSender, published, validate
 from turnwise.weights.manifest import Manifest
 
 
@@ -25,7 +25,7 @@ def sender() -> Iterator[InProcessSender]:
 def test_what_is_published_is_the_trainers_memory_itself(
     model: torch.nn.Module, sender: InProcessSender
 ) -> None:
-    manifest = sender.write(3, model.named_parameters())
+    manifest = sender.publish(3, model.named_parameters())
     assert Manifest.from_dict(manifest.to_dict()) == manifest
     assert (manifest.version, manifest.transport, manifest.nbytes) == (3, "in_process", 4 * (6 + 2))
     assert [(t.name, t.dtype, t.shape) for t in manifest.tensors] == [
@@ -44,22 +44,24 @@ def test_an_optimizer_step_ends_a_publication(
 ) -> None:
     optimizer = getattr(torch.optim, name)(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
-    sender.write(3, model.named_parameters())
-    assert refusal(3) == ""
+    sender.publish(3, model.named_parameters())
+    validate(3)
     optimizer.step()
     with pytest.raises(WeightUpdateError, match="weight has changed since version 3"):
         published(3)
-    sender.write(4, model.named_parameters())
-    assert refusal(4) == ""
+    sender.publish(4, model.named_parameters())
+    validate(4)
 
 
 def test_only_the_last_version_is_published(
     model: torch.nn.Module, sender: InProcessSender
 ) -> None:
-    assert "version 3 is not published" in refusal(3)
-    sender.write(3, model.named_parameters())
-    sender.write(4, model.named_parameters())
+    with pytest.raises(WeightUpdateError, match="version 3 is not published"):
+        validate(3)
+    sender.publish(3, model.named_parameters())
+    sender.publish(4, model.named_parameters())
     with pytest.raises(WeightUpdateError, match="version 3 is not published"):
         published(3)
     sender.close()
-    assert "version 4 is not published" in refusal(4)
+    with pytest.raises(WeightUpdateError, match="version 4 is not published"):
+        validate(4)

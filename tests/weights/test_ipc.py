@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weights.links import CPU, IpcLink, receive, some_tensors
+from tests.weights.links import CPU, IpcLink, receive, some_tensors, state_dict_info
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.weights import ipc
-from turnwise.weights.ipc import IpcReceiver, IpcSender, device_address, private_address
-from turnwise.weights.stream import Receiver
+from turnwise.weights import ipc_address
+from turnwise.weights.ipc import IpcReceiver, IpcSender
+from turnwise.weights.ipc_address import device_address, private_address
+from turnwise.weights.transport import Receiver
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def until_ready(receiver: Receiver) -> Receiver:
 
 def test_a_trainer_does_not_take_the_address_of_another(link: IpcLink) -> None:
     sender = link.sender(some_tensors())
-    with pytest.raises(InputError, match=f"another trainer is at {link.where}"):
+    with pytest.raises(InputError, match=f"another trainer uses {link.where}"):
         link.sender(some_tensors())
     sender.close()
     deadline = time.monotonic() + 5
@@ -56,7 +57,7 @@ def test_an_address_that_zmq_refuses_is_a_sentence(link: IpcLink) -> None:
     for address in ("ipc:///" + "x" * 200, "nowhere"):
         with pytest.raises(InputError, match=f"{address} cannot be bound"):
             IpcSender(some_tensors(), address=address)
-    with pytest.raises(InputError, match="nowhere is no address"):
+    with pytest.raises(InputError, match="cannot connect to nowhere"):
         IpcReceiver("nowhere", {}, CPU, 1)
 
 
@@ -90,14 +91,14 @@ def test_an_engine_that_dies_is_noticed_and_the_next_one_is_served(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=30)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
     dying = link.receiver(expected, 10)
     sending = pool.submit(sender.send, 1, tensors)
     until_ready(dying)
     reader = pool.submit(receive, link.receiver(expected, 10))
     dying._socket.close(0)
     started = time.monotonic()
-    with pytest.raises(WeightUpdateError, match=f"the engine at {link.where} left in the middle"):
+    with pytest.raises(WeightUpdateError, match=f"the engine at {link.where} disconnected"):
         sending.result()
     assert time.monotonic() - started < 5
     sender.send(2, tensors)
@@ -110,7 +111,7 @@ def test_a_trainer_that_dies_is_noticed_before_the_deadline(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=0.3)
-    receiver = link.receiver(sender.state_dict_info(tensors), 30)
+    receiver = link.receiver(state_dict_info(tensors), 30)
     sending = pool.submit(sender.send, 1, tensors)
     until_ready(receiver)
     with pytest.raises(DeadlineError):
@@ -136,7 +137,7 @@ def test_a_buffer_of_another_host_is_refused(link: IpcLink) -> None:
 def test_sockets_of_trainers_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc, "_FOLDER", str(tmp_path))
+    monkeypatch.setattr(ipc_address, "_FOLDER", str(tmp_path))
     killed, own = tmp_path / "trainer-99999999-0", tmp_path / f"trainer-{os.getpid()}-7"
     for path in (killed, own):
         with socket.socket(socket.AF_UNIX) as listener:

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.weights.links import LINKS, Link, assert_same, receive, some_tensors
-from tests.weights.trainer import PROMPT, Model, Named, send_and_die
+from tests.weights.links import LINKS, Link, assert_same, receive, some_tensors, state_dict_info
+from tests.weights.trainer import PROMPT, Model, Named, send_and_die, version_runs
 from turnwise.config import SamplingConfig
-from turnwise.engine import VersionSpan
 from turnwise.errors import DeadlineError, WeightUpdateError
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import check_canary
+from turnwise.weights.manifest import chunk_bytes, plan_chunks
 from turnwise.weights.shm import ShmSender
-from turnwise.weights.stream import Receiver, chunk_bytes, plan_chunks
+from turnwise.weights.transport import Receiver
 
 SMALL = 64 * 2**10
 """Bytes of a buffer that the test model's weights fill dozens of times."""
@@ -62,7 +62,7 @@ def test_every_tensor_arrives_as_it_was_sent(
     tensors = some_tensors()
     sender = link.sender(tensors, dtype=dtype, buffer_bytes=4000)
     assert len(sender._chunks) > 4
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors, dtype)
     for version in range(1, 6):
         tensors = [(name, tensor + version) for name, tensor in tensors]
         reader = pool.submit(receive, link.receiver(expected, 10))
@@ -78,7 +78,7 @@ def test_a_buffer_is_not_written_before_its_reader_is_done(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000)
-    reader = pool.submit(receive, link.receiver(sender.state_dict_info(tensors), 20), pause=0.05)
+    reader = pool.submit(receive, link.receiver(state_dict_info(tensors), 20), pause=0.05)
     sender.send(1, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -90,7 +90,7 @@ def renamed(tensors: Named) -> Named:
 
 DAMAGES: dict[str, tuple[Callable[[Named], Named], str]] = {
     "missing": (lambda tensors: tensors[:3] + tensors[4:], "{3} is missing from version 7"),
-    "twice": (lambda tensors: [*tensors, tensors[2]], "{2} stands twice"),
+    "twice": (lambda tensors: [*tensors, tensors[2]], "{2} is listed twice"),
     "unexpected": (renamed, "stranger of version 7 was not expected"),
     "shape": (
         lambda tensors: [(tensors[0][0], torch.zeros(3)), *tensors[1:]],
@@ -110,7 +110,7 @@ def test_a_header_that_does_not_fit_is_refused_by_name_on_both_sides(
     tensors = some_tensors()
     damaged = DAMAGES[damage][0](tensors)
     sender = link.sender(damaged, timeout=PATIENCE)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
     reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="refused.*" + words(damage, tensors)):
         sender.send(7, damaged)
@@ -136,8 +136,8 @@ def test_a_type_that_the_engine_does_not_expect_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: [*tensors[:6], *tensors[7:]], "t7 came where t6 was due"),
-        (lambda tensors: tensors[:-1], "nothing came where empty was due"),
+        (lambda tensors: [*tensors[:6], *tensors[7:]], "got t7 instead of t6"),
+        (lambda tensors: tensors[:-1], "got nothing instead of empty"),
         (lambda tensors: [*tensors, ("late", tensors[0][1])], "late came after the last"),
         (lambda tensors: [*tensors[:6], ("t6", torch.ones(1)), *tensors[7:]], "the shape of t6"),
     ],
@@ -148,7 +148,7 @@ def test_a_sender_whose_tensors_changed_tells_the_engine_and_can_go_on(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=PATIENCE)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
     reader = pool.submit(receive, link.receiver(expected, PATIENCE))
     source = iter(change(tensors))
     with pytest.raises(WeightUpdateError, match=message):
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_tells_the_sender_which_can_go_on(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=PATIENCE)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
 
     def fail(receiver: Receiver) -> None:
         while receiver.poll() is None:
@@ -189,7 +189,7 @@ def test_an_engine_that_fails_tells_the_sender_which_can_go_on(
 def test_waits_for_the_other_side_end_and_name_it(link: Link, pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=0.4)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} did not .* 0\.3 s"):
         receive(link.receiver(expected, 0.3))
@@ -211,7 +211,7 @@ def test_a_trainer_that_comes_late_is_no_trainer_of_an_engine_that_gave_up(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, timeout=PATIENCE)
-    expected = sender.state_dict_info(tensors)
+    expected = state_dict_info(tensors)
     with pytest.raises(DeadlineError):
         receive(link.receiver(expected, 0.2))
     sending = pool.submit(sender.send, 1, tensors)
@@ -238,21 +238,21 @@ def shm(trainer: Model) -> Iterator[ShmSender]:
 
 @pytest.fixture
 async def ready(
-    engine: RemoteWorker, trainer: Model, shm: ShmSender
-) -> AsyncIterator[RemoteWorker]:
+    engine: WorkerHandle, trainer: Model, shm: ShmSender
+) -> AsyncIterator[WorkerHandle]:
     """The engine, told what to expect; afterwards with its original weights, and not paused."""
     info = {name: (tuple(tensor.shape), "float32") for name, tensor in trainer.tensors}
     await engine._call("prepare_refit_info", info)
     yield engine
     await engine._call("prepare_refit_info", info)
     trainer.perturb(0.0)
-    await engine.update_weights(shm.write(0, trainer.tensors).to_dict())
+    await engine.update_weights(shm.publish(0, trainer.tensors))
     expected = trainer.logprobs(trainer.canary, 1)
     await check_canary(engine, trainer.canary, expected, 1e-4, 0)
 
 
 async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors, buffer_bytes=SMALL)
     assert len(sender._chunks) > 10
@@ -268,7 +268,7 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
 
 
 async def test_twenty_updates_in_a_row_are_all_exact(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors, buffer_bytes=2 * SMALL)
     for version in range(1, 21):
@@ -281,7 +281,7 @@ async def test_twenty_updates_in_a_row_are_all_exact(
 
 
 async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weights(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors, buffer_bytes=SMALL)
     updating = asyncio.create_task(link.update(ready, 60))
@@ -294,21 +294,21 @@ async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weigh
     trainer.perturb(0.05)
     await asyncio.gather(asyncio.to_thread(sender.send, 5, trainer.tensors), updating)
     completion = await running
-    first, second = completion.version_spans
+    first, second = version_runs(completion)
     assert (first.version, first.start, second.version, second.end) == (0, 0, 5, 400)
     expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
     assert completion.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-3)
     sender.close()
 
 
-async def assert_old_weights_serve(engine: RemoteWorker) -> None:
+async def assert_old_weights_serve(engine: WorkerHandle) -> None:
     completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
-    assert completion.version_spans == [VersionSpan(0, 0, len(completion.token_ids))]
+    assert completion.weight_versions == [0] * len(completion.token_ids)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
-    ready: RemoteWorker, trainer: Model, link: Link, damage: str
+    ready: WorkerHandle, trainer: Model, link: Link, damage: str
 ) -> None:
     damaged = DAMAGES[damage][0](trainer.tensors)
     sender = await link.join(ready, damaged, buffer_bytes=SMALL, timeout=10)
@@ -327,7 +327,7 @@ async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
 
 
 async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors)
     started = time.monotonic()
@@ -339,11 +339,11 @@ async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
 
 
 async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     tensors = [(name, tensor.detach() + 1) for name, tensor in trainer.tensors]
     options = {**link.options, "buffer_bytes": SMALL}
-    arguments = (link.kind, tensors, len(tensors) // 2, options)
+    arguments = (link.open_sender, tensors, len(tensors) // 2, options)
     process = multiprocessing.get_context("spawn").Process(target=send_and_die, args=arguments)
     process.start()
     await link.join_engine(ready)
@@ -367,7 +367,7 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
 
 
 async def test_a_tensor_that_cannot_be_loaded_is_named_and_the_next_update_mends_it(
-    ready: RemoteWorker, trainer: Model, link: Link
+    ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     name, tensor = trainer.tensors[5]
     damaged = [*trainer.tensors]

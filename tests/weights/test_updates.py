@@ -4,18 +4,19 @@ import asyncio
 import copy
 import os
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.weights.trainer import PROMPT, Model
+from tests.weights.trainer import PROMPT, Model, version_runs
 from turnwise.config import SamplingConfig
-from turnwise.engine import Completion, VersionSpan
+from turnwise.engine import Completion
 from turnwise.engine.protocol import Chunk, InFlight, collect
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.serving.remote_worker import RemoteWorker
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import check_canary
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.shm import ShmSender
 
 LONG = 440
@@ -29,8 +30,8 @@ class Trainer(Model):
         super().__init__(path)
         self.sender = ShmSender(self.tensors)
 
-    def write(self, version: int) -> dict[str, Any]:
-        return self.sender.write(version, self.tensors).to_dict()
+    def write(self, version: int) -> Manifest:
+        return self.sender.publish(version, self.tensors)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,14 @@ def trainer(model_path: str) -> Iterator[Trainer]:
 
 
 @pytest.fixture(autouse=True)
-async def original_weights_after(engine: RemoteWorker, trainer: Trainer) -> AsyncIterator[None]:
+async def original_weights_after(engine: WorkerHandle, trainer: Trainer) -> AsyncIterator[None]:
     yield
     trainer.perturb(0.0)
     await engine.update_weights(trainer.write(0))
 
 
 async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
-    engine: RemoteWorker, trainer: Trainer
+    engine: WorkerHandle, trainer: Trainer
 ) -> None:
     assert trainer.model.config.tie_word_embeddings  # the case that a plain reload gets wrong
     for version in (1, 2, 3):
@@ -61,7 +62,7 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
 
 
 async def test_the_canary_sings_only_when_engine_and_trainer_agree(
-    engine: RemoteWorker, trainer: Trainer
+    engine: WorkerHandle, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
     await engine.update_weights(trainer.write(4))
@@ -82,7 +83,7 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
     assert f"by up to {largest:.3g}" in str(error.value)
 
 
-async def in_flight(engine: RemoteWorker, manifest: dict[str, Any], mode: InFlight) -> Completion:
+async def in_flight(engine: WorkerHandle, manifest: Manifest, mode: InFlight) -> Completion:
     """A request of `LONG` tokens that an update meets after its first ones."""
     sampling = SamplingConfig(max_tokens=LONG, ignore_eos=True)
     chunks = engine.stream(PROMPT, sampling, "in-flight")
@@ -100,11 +101,11 @@ async def in_flight(engine: RemoteWorker, manifest: dict[str, Any], mode: InFlig
 
 
 async def test_requests_in_flight_go_on_under_the_new_weights(
-    engine: RemoteWorker, trainer: Trainer
+    engine: WorkerHandle, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
     completion = await in_flight(engine, trainer.write(5), "keep")
-    first, second = completion.version_spans
+    first, second = version_runs(completion)
     assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
     assert first.end == second.start > 0
     expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
@@ -113,14 +114,14 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 
 
 async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
-    engine: RemoteWorker, trainer: Trainer
+    engine: WorkerHandle, trainer: Trainer
 ) -> None:
     await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "leaves its prefix in the cache")
     trainer.perturb(0.0)
     old = copy.deepcopy(trainer.model)
     trainer.perturb(0.05)
     completion = await in_flight(engine, trainer.write(5), "keep_cache")
-    first, second = completion.version_spans
+    first, second = version_runs(completion)
     assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
 
     ids = torch.tensor([[*PROMPT, *completion.token_ids]])
@@ -139,38 +140,39 @@ async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
 
 
 async def test_the_next_version_can_be_written_while_one_is_read(
-    engine: RemoteWorker, trainer: Trainer
+    engine: WorkerHandle, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
     manifest = trainer.write(6)
     expected = trainer.logprobs(trainer.canary, 1)
     trainer.perturb(0.05)
     following = trainer.write(7)
-    assert following["path"] != manifest["path"]
+    assert following.path != manifest.path
     await engine.update_weights(manifest)
     assert (await check_canary(engine, trainer.canary, expected, 1e-3, 6))[1] < 1e-4
 
 
 @pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "short"])
 async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
-    engine: RemoteWorker, trainer: Trainer, damage: str
+    engine: WorkerHandle, trainer: Trainer, damage: str
 ) -> None:
     trainer.perturb(0.05)
     manifest = trainer.write(8)
-    tensors = list(manifest["tensors"])
+    first, *others, last = manifest.tensors
     if damage == "twice":
-        tensors.append(tensors[0])
+        manifest = replace(manifest, tensors=(first, *others, last, first))
     elif damage == "beyond":
-        tensors[-1] = {**tensors[-1], "offset": manifest["nbytes"]}
+        last = replace(last, offset=manifest.nbytes)
+        manifest = replace(manifest, tensors=(first, *others, last))
     elif damage == "gone":
-        manifest["path"] = "/proc/self/fd/999"
+        manifest = replace(manifest, path="/proc/self/fd/999")
     else:
-        manifest["nbytes"] *= 2
-    words = {"twice": "stands twice", "beyond": "beyond", "gone": "cannot", "short": "bytes, not"}
+        manifest = replace(manifest, nbytes=2 * manifest.nbytes)
+    words = {"twice": "listed twice", "beyond": "beyond", "gone": "cannot", "short": "bytes, not"}
     with pytest.raises(WeightUpdateError, match=words[damage]):
-        await engine.update_weights({**manifest, "tensors": tuple(tensors)})
+        await engine.update_weights(manifest)
     completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"after-{damage}")
-    assert completion.version_spans == [VersionSpan(0, 0, len(completion.token_ids))]
+    assert completion.weight_versions == [0] * len(completion.token_ids)
 
 
 def test_the_buffers_have_no_name_that_could_stay_behind(trainer: Trainer) -> None:
@@ -186,7 +188,7 @@ def test_too_little_shared_memory_says_how_much_is_needed() -> None:
 def test_a_tensor_that_changes_its_shape_or_name_is_refused() -> None:
     sender = ShmSender([("a", torch.zeros(4))])
     with pytest.raises(WeightUpdateError, match="the shape of a changed"):
-        sender.write(1, [("a", torch.zeros(5))])
-    with pytest.raises(WeightUpdateError, match="tensors changed: b came where a was due"):
-        sender.write(1, [("b", torch.zeros(4))])
+        sender.publish(1, [("a", torch.zeros(5))])
+    with pytest.raises(WeightUpdateError, match="tensors changed: got b instead of a"):
+        sender.publish(1, [("b", torch.zeros(4))])
     sender.close()

@@ -3,21 +3,42 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.plain_scoring import token_logprobs
 from turnwise.config import SamplingConfig
-from turnwise.training.scoring import token_logprobs
+from turnwise.engine import Completion
 from turnwise.weights.canary import canary_prompt
-from turnwise.weights.outlet import make_outlet
-from turnwise.weights.stream import Sender
+from turnwise.weights.collective import CollectiveSender
+from turnwise.weights.manifest import Publication
+from turnwise.weights.rendezvous import free_address
+from turnwise.weights.stream import StreamSender
+from turnwise.weights.transport import make_sender
 
 PROMPT = list(range(5, 45))
 Named = list[tuple[str, torch.Tensor]]
+
+
+class Run(NamedTuple):
+    """Tokens `start` to `end` (exclusive) of a completion, sampled by weight `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def version_runs(completion: Completion) -> list[Run]:
+    """The runs of tokens that one version sampled."""
+    runs, start = [], 0
+    for version, tokens in groupby(completion.weight_versions):
+        runs.append(Run(version, start, start := start + len(list(tokens))))
+    return runs
 
 
 class Model:
@@ -50,36 +71,46 @@ class Model:
 
 
 class OneRank:
-    """A model and its outlet in this process, as `Delivery` sees a trainer."""
+    """A model and its sender in this process, as `WeightSync` sees a trainer."""
 
     def __init__(self, path: str, transport: str = "shm", folder: Path | str = "") -> None:
         self.model = Model(path)
         self.version = 0
-        self.outlet = make_outlet(transport, self.model.tensors, folder=folder, timeout=30)
+        self.sender = make_sender(transport, self.model.tensors, folder=folder, timeout=30)
 
     def train(self, version: int) -> None:
         self.version = version
         self.model.perturb(0.05)
 
-    async def publish(self) -> dict[str, Any]:
-        return self.outlet.publish(self.version, self.model.tensors)
+    async def publish(self) -> Publication:
+        return Publication(self.sender.publish(self.version, self.model.tensors))
 
     async def send(self, devices: Sequence[str]) -> None:
-        await asyncio.to_thread(self.outlet.send, self.version, self.model.tensors, devices)
+        await asyncio.to_thread(self.sender.send, self.version, self.model.tensors, devices)
 
     async def rendezvous(self) -> tuple[str, int]:
-        return self.outlet.rendezvous()
+        return free_address()
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
-        await asyncio.to_thread(self.outlet.join, ip, port, engine_workers, timeout)
+        await asyncio.to_thread(self.sender.join, ip, port, engine_workers, timeout)
 
 
-def send_and_die(kind: type[Sender], tensors: Named, after: int, options: dict[str, Any]) -> None:
+def open_collective(
+    tensors: Named, ip: str, port: int, engine_workers: int = 1, **options: Any
+) -> CollectiveSender:
+    """A sender that has joined its engines."""
+    sender = CollectiveSender(tensors, **options)
+    sender.join(ip, port, engine_workers)
+    return sender
+
+
+def send_and_die(
+    open_sender: Callable[..., StreamSender], tensors: Named, after: int, options: dict[str, Any]
+) -> None:
     """A trainer's process that is killed once it has packed `after` tensors."""
 
     def until_death() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors[:after]
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sender = kind(tensors, **options)  # type: ignore[call-arg]
-    sender.send(1, until_death())
+    open_sender(tensors, **options).send(1, until_death())

@@ -1,5 +1,12 @@
 """One inference engine: token ids in, token ids out."""
 
-from turnwise.engine.protocol import Chunk, Completion, Engine, Generator, Route, VersionSpan
+from turnwise.engine.protocol import (
+    Chunk,
+    Completion,
+    Engine,
+    Generator,
+    Route,
+    Sampling,
+)
 
-__all__ = ["Chunk", "Completion", "Engine", "Generator", "Route", "VersionSpan"]
+__all__ = ["Chunk", "Completion", "Engine", "Generator", "Route", "Sampling"]

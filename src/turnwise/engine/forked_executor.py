@@ -1,17 +1,21 @@
-"""vLLM's executor of one process for each shard of an engine, which are forked as the engine is.
+"""An executor for vLLM with one process for each shard of an engine, forked as the engine is.
 
-vLLM imports it by its dotted name, in the engine's process. Started plainly, each shard would
-import vLLM by itself.
+vLLM imports it by its dotted name, in the engine's process. Without the fork server each shard
+imports vLLM itself.
 """
 
 import multiprocessing
 
-from turnwise import fork_server
-from turnwise.engine import vllm_names as vllm
+from turnwise.core import fork_server
+from turnwise.engine import vllm_api as vllm
 
 
 class ForkedExecutor(vllm.MultiprocExecutor):  # type: ignore[misc]
-    """One process for each shard; where there is no fork server, started as vLLM does."""
+    """One process for each shard, forked if there is a fork server.
+
+    Example:
+        AsyncEngineArgs(distributed_executor_backend="turnwise.engine.forked_executor.ForkedExecutor")
+    """
 
     def _init_executor(self) -> None:
         if fork_server.share_with_engines():

@@ -1,8 +1,8 @@
-"""vLLM's batch interface of logits processors around plain callables; lives in engine processes.
+"""Adapter of plain callables to vLLM's batch interface of logits processors, in engine processes.
 
-A callable that raises fails its own request alone. The sampler cannot end a request, so the row's
-logits are all set to minus infinity: the token's log-prob is then not a number, by which
-`VllmEngine` sees the failure, and asks for its reason here.
+A callable that raises fails only its own request. The sampler cannot end a request, so the row's
+logits are all set to minus infinity: the token's log-prob is then NaN, which `VllmEngine` treats as
+a failure, and it fetches the reason from here.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnwise.engine import vllm_names as vllm
+from turnwise.engine import vllm_api as vllm
 from turnwise.engine.logits_processors import (
     EXTRA_ARG,
     SETTINGS,
@@ -22,8 +22,8 @@ from turnwise.engine.logits_processors import (
 )
 from turnwise.errors import InputError, describe_error, ordinary_error
 
-_Step = tuple[str, Callable[..., Any], bool]
-"""A processor's name, the processor, and whether it wants the prompt's ids."""
+_Step = tuple[str, Callable[..., torch.Tensor], bool]
+"""A processor's name, the processor, and whether it takes the prompt's ids."""
 _MOST_FAILURES = 1024
 _failures: "OrderedDict[str, str]" = OrderedDict()
 """Reasons of failed requests by their ids, until they are read."""
@@ -35,9 +35,15 @@ def take_failure(request_id: str) -> str:
 
 
 class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
-    """Runs `engine.logits_processors` that are callables on all requests, then a request's own."""
+    """Applies the callables of `engine.logits_processors`, then those of each request.
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    Example:
+        AsyncEngineArgs(logits_processors=[ADAPTER], ...)  # vLLM creates it by name
+    """
+
+    def __init__(
+        self, vllm_config: vllm.VllmConfig, device: torch.device, is_pin_memory: bool
+    ) -> None:
         settings = vllm_config.additional_config[SETTINGS]
         self._always: list[str] = settings["always"]
         self._allowed: str | None = settings["allowed"]
@@ -48,7 +54,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update: Any) -> None:
+    def update_state(self, batch_update: vllm.BatchUpdate | None) -> None:
         vllm.process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -56,17 +62,19 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             logits[index] = row.apply(logits[index])
         return logits
 
-    def _row(self, params: Any, prompt: list[int] | None, sampled: list[int]) -> "_Row | None":
+    def _row(
+        self, params: vllm.SamplingParams, prompt: list[int] | None, sampled: list[int]
+    ) -> "_Row | None":
         given = (params.extra_args or {}).get(EXTRA_ARG) or {}
         row = _Row(str(given.get("request", "")), prompt or [], sampled)
         row.prepare(lambda: self._steps(params))
         return row if row.steps or row.failed else None
 
-    def _steps(self, params: Any) -> list[_Step]:
-        """The processors of one request.
+    def _steps(self, params: vllm.SamplingParams) -> list[_Step]:
+        """Return the processors of one request.
 
         Raises:
-            InputError: when one is not allowed: the server's check is not the only one.
+            InputError: when one is not allowed; checked here as well as in the server.
         """
         extra, _ = with_request(params.extra_args, "", self._allowed)
         always = [_step(name, load_processor(name)) for name in self._always]
@@ -74,7 +82,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
 
 
 class _Row:
-    """One request's place in the batch."""
+    """One request's row in the batch."""
 
     def __init__(self, request_id: str, prompt: list[int], sampled: list[int]) -> None:
         self.steps: list[_Step] = []
@@ -82,7 +90,7 @@ class _Row:
         self._request_id = request_id
         self._prompt = prompt
         self._sampled = sampled
-        """vLLM's own list, which grows."""
+        """vLLM's own list, which grows as tokens are sampled."""
 
     def prepare(self, make: Callable[[], list[_Step]]) -> None:
         try:
@@ -110,7 +118,7 @@ class _Row:
             _failures.popitem(last=False)
 
 
-def _check(processed: Any, logits_V: torch.Tensor) -> None:
+def _check(processed: object, logits_V: torch.Tensor) -> None:
     if not isinstance(processed, torch.Tensor) or processed.shape != logits_V.shape:
         shape = list(processed.shape) if isinstance(processed, torch.Tensor) else None
         got = f"a tensor {shape}" if shape is not None else type(processed).__name__
@@ -118,7 +126,7 @@ def _check(processed: Any, logits_V: torch.Tensor) -> None:
 
 
 def _chosen_step(call: Call) -> _Step:
-    """A processor that a request chose; what its module only imports is none that it offers."""
+    """Load a processor that a request chose; its module must define it, not only import it."""
     name = call if isinstance(call, str) else call["qualname"]
     processor, module = load_processor(name), name.partition(":")[0]
     if callable(processor) and getattr(processor, "__module__", None) != module:
@@ -142,7 +150,7 @@ def _step(call: Call, processor: Any) -> _Step:
     return name, processor, _required_parameters(processor) == 3
 
 
-def _required_parameters(function: Callable[..., Any]) -> int:
+def _required_parameters(function: Callable[..., object]) -> int:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature

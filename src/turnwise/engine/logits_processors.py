@@ -1,16 +1,17 @@
-"""Logits processors that are plain callables: their names, and which of them a request may name.
+"""Logits processors that are plain callables: their names, and the names that requests may use.
 
 A callable gets the ids that a request has sampled so far and the logits [V] of its next token, and
 returns the logits to sample from; one with three required parameters gets the prompt's ids first.
-A class is made once for each request. Needs no vLLM: `logits_adapter` runs them in the engine.
+A class is instantiated once for each request. Needs no vLLM: `logits_adapter` runs them in the
+engine.
 """
 
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, describe_error, ordinary_error
 
 EXTRA_ARG = "turnwise"
@@ -19,12 +20,16 @@ SETTINGS = "turnwise_logits_processors"
 """The key of vLLM's `additional_config` that holds those of every request, and the pattern."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
 MOST = 16
-"""Processors that one request may name."""
+"""Maximum number of processors in one request."""
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 
 
-def load_processor(name: str, key: str = "logits_processors") -> Any:
+Call = str | JsonObject
+"""A processor as a request names it: `package.module:name`, or that with its arguments."""
+
+
+def load_processor(name: str, key: str = "logits_processors") -> object:
     """Import `package.module:name`.
 
     Raises:
@@ -38,25 +43,21 @@ def load_processor(name: str, key: str = "logits_processors") -> Any:
         raise InputError(f"{key}: {name} cannot be loaded: {why}") from error
 
 
-def extra_args(sampling: SamplingConfig) -> dict[str, Any]:
-    """Make the `extra_args` by which vLLM's logits processors know a request."""
+def extra_args(sampling: SamplingConfig) -> JsonObject:
+    """Make the `extra_args` that carry a request's processors to the engine."""
     arguments = dict(sampling.logits_processor_args)
     if sampling.logits_processors:
         arguments[EXTRA_ARG] = {"processors": written(sampling)}
     return arguments
 
 
-def written(sampling: SamplingConfig) -> list[Any]:
-    """A configuration's own logits processors as a request's body names them."""
+def written(sampling: SamplingConfig) -> list[Call]:
+    """Return a configuration's own logits processors as a request's body names them."""
     return [p if isinstance(p, str) else p.model_dump() for p in sampling.logits_processors]
 
 
-Call = str | dict[str, Any]
-"""A processor as a request names it: `package.module:name`, or how it is made."""
-
-
-def plain_calls(chosen: Any, allowed: str | None) -> list[Call]:
-    """Check the processors that a request names, and return them; idempotent.
+def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
+    """Check the processors that a request names, and return them in one form; idempotent.
 
     Args:
         chosen: A list of `package.module:name` (or `package.module.name`), or of
@@ -65,14 +66,14 @@ def plain_calls(chosen: Any, allowed: str | None) -> list[Call]:
         allowed: `engine.logits_processors_allowed`.
 
     Raises:
-        InputError: when a name is none, or does not match. Nothing is imported here.
+        InputError: when a name is malformed or not allowed. Nothing is imported here.
     """
     if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
         raise InputError(f"logits_processors is a list of at most {MOST} processors")
     return [_plain_call(one, allowed) for one in chosen]
 
 
-def _plain_call(one: Any, allowed: str | None) -> Call:
+def _plain_call(one: object, allowed: str | None) -> Call:
     if isinstance(one, str):
         return _allowed_name(one, allowed)
     if not isinstance(one, Mapping) or not isinstance(one.get("qualname"), str):
@@ -89,7 +90,7 @@ def _plain_call(one: Any, allowed: str | None) -> Call:
 
 
 def _allowed_name(name: str, allowed: str | None) -> str:
-    """The name as `package.module:name`."""
+    """Return the name as `package.module:name`, if it is allowed."""
     if dotted := _DOTTED.fullmatch(name):
         name = f"{dotted[1]}:{dotted[2]}"
     if not _NAME.fullmatch(name):
@@ -108,12 +109,12 @@ def _allowed_name(name: str, allowed: str | None) -> str:
 
 
 def with_request(
-    extra_args: Mapping[str, Any] | None, request_id: str, allowed: str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """A request's `extra_args` with its id, by which a failure is found, and the names in them.
+    extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
+) -> tuple[JsonObject, list[str]]:
+    """Return a request's `extra_args` with its id, which failures name, and its processors' names.
 
     Raises:
-        InputError: as `plain_calls` does: what comes here may be a client's.
+        InputError: as `plain_calls` does, because the arguments may be a client's.
     """
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
@@ -125,7 +126,7 @@ def with_request(
 
 
 def failed(name: str, why: str) -> TrajectoryError:
-    """The error of a request whose processor failed, or left it no token."""
+    """Return the error of a request whose processor failed, or left it no token."""
     if why:
         return TrajectoryError("logits_processor_error", f"{name}: {why}")
     return TrajectoryError(
@@ -136,5 +137,5 @@ def failed(name: str, why: str) -> TrajectoryError:
 
 
 def is_unsampled(logprobs: Sequence[float]) -> bool:
-    """Whether a token among them was drawn from no distribution: its log-prob is not a number."""
+    """Return whether a token has no valid distribution: its log-prob is not a number."""
     return any(logprob != logprob for logprob in logprobs)

@@ -12,7 +12,7 @@ import signal
 
 gc.disable()
 
-from turnwise.engine.vllm_names import PRELOAD_MODULES  # noqa: E402
+from turnwise.engine.vllm_api import PRELOAD_MODULES  # noqa: E402
 
 for _name in PRELOAD_MODULES:
     importlib.import_module(_name)
@@ -21,7 +21,7 @@ gc.freeze()
 
 
 def _in_child() -> None:
-    """Collect garbage as usual, and die with the process that forks."""
+    """Collect garbage as usual, and die with the parent process."""
     gc.enable()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

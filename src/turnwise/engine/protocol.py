@@ -1,19 +1,24 @@
-"""What an inference engine is to the rest of turnwise: token ids in, token ids out.
+"""The protocol of an inference engine: token ids in, token ids out.
 
-Text, messages and tools do not exist here. Every call has a deadline; a call that misses it
+Engines know nothing of text, messages or tools. Every call has a deadline; a call that misses it
 raises `DeadlineError` with the engine's name, and a dead engine raises `EngineError`.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from turnwise.engine.vllm_api import SamplingParams
+
+Sampling: TypeAlias = "SamplingConfig | SamplingParams"
+"""Sampling parameters of a request: ours, or vLLM's own, which have more options."""
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
 InFlight = Literal["drain", "abort", "keep", "keep_cache"]
@@ -23,57 +28,57 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
     "keep": "keep",
     "keep_cache": "keep",
 }
-"""How an engine pauses for an update."""
+"""Pause of an engine during an update, for each value of `weights.in_flight`."""
 
 VLLM_METRICS = "vllm:"
 """Prefix of the names of vLLM's own statistics."""
 STREAM_INTERVAL = 32
-"""Tokens in a chunk: how much is sampled again, at most, when an engine dies."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens `start` to `end` (exclusive) of a completion were sampled by weight `version`."""
-
-    version: int
-    start: int
-    end: int
+"""Tokens in a chunk, and so the most that are sampled again when an engine dies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Whose request it is: routers keep a session on one engine and a group's start together.
+    """Session and group of a request: routers keep a session, and a group's start, on one engine.
 
-    Engines themselves need none of it.
+    Engines ignore it.
+
+    Example:
+        await scheduler.generate(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
     """
 
     session: str = ""
-    """One trajectory's name; "" is a request of its own."""
+    """Name of the trajectory; "" for a request that belongs to none."""
     group: str = ""
-    """The problem whose trajectories begin with one prompt; "" is none."""
+    """Name of the group of trajectories that begin with one prompt; "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `T` tokens of a completion that is streamed, `T` at least 1 but in the last one."""
+    """The next `T` tokens of a completion; `T` may be 0 in the last chunk only.
+
+    Example:
+        async for chunk in engine.stream(prompt, sampling, "request-1"):
+            print(chunk.token_ids, chunk.finish_reason)
+    """
 
     token_ids: list[int]
     logprobs: list[float]
-    """As in `Completion`."""
+    """Natural-log probabilities, as in `Completion`."""
     weight_versions: list[int]
     finish_reason: FinishReason | None = None
-    """In the last chunk."""
+    """Reason in the last chunk; None in all others."""
     stop_reason: int | str | None = None
-    """The stop token or string that ended the completion, where it is not the model's own."""
+    """Stop token or string that ended the completion; None if it was the model's own, or if
+    there was none."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV cache was reused; told at the latest in the last chunk."""
+    """Prompt tokens whose KV cache was reused; known in the last chunk at the latest."""
     prompt_logprobs: list[float | None] | None = None
-    """In the last chunk, where asked for."""
+    """One per prompt token in the last chunk, if requested; None otherwise."""
     alternatives: list[list[tuple[int, float, int]]] = field(default_factory=list)
-    """Where asked for: for each token, (id, log-prob, rank from 1) of it and of the likeliest."""
+    """For each token, if requested, (id, log-prob, rank from 1) of it and of the likeliest."""
 
     def __add__(self, following: "Chunk") -> "Chunk":
-        """Both as one; how it ended is told by the second."""
+        """Join two chunks; the finish reason is that of the second."""
         return Chunk(
             self.token_ids + following.token_ids,
             self.logprobs + following.logprobs,
@@ -88,34 +93,57 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one call of the engine sampled: `T` tokens, the stop token included."""
+    """A whole completion of `T` tokens, including the stop token.
+
+    Raises:
+        EngineError: when tokens, log-probs and weight versions are not of one length.
+
+    Example:
+        completion = await engine.generate(prompt, sampling, "request-1")
+        for token, logprob in zip(completion.token_ids, completion.logprobs):
+            ...
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     """Natural-log probability of each token under the processed sampling distribution."""
-    version_spans: list[VersionSpan]
+    weight_versions: list[int]
+    """Version of the weights that sampled each token."""
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""
     prompt_logprobs: list[float | None] | None = None
-    """One per prompt token where asked for; the first token has none."""
+    """One per prompt token if requested, and None for the first; None if not requested."""
 
     def __post_init__(self) -> None:
-        covered = [i for span in self.version_spans for i in range(span.start, span.end)]
-        if len(self.logprobs) != len(self.token_ids) or covered != [*range(len(self.token_ids))]:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions):
             raise EngineError(
                 f"an engine returned {len(self.token_ids)} tokens with {len(self.logprobs)} "
-                f"log-probs and weight versions for {len(covered)} of them"
+                f"log-probs and weight versions for {len(self.weight_versions)} of them"
             )
 
+
+class WeightUpdate(Protocol):
+    """The description of one weight update, as engines see it.
+
+    Example:
+        update: WeightUpdate = Manifest(version, "shm", path, nbytes, entries)  # of `weights`
+    """
+
     @property
-    def weight_versions(self) -> list[int]:
-        """The version of each of the `T` tokens."""
-        return [span.version for span in self.version_spans for _ in range(span.start, span.end)]
+    def version(self) -> int: ...
+
+    def to_dict(self) -> JsonObject:
+        """Return it as plain values, for the engine's own processes."""
+        ...
 
 
 class Generator(Protocol):
-    """What samples completions: an engine, or the scheduler before many."""
+    """A source of completions: an engine, or the scheduler of many.
+
+    Example:
+        completion = await generator.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+    """
 
     async def generate(
         self,
@@ -125,33 +153,31 @@ class Generator(Protocol):
         seed: int | None = None,
         route: Route | None = None,
     ) -> Completion:
-        """Sample one completion; `sampling.n` is the caller's business. Cancelling aborts."""
+        """Sample one completion, whatever `sampling.n` is. Cancelling aborts the request."""
         ...
 
     def stream(
         self,
         prompt_token_ids: Sequence[int],
-        sampling: Any,
+        sampling: Sampling,
         request_id: str,
         seed: int | None = None,
         route: Route | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """The same, piece by piece, `STREAM_INTERVAL` tokens at a time. Closing it aborts.
-
-        `sampling` is a `SamplingConfig`, or vLLM's own `SamplingParams`, which know more.
-        """
+        """Sample one completion, `STREAM_INTERVAL` tokens at a time. Closing the stream aborts."""
         ...
 
 
 class Engine(Generator, Protocol):
-    """One inference engine."""
+    """One inference engine.
+
+    Example:
+        await engine.update_weights(manifest, in_flight="keep")
+        completion = await engine.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+    """
 
     name: str
-    """What errors call it."""
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what was sampled, as `abort`."""
-        ...
+    """Name in errors."""
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop computing: `abort` and `wait` end the requests in flight, `keep` freezes them."""
@@ -160,17 +186,17 @@ class Engine(Generator, Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """End the requests in flight, as `abort`, and give memory back where the platform can."""
+        """Abort the requests in flight, and free memory where the platform can."""
         ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it again: all, or a part (weights, kv_cache)."""
+        """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
         ...
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
-        """Say which tensors every update must bring: shape and torch type, or its name, by name."""
+        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
         ...
 
     async def init_collective(
@@ -182,43 +208,44 @@ class Engine(Generator, Protocol):
         train_world_size: int,
         timeout: float | None = None,
     ) -> None:
-        """Join the trainer's process group with `train_world_size + rank_prefix` and the ranks
-        after it, one a worker; nothing is computed until all ranks are there.
+        """Join the trainer's process group, with the ranks from `train_world_size + rank_prefix`.
+
+        Each worker takes one rank. Nothing is computed until all ranks have joined.
 
         Raises:
-            DeadlineError: when one is not within `timeout` (`engine.request_timeout`) seconds.
+            DeadlineError: when one has not after `timeout` (`engine.request_timeout`) seconds.
             InputError: when the group cannot be made.
         """
         ...
 
-    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
-        """Whether an update could be loaded; touches no weight.
+    async def check_update(self, manifest: WeightUpdate) -> list[str]:
+        """Check that an update can be loaded; changes no weights.
 
         Returns:
-            Where each of the engine's workers computes: the GPU's UUID, or the host of CPUs.
+            The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
 
         Raises:
-            WeightUpdateError: when it could not, and why.
+            WeightUpdateError: when it cannot be loaded.
         """
         ...
 
     async def update_weights(
-        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+        self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        """Load the weights that the manifest names, by its transport.
+        """Load the weights that the manifest describes, by its transport.
 
-        Requests in flight are finished first (`drain`), ended with what they have, as `abort`
-        (`abort`), or frozen meanwhile and continued under the new weights, with their cache
-        computed anew (`keep`) or as it is (`keep_cache`). No later request is given anything that
-        older weights computed. What is sent (`ipc`, `collective`) is waited for while requests go
-        on.
+        Requests in flight are finished first (`drain`), ended with finish reason `abort`
+        (`abort`), or frozen during the update and continued under the new weights, with their
+        cache computed again (`keep`) or as it is (`keep_cache`). Later requests never use
+        cached prefixes of older weights. With `ipc` and `collective`, requests keep running
+        until the first chunk arrives.
 
         Returns:
-            The version that is served now: the manifest's, or the one that was sent.
+            The version that is now served: the manifest's, or the one that was sent.
 
         Raises:
-            WeightUpdateError: with the old weights in place when the update does not fit; paused,
-                until an update succeeds, when loading fails.
+            WeightUpdateError: when the update does not fit, and the old weights stay in place; or
+                when loading fails, and the engine stays paused until an update succeeds.
             DeadlineError: likewise, when it is not done within `timeout`
                 (`engine.request_timeout`) seconds.
         """
@@ -227,22 +254,22 @@ class Engine(Generator, Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> None:
-        """Raises `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
+        """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
         ...
 
-    async def load(self) -> int:
-        """Requests in flight."""
+    async def num_in_flight(self) -> int:
+        """Return the number of unfinished requests."""
         ...
 
     async def metrics(self) -> "list[Metric]":
-        """The engine's own statistics, vLLM's by name; empty where it keeps none."""
+        """Return the engine's own statistics, vLLM's by name; empty if it keeps none."""
         ...
 
     async def shutdown(self) -> None: ...
 
 
 async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
-    """A stream's chunks as one completion.
+    """Join a stream's chunks into one completion.
 
     Raises:
         EngineError: when the stream ended without a finish reason.
@@ -260,19 +287,8 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
     return Completion(
         token_ids,
         logprobs,
-        spans(versions),
+        versions,
         last.finish_reason,
         last.cached_tokens,
         last.prompt_logprobs,
     )
-
-
-def spans(weight_versions: Sequence[int]) -> list[VersionSpan]:
-    """Runs of equal versions, one per token, as spans."""
-    result: list[VersionSpan] = []
-    start = 0
-    for end in range(1, len(weight_versions) + 1):
-        if end == len(weight_versions) or weight_versions[end] != weight_versions[start]:
-            result.append(VersionSpan(weight_versions[start], start, end))
-            start = end
-    return result

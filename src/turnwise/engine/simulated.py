@@ -1,17 +1,16 @@
-"""An engine without a model: seeded tokens, a latency model, failures on demand, virtual time.
+"""An engine without a model: seeded tokens, a latency model, and failures on demand.
 
-It makes router, server and fault tests fast: `run_virtually` runs a coroutine on an event loop
-whose clock jumps to the next timer, so hours of a thousand engines pass in seconds. A token is a
-function of all ids before it and the seed, so a completion that moves to another engine with the
-same seed goes on as it would have, and a test can tell every lost or repeated token.
+It makes tests of router, server and faults fast: in virtual time (`virtual_time`) a thousand
+engines run for hours in seconds. A token is a function of the seed and all ids before it, so a
+completion that moves to another engine with the same seed continues unchanged, and a test finds
+every lost or repeated token.
 """
 
 import asyncio
-import selectors
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +25,15 @@ from turnwise.engine.protocol import (
     InFlight,
     PauseMode,
     Route,
+    Sampling,
+    WeightUpdate,
     collect,
 )
 from turnwise.errors import EngineError
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 _MASK = (1 << 64) - 1
 _MULTIPLIER = 0x5851F42D4C957F2D
 _BLOCK = 32
@@ -39,40 +42,49 @@ _QUANTUM = 4
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long things take, in seconds; the defaults are near a small model on one CPU core."""
+    """Durations in seconds; the defaults approximate a small model on one CPU core.
+
+    Example:
+        SimulatedEngine(latency=Latency(step=1e-3))
+    """
 
     prefill_token: float = 2e-5
+    """Time to compute one token of a prompt."""
     step: float = 4e-3
-    """One decoding step, however many requests share it."""
+    """Time of one decoding step, however many requests share it."""
     step_request: float = 1e-4
-    """What each request adds to it."""
+    """Time that each request adds to a step."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     prompt: list[int]
     token_ids: list[int]
-    """All that it will sample; it is known from the start, and told as time passes."""
+    """All tokens that it will sample: known from the start, and returned as time passes."""
     logprobs: list[float]
     stream_interval: int
     sampled: int = 0
     delivered: int = 0
     cached: int = 0
     versions: list[int] = field(default_factory=list)
-    """Of the tokens between `delivered` and `sampled`."""
+    """Weight versions of the tokens between `delivered` and `sampled`."""
     chunks: "asyncio.Queue[Chunk | EngineError]" = field(default_factory=asyncio.Queue)
 
 
 class SimulatedEngine:
-    """Behaves like an engine at `latency`.
+    """An engine that samples seeded tokens at `latency`.
 
     Args:
-        name: What errors call it.
-        seed: Of the tokens; engines of one fleet share it as they would share weights.
+        name: Name in errors.
+        seed: Seed of the tokens; engines of one fleet share it as they would share weights.
         vocab_size: Ids are 1 to `vocab_size - 1`; 0 ends a completion.
-        mean_tokens: Mean length of a completion that nothing else ends.
+        mean_tokens: Mean length of a completion without other limits.
         max_num_seqs: Requests computed together; others queue.
         cache_blocks: Prompt blocks of 32 tokens that the prefix cache holds.
+
+    Example:
+        engine = SimulatedEngine(seed=1)
+        completion = await engine.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
     """
 
     def __init__(
@@ -89,7 +101,7 @@ class SimulatedEngine:
         self.name = name
         self.version = 0
         self.slowdown = 1.0
-        """Everything takes this many times longer."""
+        """Factor that multiplies all durations."""
         self.cached_tokens = 0
         self.prompt_tokens = 0
         self._seed = seed
@@ -101,20 +113,19 @@ class SimulatedEngine:
         self._cache_blocks = cache_blocks
         self._waiting: dict[_Request, None] = {}
         self._running: dict[_Request, None] = {}
-        self._by_id: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
         self._dead = False
         self._awake = asyncio.Event()
         self._awake.set()
 
     def expected(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """What a request samples, computed at once."""
+        """Return the tokens that a request would sample, without waiting."""
         return self._sample(prompt_token_ids, max_tokens)[0]
 
     def _sample(
         self, prompt_token_ids: Sequence[int], max_tokens: int
     ) -> tuple[list[int], list[float]]:
-        """A completion's tokens and their log-probs."""
+        """Return a completion's tokens and their log-probs."""
         state, token_ids, logprobs = self._state(prompt_token_ids), list[int](), list[float]()
         mean_tokens, words = self._mean_tokens, self._vocab_size - 1
         for _ in range(max_tokens):
@@ -129,7 +140,7 @@ class SimulatedEngine:
         return token_ids, logprobs
 
     def _state(self, token_ids: Sequence[int]) -> int:
-        """A number that stands for a context: `state * _MULTIPLIER + token + 7`, token by token."""
+        """Hash a context: `state * _MULTIPLIER + token + 7`, token by token."""
         ids = np.array([self._seed, *token_ids], dtype=np.uint64) + np.uint64(7)
         return int(ids @ _powers(len(ids))) & _MASK
 
@@ -147,7 +158,7 @@ class SimulatedEngine:
     async def stream(
         self,
         prompt_token_ids: Sequence[int],
-        sampling: Any,
+        sampling: Sampling,
         request_id: str,
         seed: int | None = None,
         route: Route | None = None,
@@ -155,10 +166,10 @@ class SimulatedEngine:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
         prompt = list(prompt_token_ids)
-        ours = isinstance(sampling, SamplingConfig)
-        interval = STREAM_INTERVAL if ours else sampling.stream_interval or STREAM_INTERVAL
+        interval = STREAM_INTERVAL
+        if not isinstance(sampling, SamplingConfig):
+            interval = sampling.stream_interval or STREAM_INTERVAL
         request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval)
-        self._by_id[request_id] = request
         self._waiting[request] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
@@ -172,7 +183,6 @@ class SimulatedEngine:
                     return
         finally:
             self._forget(request)
-            self._by_id.pop(request_id, None)
 
     async def _serve(self) -> None:
         latency = self._latency
@@ -217,7 +227,7 @@ class SimulatedEngine:
             self._forget(request)
 
     def _look_up(self, request: _Request) -> int:
-        """Prompt tokens that the prefix cache holds; all of the prompt's blocks are then in it."""
+        """Return the cached prompt tokens, and add all of the prompt's blocks to the cache."""
         cached = 0
         self.prompt_tokens += len(request.prompt)
         block = 0
@@ -245,12 +255,8 @@ class SimulatedEngine:
             request.chunks.put_nowait(error)
 
     def hang(self) -> None:
-        """Make no progress any more, without saying so."""
+        """Stop making progress, without an error."""
         self._awake.clear()
-
-    async def abort(self, request_id: str) -> None:
-        if (request := self._by_id.get(request_id)) is not None:
-            self._deliver(request, "abort")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "abort":
@@ -270,7 +276,7 @@ class SimulatedEngine:
         await self.resume()
 
     async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], Any]]
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
         pass
 
@@ -285,15 +291,15 @@ class SimulatedEngine:
     ) -> None:
         pass
 
-    async def check_update(self, manifest: dict[str, Any]) -> list[str]:
+    async def check_update(self, manifest: WeightUpdate) -> list[str]:
         await self.check_health()
         return ["simulated"]
 
     async def update_weights(
-        self, manifest: dict[str, Any], in_flight: InFlight = "keep", timeout: float | None = None
+        self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
         await self.pause(PAUSE_MODES[in_flight])
-        self.version = manifest["version"]
+        self.version = manifest.version
         self._cache.clear()
         await self.resume()
         return self.version
@@ -301,7 +307,7 @@ class SimulatedEngine:
     async def reset_prefix_cache(self) -> None:
         self._cache.clear()
 
-    async def metrics(self) -> list[Any]:
+    async def metrics(self) -> "list[Metric]":
         return []
 
     async def check_health(self) -> None:
@@ -309,7 +315,7 @@ class SimulatedEngine:
             raise EngineError(f"{self.name} is dead")
         await self._awake.wait()
 
-    async def load(self) -> int:
+    async def num_in_flight(self) -> int:
         return len(self._running) + len(self._waiting)
 
     async def shutdown(self) -> None:
@@ -317,7 +323,7 @@ class SimulatedEngine:
 
 
 def _powers(count: int) -> npt.NDArray[np.uint64]:
-    """The multiplier's powers modulo 2 to the 64th, from the highest of so many down to 1."""
+    """Return `count` powers of the multiplier modulo 2 to the 64th, the highest first."""
     global _known_powers
     if count > len(_known_powers):
         factors = np.full(2 * count, _MULTIPLIER, dtype=np.uint64)
@@ -327,45 +333,3 @@ def _powers(count: int) -> npt.NDArray[np.uint64]:
 
 
 _known_powers: npt.NDArray[np.uint64] = np.ones(1, dtype=np.uint64)
-
-
-def run_virtually(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on a clock that jumps over every wait.
-
-    Raises:
-        TimeoutError: when the work waits for what can never happen.
-    """
-    with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
-        return runner.run(work)
-
-
-class _VirtualTimeLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._now = 0.0
-        super().__init__(_Jumping(self))
-
-    def time(self) -> float:
-        return self._now
-
-    def jump(self, seconds: float) -> None:
-        self._now += seconds
-
-
-class _Jumping(selectors.DefaultSelector):
-    """A selector that, where nothing is ready, moves the clock instead of waiting."""
-
-    def __init__(self, loop: _VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0 if timeout is not None else _REAL_SECONDS)
-        if not ready:
-            if timeout is None:
-                raise TimeoutError("everything waits, and no timer is set")
-            self._loop.jump(timeout)
-        return ready
-
-
-_REAL_SECONDS = 30.0
-"""For what a thread still has to tell, when no timer is left."""

@@ -1,7 +1,7 @@
-"""Trajectories in the making: agent loops, tools, environments, groups."""
+"""Rollouts: agent loops, tools, environments and rewards, run in groups of trajectories."""
 
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
-from turnwise.rollout.data import load_eval_rows, load_rows
+from turnwise.rollout.data import load_eval_rows, load_rows, load_training_rows
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
@@ -23,4 +23,5 @@ __all__ = [
     "check_failures",
     "load_eval_rows",
     "load_rows",
+    "load_training_rows",
 ]

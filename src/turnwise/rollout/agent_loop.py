@@ -1,4 +1,4 @@
-"""What an agent loop is, and what it works with: one coroutine that makes one trajectory."""
+"""Agent loops: a loop is a coroutine that makes one trajectory, using a context."""
 
 import hashlib
 import time
@@ -6,80 +6,108 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from turnwise.chat.prompts import PromptCache, next_prompt, response_room
+from turnwise.chat.session_store import SessionStore
+from turnwise.chat.template import in_thread_if_long
+from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
-from turnwise.deadlines import StallClock
+from turnwise.core.deadlines import StallClock
+from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
-from turnwise.rollout.prompts import Prompts
 from turnwise.rollout.tools import Toolbox
-from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.serving.sessions import SessionStore
-from turnwise.serving.template import off_loop
-from turnwise.serving.tool_parser import ToolParser
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge
-from turnwise.watchdog import waiting
+from turnwise.serving.chat_backend import ChatBackend
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.trajectory.chat_template import Tools
 
 _BOUNDED = ("generate", "tools")
-"""Phases that `engine.request_timeout` and `rollout.tool_timeout` bound."""
+"""Phases with their own deadlines: `engine.request_timeout` and `rollout.tool_timeout`."""
 
 
 class SessionServer(Protocol):
-    """What serves agents by HTTP."""
+    """The part of the OpenAI server that HTTP agents need."""
 
     sessions: SessionStore
     model_name: str
     """Name of the model for clients."""
 
     def session_url(self, session_id: str) -> str:
-        """The base URL of one session."""
+        """Return the base URL of one session."""
         ...
 
 
 @dataclass(slots=True)
 class RolloutContext:
-    """One trajectory in the making, and everything that its loop may use."""
+    """One trajectory in progress, with everything that its agent loop may use.
+
+    Example:
+        class AskTwice:
+            async def run(self, environment: Environment, context: RolloutContext) -> None:
+                trajectory, decode = context.trajectory, context.template.decode
+                trajectory.messages = messages = list(context.problem)
+                prompt = await context.first_prompt(messages)
+                completion = await context.sample(prompt)
+                if completion is None:  # the context is full; the status says so
+                    return
+                doubt = {"role": "user", "content": "Are you sure?"}
+                messages.append({"role": "assistant", "content": decode(completion.token_ids)})
+                messages.append(doubt)
+                prompt = await context.next_prompt(prompt, completion.token_ids, [doubt])
+                completion = await context.sample(prompt)
+                if completion is None:
+                    return
+                messages.append({"role": "assistant", "content": decode(completion.token_ids)})
+                trajectory.status = "completed"
+    """
 
     trajectory: Trajectory
+    """The trajectory to fill: turns, messages and status."""
     engine: Generator
+    """The engine, or the scheduler in front of several."""
     template: ChatTemplate
     tool_parser: ToolParser
     toolbox: Toolbox
+    """The environment's tools."""
     rollout: RolloutConfig
     sampling: SamplingConfig
+    """Sampling parameters of each turn."""
     max_length: int
+    """Maximum number of tokens of prompt and completion together."""
     request_id: str
+    """Unique name of the trajectory; the names of its requests begin with it."""
     row: Row
-    """The problem's data."""
+    """The problem's row of data."""
     problem: Sequence[Message] = ()
-    """The messages that the environment opens with."""
+    """The environment's messages at the start."""
     server: SessionServer | None = None
-    """The OpenAI server, where agents of their own need one."""
+    """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
-    """What answers a chat scheduler of the user's, where there is one."""
+    """Backend of the user's chat scheduler; None if there is none."""
     route: Route | None = None
-    """Which trajectory and which group this is, for whoever picks an engine."""
+    """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
+    the choice free."""
     seed: int | None = None
-    """Where the run is deterministic: the seed that each turn's own is derived from."""
+    """Seed from which each turn's seed is derived; None unless the run is deterministic."""
     errors: ErrorLog | None = None
-    """Where the first error of each kind is written."""
-    prompts: Prompts | None = None
-    """First prompts that were rendered before."""
+    """Log of the first error of each kind; None keeps no log."""
+    prompts: PromptCache | None = None
+    """Cache of rendered first prompts; None disables caching."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
-    """Fails the trajectory when nothing of it moves; it stands still during turns and tools, which
-    have deadlines of their own."""
+    """Clock that fails a trajectory without progress; held during turns and tools, which have
+    their own deadlines."""
     fork_reason: str | None = None
-    """Why the prompt made last does not continue the turn before it."""
+    """Reason why the latest prompt does not continue the turn before it; None if it does."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Where `timed` adds up; the runner gives all trajectories of a group one."""
+    """Seconds by phase; the trajectories of a group share one dictionary."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a `with` block under `phase`: generate, tools, reward ..."""
+        """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""
         started = time.perf_counter()
         bounded = self.clock.held() if phase in _BOUNDED else nullcontext()
         try:
@@ -90,12 +118,12 @@ class RolloutContext:
             self.seconds[phase] += time.perf_counter() - started
 
     async def first_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None
+        self, messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int]:
-        """The ids of a conversation that begins here."""
+        """Return the ids of a new conversation, with generation prompt."""
         prompts = self.prompts
         render = self.template.render if prompts is None else prompts.render
-        return await off_loop(messages, lambda: render(messages, tools=tools))
+        return await in_thread_if_long(messages, lambda: render(messages, tools=tools))
 
     async def next_prompt(
         self,
@@ -103,83 +131,59 @@ class RolloutContext:
         completion_token_ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
     ) -> list[int]:
-        """The ids that continue a turn with `new_messages`, which end the trajectory's messages.
+        """Return the ids that continue a turn with `new_messages`.
 
-        Where no bridge is exact (or `rollout.history` is `template` and the template changed the
+        If no bridge is exact (or `rollout.history` is `template` and the template changed the
         history), the whole conversation is rendered and the next turn begins a branch.
 
+        Args:
+            new_messages: The last of `trajectory.messages`, after the turn's answer.
+
         Raises:
-            TrajectoryError: when the template refuses the conversation, or leaves a message out.
+            TrajectoryError: when the template raises or leaves out a message.
         """
-
-        bridged = await off_loop(
-            new_messages,
-            lambda: bridge(
-                self.template,
-                prompt_token_ids=prompt_token_ids,
-                completion_token_ids=completion_token_ids,
-                new_messages=new_messages,
-                tools=tools,
-            ),
+        ids, self.fork_reason = await next_prompt(
+            self.template,
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=completion_token_ids,
+            new_messages=new_messages,
+            conversation=self.trajectory.messages,
+            tools=tools,
+            history=self.rollout.history,
         )
-        self.fork_reason = bridged.fork_reason
-        own = bridged.token_ids
-        if own is not None and self.rollout.history == "exact":
-            return own
-        if bridged.fork_reason == "message_dropped":
-            raise TrajectoryError("message_dropped", bridged.detail)
-        messages = self.trajectory.messages
-        return await off_loop(messages, lambda: self._as_rendered(own, messages, tools))
-
-    def _as_rendered(
-        self,
-        own: list[int] | None,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
-    ) -> list[int]:
-        """The whole conversation as the template has it; `own` ids if their text is the same."""
-        try:
-            rendered = self.template.render(messages, tools=tools)
-        except Exception as error:  # a template may raise anything
-            raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
-        if own is not None and self.template.decode_all(own) == self.template.decode_all(rendered):
-            return own
-        self.fork_reason = self.fork_reason or "history_rewritten"
-        return rendered
+        return ids
 
     async def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return await off_loop([{"content": text}], lambda: self.template.encode(text))
+        """Return the ids of a text."""
+        return await in_thread_if_long([{"content": text}], lambda: self.template.encode(text))
 
     async def sample(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = ()
     ) -> Completion | None:
-        """One turn: sample a completion and record it; None when the context, or what
-        `rollout.max_response_tokens` allows, has no room.
+        """Sample a completion and record it as a turn.
+
+        Args:
+            stop: Strings at which to stop, besides those of `sampling`.
+
+        Returns:
+            None, with status `context_full`, if the model's context or
+            `rollout.max_response_tokens` has no room for another token.
 
         Raises:
             TrajectoryError: when the engine aborted the request.
         """
-        turns = self.trajectory.turns
-        turn = len(turns)
+        turn = len(self.trajectory.turns)
         room = self.max_length - len(prompt_token_ids)
         if (budget := self.rollout.max_response_tokens) is not None:
-            first = len(turns[0].added_token_ids) if turns else len(prompt_token_ids)
-            room = min(room, first + budget - len(prompt_token_ids))
+            room = min(room, response_room(self.trajectory, len(prompt_token_ids), budget))
         if room <= 0:
             self.trajectory.status = "context_full"
             return None
-        sampling = self.sampling
-        max_tokens = min(sampling.max_tokens, room)
-        if stop or max_tokens < sampling.max_tokens:
-            changes: dict[str, Any] = {
-                "stop": [*sampling.stop, *stop],
-                "max_tokens": max_tokens,
-                "min_tokens": min(sampling.min_tokens, max_tokens),
-            }
-            sampling = sampling.model_copy(update=changes)
+        sampling = self.sampling.within(room)
+        if stop:
+            sampling = sampling.model_copy(update={"stop": [*sampling.stop, *stop]})
         with self.timed("generate"), waiting(f"turn {turn} of {self.request_id}", "answer"):
             completion = await self.engine.generate(
                 prompt_token_ids,
@@ -203,21 +207,41 @@ class RolloutContext:
         return completion
 
     def count(self, event: str) -> None:
+        """Add one to `trajectory.events[event]`."""
         self.trajectory.events[event] += 1
 
 
 class AgentLoop(Protocol):
-    """Makes one trajectory: records turns in `context.trajectory`, and sets its status.
+    """Interface of agent loops: record turns in `context.trajectory`, and set its status.
 
-    Chosen in the configuration by a short name or as `package.module:Class`; the class is built
-    without arguments, once for all trajectories. It runs on the event loop that serves all
-    trajectories: what blocks belongs into `asyncio.to_thread`.
+    `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
+    without arguments, once for all trajectories. All trajectories share one event loop, so call
+    blocking functions with `asyncio.to_thread`.
+
+    Example:
+        class SingleTurn:
+            async def run(self, environment: Environment, context: RolloutContext) -> None:
+                trajectory = context.trajectory
+                trajectory.messages = list(context.problem)
+                prompt = await context.first_prompt(trajectory.messages)
+                completion = await context.sample(prompt)
+                if completion is not None:
+                    answer = context.template.decode(completion.token_ids)
+                    trajectory.messages.append({"role": "assistant", "content": answer})
+                    trajectory.status = "completed"
     """
 
-    async def run(self, environment: Environment, context: RolloutContext) -> None: ...
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run one trajectory to its end; its reward is computed afterwards."""
+        ...
 
 
 def stable_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on nothing but its parts."""
+    """Return a 63-bit seed that depends only on its parts.
+
+    Example:
+        >>> stable_seed(0, "group1-train.jsonl:7-0") == stable_seed(0, "group1-train.jsonl:7-0")
+        True
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,20 +1,20 @@
-"""Rows of data: of a JSON Lines, CSV or Parquet file, or of a dataset on disk or on the Hub.
+"""Rows of data, loaded from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
-A row is a dictionary of plain values. Which fields it must have is the environment's business.
+A row is a dictionary of plain values. The environment decides which fields it must have.
 """
 
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from turnwise.config import DataConfig
-from turnwise.errors import InputError
-from turnwise.rollout.problems import Row
-from turnwise.sources import DATA_FILES, check_data, why_offline
+from turnwise.config import Config, DataConfig
+from turnwise.core.optional import optional
+from turnwise.core.sources import DATA_FILES, check_data, why_offline
+from turnwise.errors import InputError, first_line
+from turnwise.rollout.problems import Problem, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -23,17 +23,21 @@ _SAVED = ("state.json", "dataset_dict.json")
 def load_rows(
     path: str, *, split: str, subset: str | None = None, limit: int | None = None
 ) -> list[Row]:
-    """Rows in their order, the first `limit` of them.
+    """Load the first `limit` rows, in their order.
 
     Args:
         path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
             dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub.
-        split: Of a dataset that has several.
+        split: Split of a dataset that has several.
         subset: Configuration name of a dataset on the Hub.
+        limit: Maximum number of rows; None loads all.
 
     Raises:
-        InputError: when there is no such file, dataset or split, it cannot be read, or it has
-            no row; the message names the line of a row that is wrong.
+        InputError: when the file, dataset or split does not exist, cannot be read, or has no
+            rows; the message names the line of an invalid row.
+
+    Example:
+        rows = load_rows("train.jsonl", split="train", limit=100)
     """
     check_data(path)
     file = Path(path).expanduser()
@@ -47,15 +51,46 @@ def load_rows(
     return taken
 
 
+def load_training_rows(data: DataConfig) -> tuple[str, list[Row]]:
+    """Return data.path and the training rows.
+
+    Raises:
+        InputError: as `load_rows` does, and when data.path is not set.
+    """
+    if data.path is None:
+        raise InputError("data.path must be set: there are no rows")
+    rows = load_rows(data.path, split=data.split, subset=data.subset, limit=data.limit)
+    return data.path, rows
+
+
 def load_eval_rows(data: DataConfig) -> tuple[str, list[Row]]:
-    """The rows that evaluation takes, and where they are from: eval_path, or else path."""
+    """Return the path of the rows for evaluation (eval_path, or else path), and the rows.
+
+    Example:
+        path, rows = load_eval_rows(config.data)
+    """
     if data.eval_path is None:
-        rows = load_rows(data.path, split=data.split, subset=data.subset, limit=data.limit)
-        return data.path, rows
+        return load_training_rows(data)
     rows = load_rows(
         data.eval_path, split=data.eval_split, subset=data.subset, limit=data.eval_limit
     )
     return data.eval_path, rows
+
+
+def load_training(config: Config) -> list[Problem]:
+    """Return the problems of data.path."""
+    return make_problems(*load_training_rows(config.data))
+
+
+def load_heldout(config: Config) -> list[Problem]:
+    """Return the problems of data.eval_path, or of data.path if that is not set."""
+    return make_problems(*load_eval_rows(config.data))
+
+
+def make_problems(path: str, rows: Sequence[Row]) -> list[Problem]:
+    """Return a problem for each row, named by the last part of the path and the row's number."""
+    name = Path(path).name
+    return [Problem(f"{name}:{number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _read_file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
@@ -80,12 +115,12 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                     f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
                 ) from None
             if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: a row is a JSON object")
+                raise InputError(f"{path}, line {number}: a row must be a JSON object")
             yield row
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """Rows of a file whose first line names the fields; every value is text."""
+    """Yield the rows of a file whose first line names the fields; every value is text."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
@@ -93,7 +128,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             names = next(lines, [])
             if len(set(names)) < len(names) or not all(name.strip() for name in names):
                 raise InputError(
-                    f"{path}, line 1: the first line names the fields, each by a name of its own"
+                    f"{path}, line 1: the first line names the fields, each differently"
                 )
             for values in lines:
                 if not values:
@@ -109,8 +144,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as arrow  # half a second to import, and only needed here
-    import pyarrow.parquet as parquet
+    arrow = optional("pyarrow", "data", f"the Parquet file {path}")  # half a second to import
+    parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
     try:
         with parquet.ParquetFile(path) as file:
@@ -118,7 +153,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 yield from batch.to_pylist()
     except (OSError, arrow.ArrowException) as error:
         raise InputError(
-            f"the data file {path} is not a whole Parquet file: {_first_line(error)}"
+            f"the data file {path} is not a whole Parquet file: {first_line(error)}"
         ) from error
 
 
@@ -130,8 +165,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = dict(
 def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
     folder = Path(path).expanduser()
     offline = "" if folder.is_dir() else why_offline()
-    import datasets  # a second to import, and only needed here
-
+    datasets = optional("datasets", "data", f"the dataset {path}")  # a second to import
     try:
         if any((folder / name).is_file() for name in _SAVED):
             dataset = datasets.load_from_disk(folder)
@@ -145,14 +179,10 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
             ) from None
         raise InputError(
             f"data: {path} is neither a file ({', '.join(DATA_FILES)}) nor a dataset that can be "
-            f"loaded: {_first_line(error)}"
+            f"loaded: {first_line(error)}"
         ) from error
     if isinstance(dataset, dict):
         if split not in dataset:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
     return (dict(row) for row in dataset)
-
-
-def _first_line(error: Exception) -> Any:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

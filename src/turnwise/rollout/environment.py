@@ -1,48 +1,74 @@
-"""Environments: what a row of data asks, the tools at hand, and what an answer is worth."""
+"""Environments: the problem of a row of data, the tools to solve it with, and the reward."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from turnwise.errors import InputError, describe_error, ordinary_error, where_in_user_code
 from turnwise.rollout.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
+Tool = Callable[..., object]
+"""A function that the model may call, sync or async, with type hints and a docstring."""
+
 
 class Environment(Protocol):
-    """One attempt's world, made of one row; each trajectory gets an instance of its own.
+    """A problem, the tools to solve it with, and its reward; one instance for each trajectory.
 
-    A class with this shape is named in the configuration as `package.module:Class`. Tools may be
-    bound methods and share state through the instance. It is built, and its plain functions run, in
-    threads of their own; its coroutines run on one event loop that all user code shares.
+    A class of this shape is enough; it need not inherit from this one. The configuration names it
+    as `package.module:Class`. Tools may be bound methods and share state through the instance. The
+    class is built, and its plain functions run, in threads; its coroutines run on one event loop
+    that all user code shares.
+
+    Example:
+        class Weather:
+            def __init__(self, row: dict[str, str]) -> None:
+                self.problem = f"How is the weather in {row['city']}?"
+                self.tools = [self.look_up]
+                self._expected = row["weather"]
+
+            def look_up(self, city: str) -> str:
+                '''Look up the weather of a city.
+
+                Args:
+                    city: Name of the city.
+                '''
+                return self._expected
+
+            def reward(self, trajectory: Trajectory) -> float:
+                return float(self._expected in trajectory.final_text)
     """
 
     problem: Sequence[Message]
-    """The messages that the model answers; a text is one message of the user's."""
-    tools: Sequence[Callable[..., Any]]
-    """Plain functions, sync or async, typed and documented; without this attribute there are
-    none."""
+    """The messages that the model answers; a string is one message of the user."""
+    tools: Sequence[Tool]
+    """Functions that the model may call; optional."""
 
     def __init__(self, row: Row) -> None: ...
 
     def reward(self, trajectory: Trajectory) -> float:
-        """What the finished trajectory earns; may be `async`."""
+        """Return the reward of the finished trajectory; may be `async`."""
         ...
 
 
 EnvironmentType = Callable[[Row], Environment]
+"""An environment class, or a function that makes an environment from a row."""
 
 
 def load_object(path: str, key: str) -> Any:
     """Import `package.module:Name`.
 
     Raises:
-        InputError: naming the configuration key and what is missing.
+        InputError: naming the configuration key and the module or name that is missing.
+
+    Example:
+        >>> load_object("turnwise.trajectory:Trajectory", "environment").__name__
+        'Trajectory'
     """
     module_name, separator, name = path.partition(":")
     if not separator:
-        raise InputError(f"{key} reads package.module:Name, not {path!r}")
+        raise InputError(f"{key} must be package.module:Name, not {path!r}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module's own code may raise anything
@@ -57,19 +83,22 @@ def load_object(path: str, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvironment:
-    """An environment, and what its properties gave when they were read, once."""
+    """An environment with its problem and tools, which are read only once."""
 
     environment: Environment
     problem: list[Message]
-    tools: list[Callable[..., Any]]
+    tools: list[Tool]
 
 
 def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment:
-    """Build an environment and read its problem and tools. All of it is user code.
+    """Build an environment and read its problem and tools; all of this runs user code.
+
+    Args:
+        where: Name of the row, for errors.
 
     Raises:
-        InputError: naming `where`, and what was raised with the line of the user's code, or the
-            attribute that cannot be used and what it may be.
+        InputError: naming `where`, and either the error with its line of the user's code, or the
+            invalid attribute and its allowed values.
     """
     try:
         environment = factory(row)
@@ -89,44 +118,46 @@ def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvi
 
 
 def _problem(environment: Environment, name: str) -> list[Message]:
-    problem: Any = _attribute(environment, "problem")
+    problem = _attribute(environment, "problem")
     if isinstance(problem, str):
-        problem = [{"role": "user", "content": problem}]
-    if not (_is_list(problem) and problem and all(map(_is_message, problem))):
-        raise InputError(
-            f'{name}.problem is a text, or a list of messages such as {{"role": "user", '
-            f'"content": "..."}}, not {repr(problem)[:80]}'
-        )
-    return [dict(message) for message in problem]
+        return [{"role": "user", "content": problem}]
+    if _is_list(problem) and problem:
+        messages = [dict(message) for message in problem if _is_message(message)]
+        if len(messages) == len(problem):
+            return messages
+    raise InputError(
+        f'{name}.problem must be a string, or a list of messages such as {{"role": "user", '
+        f'"content": "..."}}, not {repr(problem)[:80]}'
+    )
 
 
-def _tools(environment: Environment, name: str) -> list[Callable[..., Any]]:
-    tools: Any = _attribute(environment, "tools")
+def _tools(environment: Environment, name: str) -> list[Tool]:
+    tools = _attribute(environment, "tools")
     if tools is None:
         return []
     if not _is_list(tools):
-        raise InputError(f"{name}.tools is a list of functions, not {repr(tools)[:80]}")
-    names = [_tool_name(tool, name) for tool in tools]
-    for tool in names:
-        if names.count(tool) > 1:
-            raise InputError(f"{name}.tools has two functions named {tool}")
-    return list(tools)
+        raise InputError(f"{name}.tools must be a list of functions, not {repr(tools)[:80]}")
+    functions = [_checked_tool(tool, name) for tool in tools]
+    names = [function.__name__ for function in functions]
+    for tool_name in names:
+        if names.count(tool_name) > 1:
+            raise InputError(f"{name}.tools has two functions named {tool_name}")
+    return functions
 
 
-def _tool_name(tool: Any, owner: str) -> str:
-    """The name by which the model calls a tool."""
-    name = getattr(tool, "__name__", None)
-    if not callable(tool) or not isinstance(name, str):
-        hint = " whose description is made from them" if isinstance(tool, Mapping) else ""
-        raise InputError(
-            f"a tool in {owner}.tools is a function or method with type hints and a docstring"
-            f"{hint}, not {repr(tool)[:80]}"
-        )
-    return name
+def _checked_tool(tool: object, owner: str) -> Tool:
+    """Return a tool that is a function with a name, by which the model calls it."""
+    if callable(tool) and isinstance(getattr(tool, "__name__", None), str):
+        return tool
+    hint = " whose description is made from them" if isinstance(tool, Mapping) else ""
+    raise InputError(
+        f"a tool in {owner}.tools must be a function or method with type hints and a docstring"
+        f"{hint}, not {repr(tool)[:80]}"
+    )
 
 
-def _attribute(environment: Environment, name: str) -> Any:
-    """An attribute, None where there is none; what a property raises is raised."""
+def _attribute(environment: Environment, name: str) -> object:
+    """Return an attribute, None if it is missing; an error inside a property is raised."""
     try:
         return getattr(environment, name)
     except AttributeError as error:
@@ -135,9 +166,9 @@ def _attribute(environment: Environment, name: str) -> Any:
         raise
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str)

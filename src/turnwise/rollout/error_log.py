@@ -1,29 +1,35 @@
-"""The errors of user code that a run survives, for people: errors.log in the run's folder."""
+"""errors.log in the run's folder: the log of errors in user code that do not end a run."""
 
 import logging
 import traceback
 from datetime import datetime
 from pathlib import Path
 
+from turnwise.core.aio import run_in_thread
+from turnwise.core.user_code import describe_user_error
 from turnwise.errors import short_path
-from turnwise.tasks import describe_user_error, run_in_thread
 
 logger = logging.getLogger(__name__)
 
 
 class ErrorLog:
-    """Appends the whole traceback of the first error of each kind."""
+    """Appends the full traceback of the first error of each kind.
+
+    Example:
+        errors = ErrorLog(Path("runs/demo/errors.log"))
+        await errors.write("reward_error", "group3-train.jsonl:7-0", error)
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: set[str] = set()
 
     async def write(self, kind: str, who: str, error: Exception) -> None:
-        """Keep an error, unless one of its kind is known.
+        """Append an error, unless one of the same kind has been written.
 
         Args:
-            kind: Such as `reward_error`; there should be few.
-            who: The trajectory's name.
+            kind: Kind of the error, such as `reward_error`; one of a small set.
+            who: Name of the trajectory.
         """
         if kind in self._seen:
             return
@@ -37,7 +43,7 @@ class ErrorLog:
         except OSError as failure:
             logger.warning("%s cannot be written: %s", self._path, failure.strerror)
         logger.info(
-            "first %s: %s (whole traceback in %s)", kind, described, short_path(str(self._path))
+            "first %s: %s (full traceback in %s)", kind, described, short_path(str(self._path))
         )
 
     def _append(self, entry: str) -> None:

@@ -1,25 +1,37 @@
-"""What an evaluation's groups say: accuracy, pass@k and mean@k.
+"""Results of an evaluation: accuracy, pass@k and mean@k.
 
-A trajectory is right when its reward is `eval.success_reward` or more (but for the rounding of a
-sum of weighted parts); one that was dropped is wrong. For rewards that are not 0 or 1, set that key
-to the reward of an answer that counts as solved; `reward_mean` does not depend on it.
+A trajectory is correct if its reward is at least `eval.success_reward`, up to rounding; dropped
+ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an answer that counts
+as correct; `reward_mean` does not depend on it.
 """
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import comb, isclose
 
-from turnwise.rollout.group import Group
+from turnwise.config import Config
+from turnwise.rollout.group import Group, check_failures
+from turnwise.rollout.problems import Problem
+from turnwise.rollout.producer import RunGroup
+from turnwise.trajectory import Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that `k` of `n` attempts, drawn without replacement, hold a right one.
+    """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
 
     The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1.
 
     Args:
-        n: Attempts that were made.
-        c: Those of them that are right.
+        n: Number of attempts.
+        c: Number of correct ones among them.
         k: From 1 to n.
+
+    Example:
+        >>> pass_at_k(4, 1, 2)
+        0.5
     """
     assert 0 <= c <= n
     assert 1 <= k <= n
@@ -27,16 +39,26 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_at_k(right: Sequence[bool], k: int) -> float:
-    """The share of the first `k` attempts that are right: what k attempts alone would tell."""
+    """Return the share of the first `k` attempts that are correct.
+
+    Example:
+        >>> mean_at_k([True, False, False, True], 2)
+        0.5
+    """
     assert 1 <= k <= len(right)
     return sum(right[:k]) / k
 
 
 def summarize(groups: Sequence[Group], n: int, success_reward: float) -> dict[str, float]:
-    """Means over the groups, each of `n` attempts; at least one group.
+    """Return the means over at least one group of `n` attempts each.
 
-    Returns `accuracy` (of all attempts), `reward_mean` (of those that came through; 0 of none),
-    and `pass@k` and `mean@k` for each power of two below `n` and `n` itself.
+    Returns:
+        `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if all
+        were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
+
+    Example:
+        summary = summarize(groups, n=4, success_reward=1.0)
+        print(summary["accuracy"], summary["pass@4"])
     """
     rights = [_right(group, n, success_reward) for group in groups]
     rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
@@ -51,7 +73,7 @@ def summarize(groups: Sequence[Group], n: int, success_reward: float) -> dict[st
 
 
 def _right(group: Group, n: int, success_reward: float) -> list[bool]:
-    """Of each attempt by its place in the group."""
+    """Return whether each attempt, by its index in the group, is correct."""
     right = [False] * n
     for trajectory in group.trajectories:
         reward = trajectory.reward or 0.0
@@ -62,3 +84,73 @@ def _right(group: Group, n: int, success_reward: float) -> list[bool]:
 
 def _powers_of_two(n: int) -> list[int]:
     return [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """The results of the model on held-out problems."""
+
+    trajectories: list[Trajectory]
+    """Number of finished trajectories."""
+    dropped: Counter[str]
+    """Number of dropped trajectories, by reason."""
+    seconds: float
+    """Duration in seconds."""
+    summary: dict[str, float]
+    """Results as `summarize` returns them."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of trajectories with a reward of at least `eval.success_reward`; dropped ones
+        count as wrong."""
+        return self.summary["accuracy"]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second."""
+        return sum(t.sampled_tokens for t in self.trajectories) / self.seconds
+
+
+async def run_groups(
+    run_group: RunGroup,
+    problems: Sequence[Problem],
+    tag: str,
+    on_group: Callable[[], None] = lambda: None,
+) -> list[Group]:
+    """Run the groups of all problems concurrently; return them in the problems' order.
+
+    Args:
+        on_group: Called after each group.
+    """
+
+    async def one(problem: Problem) -> Group:
+        group = await run_group(problem, tag)
+        on_group()
+        return group
+
+    return await asyncio.gather(*map(one, problems))
+
+
+async def evaluate(
+    run_group: RunGroup,
+    problems: Sequence[Problem],
+    config: Config,
+    tag: str = "eval",
+    on_group: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Evaluate the model on problems.
+
+    Args:
+        run_group: Runs a group with `eval.sampling`.
+        on_group: Called after each group.
+
+    Raises:
+        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+    """
+    started = time.perf_counter()
+    groups = await run_groups(run_group, problems, tag, on_group)
+    seconds = time.perf_counter() - started
+    dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
+    trajectories = [t for group in groups for t in group.trajectories]
+    summary = summarize(groups, config.eval.sampling.n, config.eval.success_reward)
+    return Evaluation(trajectories, dropped, seconds, summary)

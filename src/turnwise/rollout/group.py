@@ -1,38 +1,44 @@
-"""A group: what became of the trajectories of one problem."""
+"""A group: the trajectories of one problem, and reasons of failures."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
 from turnwise.trajectory import Trajectory
 
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one problem that came through, and why others did not."""
+    """The finished trajectories of one problem, and counts of those that failed, by reason.
+
+    Example:
+        group = await runner.run_group(engine, problem, config.sampling, tag="demo")
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        print(rewards, dict(group.dropped), group.causes)
+    """
 
     problem_id: str
     trajectories: list[Trajectory] = field(default_factory=list)
+    """The finished trajectories."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Those whose last try failed, by its reason."""
+    """Number of trajectories whose last attempt failed, by reason."""
     retried: Counter[str] = field(default_factory=Counter)
-    """Tries that failed and were followed by another, by reason."""
+    """Number of failed attempts that were retried, by reason."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
-    """What all tries that failed had sampled, by the same reasons."""
+    """Number of tokens sampled in all failed attempts, by reason."""
     causes: dict[str, str] = field(default_factory=dict)
-    """For each reason in `dropped` or `retried`, what the first such failure said."""
+    """Message of the first failure for each reason in `dropped` or `retried`."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What its trajectories waited for, summed over them: generate, tools, reward; agent for
-    agents of their own."""
+    """Seconds by phase, summed over the trajectories: generate, tools, reward, agent."""
     elapsed: float = 0.0
-    """Seconds from its start to its end, the wait for a free slot included."""
+    """Seconds from the group's start to its end, including the wait for a free slot."""
     prompt: str | None = None
-    """The prompt's text, where it came with its ids."""
+    """Text of a prompt that was given as token ids, otherwise None."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+    def to_dict(self) -> JsonObject:
+        """Return all fields as plain values, for checkpoints."""
         tree = {item.name: getattr(self, item.name) for item in fields(self)}
         return tree | {
             "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
@@ -40,8 +46,8 @@ class Group:
         }
 
     @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> "Group":
-        """What `to_dict` made."""
+    def from_dict(cls, tree: JsonObject) -> "Group":
+        """Build a group from the values that `to_dict` returned."""
         group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
         group.prompt = tree.get("prompt")
         group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
@@ -51,16 +57,22 @@ class Group:
         return group
 
 
-def check_failures(groups: Sequence[Group], max_failed_fraction: float, what: str) -> Counter[str]:
+def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
     """Count the dropped trajectories by reason.
 
+    Args:
+        who: Beginning of the error's message: rollouts, an evaluation, a module's name.
+
     Raises:
-        StepError: when more than the allowed fraction were dropped.
+        StepError: when more than `max_failed_fraction` of all trajectories were dropped.
+
+    Example:
+        dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
     """
     dropped = sum((group.dropped for group in groups), Counter[str]())
     total = dropped.total() + sum(len(group.trajectories) for group in groups)
     if dropped.total() > max_failed_fraction * total:
         causes = {reason: text for group in groups for reason, text in group.causes.items()}
         reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
-        raise StepError(f"{what}: {dropped.total()} of {total} trajectories failed ({reasons})")
+        raise StepError(f"{who}: {dropped.total()} of {total} trajectories failed ({reasons})")
     return dropped

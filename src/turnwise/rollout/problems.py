@@ -1,7 +1,7 @@
-"""Problems, and the endless stream of them that training takes from.
+"""Problems, and an endless stream of them for training.
 
-The order depends on the seed and on the number of problems alone, so a stream that was restored
-goes on exactly where the one before it stopped.
+The order depends only on the seed and the number of problems, so a restored stream continues
+exactly where the earlier one stopped.
 """
 
 import random
@@ -12,25 +12,36 @@ from typing import Any
 from turnwise.errors import InputError
 
 Row = dict[str, Any]
+"""One row of the data: plain values by field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row under a name that tells where it came from."""
+    """One row of the data, with a unique name.
+
+    Example:
+        problem = Problem("train.jsonl:1", {"question": "2 + 2?", "answer": "4"})
+    """
 
     id: str
+    """File and number of the row: `train.jsonl:1`."""
     row: Row
 
 
 class ProblemStream:
-    """All problems again and again, shuffled anew for each epoch.
+    """All problems in an endless sequence of epochs, each shuffled differently.
 
     Args:
-        problems: At least one; only an epoch's order is kept beside them.
-        seed: With the epoch's number it decides the order.
+        problems: At least one.
+        seed: Together with the epoch's number it determines the order.
 
     Raises:
         InputError: when there are no problems.
+
+    Example:
+        >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
+        >>> len(stream.take(3)), stream.state()["epoch"]
+        (3, 1)
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
@@ -47,7 +58,7 @@ class ProblemStream:
         return {problem.id: problem for problem in self._problems}
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems, across as many epochs as that takes."""
+        """Return the next `count` problems, across epochs if necessary."""
         taken: list[Problem] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -59,7 +70,7 @@ class ProblemStream:
         return taken
 
     def state(self) -> dict[str, int]:
-        """Where the stream is, as plain numbers for `restore`."""
+        """Return the position as plain numbers for `restore`."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -67,15 +78,15 @@ class ProblemStream:
         }
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on where the stream was whose `state` this is.
+        """Continue from the position that `state` returned.
 
         Raises:
-            InputError: when that one had another number of problems.
+            InputError: when that stream had a different number of problems.
         """
         if state["problems"] != len(self._problems):
             raise InputError(
-                f"the run stopped among {state['problems']} problems and now has "
-                f"{len(self._problems)}; give it the same data to go on"
+                f"the run stopped with {state['problems']} problems and now has "
+                f"{len(self._problems)}; give it the same data to resume"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffled(self._epoch)

@@ -1,14 +1,14 @@
-"""The producer: keeps as many groups under way as could still be trained, and no more.
+"""The producer: keeps as many groups in flight as can still be trained.
 
-With k = max_staleness, a group that begins while the trainer has done t steps is meant for step
-t + 1 + k at the latest. So the groups that have begun, without those that were thrown away, are at
-most (t + 1 + k) * prompts_per_step, and a few spare ones where `rollout.oversample` asks for them;
-none is begun for steps after the last.
-With k = 0 a step's groups begin when the step before is done: that is synchronous training.
+With k = max_staleness, a group that begins when the trainer has finished t steps must be trained
+in step t + 1 + k at the latest. So at most (t + 1 + k) * prompts_per_step groups have begun, not
+counting discarded ones, plus a few spare ones with `rollout.oversample`; none begins for steps
+after the last. With k = 0 a step's groups begin when the previous step is finished, which is
+synchronous training.
 
-Every group that is begun comes out once: in a step's batch, or among its `discarded` with the
-reason. A step takes the groups that have waited longest; one straggler holds up nobody but itself
-where others may run ahead of it.
+Every group that begins is returned once: in a step's batch, or among its `discarded` with the
+reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
+delay others.
 """
 
 import asyncio
@@ -17,32 +17,39 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from turnwise.config import Config
+from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, StepError
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
-from turnwise.tasks import is_cancelled, task_group
 
 _MAX_ROUNDS = 10
-"""Steps' worth of groups that may be thrown away before a step is given up."""
+"""Number of discarded groups, in multiples of a step's groups, after which a step fails."""
 
 RunGroup = Callable[[Problem, str], Awaitable[Group]]
+"""Makes the group of a problem, under a unique tag."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one training step."""
+    """The groups of one training step.
+
+    Example:
+        batch = await producer.next_batch()
+        print(len(batch.groups), batch.discarded_by_reason)
+    """
 
     groups: list[Group]
     discarded: list[tuple[str, Group]] = field(default_factory=list)
-    """Groups that are not trained on, and why: no_signal, failed, oversampled."""
+    """Groups that are not trained on, each with its reason: no_signal, failed, oversampled."""
     seconds: float = 0.0
-    """From the first one's begin, or the batch before, to the last one's end."""
+    """Seconds from the first group's start, or from the previous batch, to the last group's end."""
 
     @property
     def discarded_by_reason(self) -> dict[str, int]:
+        """Number of discarded groups by reason."""
         return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
 
 
@@ -62,14 +69,22 @@ class _Ready:
 
 
 class GroupProducer:
-    """Begins groups and hands them out, a step's worth at a time; see the module's docstring.
+    """Begins groups and returns them in batches of a step; see the module's docstring.
 
     Args:
-        run_group: Makes the group of a problem under a tag of its own.
-        stream: Where problems come from.
-        has_signal: Whether a group can train anything; asked where
+        run_group: Makes the group of a problem under a unique tag.
+        stream: Source of the problems.
+        has_signal: Returns whether a group can train anything; only called if
             `algorithm.dynamic_sampling` is set.
-        on_group: Told of each group that is done.
+        on_group: Called after each group that is ready.
+
+    Example:
+        producer = GroupProducer(config, run_group, stream, has_signal)
+        running = asyncio.create_task(producer.run())
+        for step in range(1, config.training.steps + 1):
+            batch = await producer.next_batch()
+            train(batch.groups)
+            await producer.advance(step)
     """
 
     def __init__(
@@ -91,9 +106,9 @@ class GroupProducer:
         self._trained = 0
         self._number = 0
         self._counted = 0
-        """Groups begun, without those that were thrown away."""
-        self._again: list[Problem] = []
-        """Problems that a resumed run begins first: they were under way."""
+        """Number of groups begun, not counting discarded ones."""
+        self._resumed: list[Problem] = []
+        """Problems that a resumed run begins first, because their groups were in flight."""
         self._started: dict[int, _Started] = {}
         self._ready: dict[int, _Ready] = {}
         self._discarded: list[tuple[str, Group]] = []
@@ -101,7 +116,11 @@ class GroupProducer:
         self._last_batch = 0.0
 
     async def run(self) -> None:
-        """Keep groups under way until cancelled; raises what one of them raised."""
+        """Keep groups in flight until cancelled.
+
+        Raises:
+            Exception: the first error that `run_group` raised.
+        """
         async with task_group() as tasks:
             while True:
                 async with self._changed:
@@ -115,7 +134,7 @@ class GroupProducer:
         return steps * self._per_step + self._spare
 
     def _begin(self, tasks: asyncio.TaskGroup) -> None:
-        problem = self._again.pop(0) if self._again else self._stream.take(1)[0]
+        problem = self._resumed.pop(0) if self._resumed else self._stream.take(1)[0]
         number = self._number
         self._number += 1
         self._counted += 1
@@ -129,12 +148,12 @@ class GroupProducer:
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            # Something in it was cancelled; a task group would take that for a success.
+            # Something inside was cancelled, which a task group would treat as success.
             group = Group(problem.id, causes={"cancelled": "something in it was cancelled"})
             group.dropped["cancelled"] = self._config.sampling.n
         async with self._changed:
             del self._started[number]
-            if reason := self._unfit(group):
+            if reason := self._discard_reason(group):
                 self._discard(reason, group)
             else:
                 now = time.perf_counter()
@@ -142,7 +161,8 @@ class GroupProducer:
                 self._on_group()
             self._changed.notify_all()
 
-    def _unfit(self, group: Group) -> str:
+    def _discard_reason(self, group: Group) -> str:
+        """Return the reason why a group cannot be trained on; "" if it can."""
         if len(group.trajectories) < min(2, self._config.sampling.n):
             return "failed"
         if self._config.algorithm.dynamic_sampling and not self._has_signal(group):
@@ -157,16 +177,16 @@ class GroupProducer:
             ready = [ready.group for ready in self._ready.values()]
             check_failures([*groups, *ready], self._config.rollout.max_failed_fraction, "rollouts")
         if len(groups) >= _MAX_ROUNDS * self._per_step:
-            count = Counter(reason for reason, _ in self._discarded)
-            told = ", ".join(f"{n} {why}" for why, n in count.items())
+            counts = Counter(reason for reason, _ in self._discarded)
+            reasons = ", ".join(f"{n} {reason}" for reason, n in counts.items())
             raise StepError(
-                f"{len(groups)} groups in a row could not be trained on ({told}): the problems "
+                f"{len(groups)} groups in a row could not be trained on ({reasons}): the problems "
                 "are all too easy or too hard for this model (algorithm.dynamic_sampling=false "
-                "trains on what there is)"
+                "trains on them all the same)"
             )
 
     async def next_batch(self) -> Batch:
-        """A step's groups, as soon as there are as many as it takes."""
+        """Wait for a step's groups and return them."""
         async with self._changed:
             while len(self._ready) < self._per_step:
                 await self._changed.wait()
@@ -181,7 +201,7 @@ class GroupProducer:
             return batch
 
     def _end_spare(self) -> None:
-        """Groups beyond a synchronous step: the next step must not train on them."""
+        """Discard the spare groups of a synchronous step: the next step must not train on them."""
         for started in self._started.values():
             started.task.cancel()
             self._discarded.append(("oversampled", Group(started.problem.id)))
@@ -191,29 +211,29 @@ class GroupProducer:
         self._ready.clear()
 
     async def advance(self, step: int) -> None:
-        """The trainer has done a step, and its weights are on their way: more may begin."""
+        """Allow more groups to begin: the trainer finished a step and is sending its weights."""
         async with self._changed:
             self._trained = step
             self._changed.notify_all()
 
     def waiting_for(self) -> list[str]:
-        """The problems under way, the oldest first."""
+        """Return the ids of the problems in flight, the oldest first."""
         return [started.problem.id for started in self._started.values()]
 
-    def state(self) -> dict[str, Any]:
-        """All that `restore` needs; groups under way begin again from their problems."""
+    def state(self) -> JsonObject:
+        """Return plain values for `restore`; groups in flight are kept as problems to begin."""
         return {
             "stream": self._stream.state(),
             "number": self._number,
-            "under_way": [*self.waiting_for(), *(problem.id for problem in self._again)],
+            "under_way": [*self.waiting_for(), *(problem.id for problem in self._resumed)],
             "ready": [_to_dict(ready) for _, ready in sorted(self._ready.items())],
         }
 
-    def restore(self, state: dict[str, Any], trained: int) -> None:
-        """Go on from `state` after step `trained`.
+    def restore(self, state: JsonObject, trained: int) -> None:
+        """Continue from `state` after step `trained`.
 
         Raises:
-            InputError: when the data no longer holds a problem of the state.
+            InputError: when a problem of the state is no longer in the data.
         """
         problems = self._stream.by_id
         self._stream.restore(state["stream"])
@@ -223,9 +243,9 @@ class GroupProducer:
         missing += [r["problem"] for r in state["ready"] if r["problem"] not in problems]
         if missing:
             raise InputError(
-                f"the data no longer has {missing[0]}, which the checkpoint was working on"
+                f"the data no longer has {missing[0]}, which was in progress at the checkpoint"
             )
-        self._again = [problems[name] for name in state["under_way"]]
+        self._resumed = [problems[name] for name in state["under_way"]]
         now = time.perf_counter()
         for entry in state["ready"]:
             group = Group.from_dict(entry["group"])
@@ -234,7 +254,7 @@ class GroupProducer:
         self._counted = trained * self._per_step + len(self._ready)
 
 
-def _to_dict(ready: _Ready) -> dict[str, Any]:
+def _to_dict(ready: _Ready) -> JsonObject:
     return {
         "number": ready.number,
         "problem": ready.problem.id,

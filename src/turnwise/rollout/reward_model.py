@@ -1,27 +1,28 @@
-"""A reward model: a sequence classifier with one output, in a Ray actor of its own.
+"""A reward model: a sequence classifier with one output, in its own Ray actor.
 
-It reads a trajectory's messages as text of its own tokenizer: through that tokenizer's chat
-template, or, where it has none, the messages' texts line by line. Calls that are waiting together
-are scored together. Knows nothing of the policy or of its tokens.
+It reads a trajectory's messages as text: rendered by its own tokenizer's chat template or, if there
+is none, line by line. Calls that wait at the same time are scored in one batch. It does not depend
+on the policy or its tokens.
 """
 
 import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import ray
-
-from turnwise import logs
 from turnwise.config import NO_DEADLINE, Config
-from turnwise.deadlines import StallClock
-from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.ray_calls import is_death, reply_of
-from turnwise.tasks import task_group
+from turnwise.core import logs
+from turnwise.core.actor import ActorHandle, is_death, killed_on_failure
+from turnwise.core.aio import task_group
+from turnwise.core.deadlines import StallClock
+from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +31,22 @@ _NO_LIMIT = 10**9
 
 
 class RewardModel:
-    """The model itself; one coroutine scores what is queued, batch after batch.
+    """The model; one coroutine scores the queue, batch after batch.
 
     Args:
         path: Folder or Hugging Face name.
-        batch_tokens: Tokens, padding included, of one forward pass; a longer sequence, and each
-            sequence where this is 0, is one by itself.
-        gpu: Whether it has one.
+        batch_tokens: Maximum number of tokens, padding included, of one forward pass; a longer
+            sequence is scored alone. 0 scores each sequence alone.
+        gpu: Whether to run on a GPU.
         trust_remote_code: Run model code that comes with the weights.
-        dtype: Name of the weights' precision; `auto` is that in which they were saved.
+        dtype: Name of the weights' precision; `auto` keeps the one they were saved in.
 
     Raises:
-        InputError: when the model cannot be loaded, or is no reward model.
+        InputError: when the model cannot be loaded or is not a reward model.
+
+    Example:
+        model = RewardModel("my-reward-model", batch_tokens=8192, gpu=False)
+        score = await model.score([{"role": "user", "content": "2 + 2?"}])
     """
 
     def __init__(
@@ -68,10 +73,10 @@ class RewardModel:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """The model's output for a conversation.
+        """Return the model's output for a conversation.
 
         Raises:
-            TurnwiseError: when there are no messages, or more than the model can read.
+            TurnwiseError: when there are no messages, or more tokens than the model can read.
         """
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
@@ -105,7 +110,7 @@ class RewardModel:
                     scores = await asyncio.to_thread(
                         self._forward, [waiting[index][0] for index in batch]
                     )
-                except Exception as error:  # such as memory: it is these trajectories' trouble
+                except Exception as error:  # such as out of memory: only these trajectories fail
                     for future in futures:
                         if not future.done():
                             future.set_exception(TurnwiseError(f"{type(error).__name__}: {error}"))
@@ -132,29 +137,34 @@ class RewardModel:
 
 
 class RemoteRewardModel:
-    """A reward model's actor, started and held; one that dies is started again.
+    """Handle of a reward model's actor, which is restarted if it dies.
 
     Args:
-        path: Of the model; errors call it by this name.
-        num_gpus: Of the actor.
+        path: The model's path, also used in errors.
+        num_gpus: Number of GPUs that the actor reserves.
+
+    Example:
+        model = await RemoteRewardModel.start("my-reward-model", config)
+        score = await model.score(trajectory.messages)
+        model.kill()
     """
 
     def __init__(self, path: str, config: Config, num_gpus: float = 0) -> None:
         self.name = path
         self._config = config
         self._num_gpus = num_gpus
-        self._actor: Any = None
+        self._actor: ActorHandle | None = None
         self._starting = asyncio.Lock()
         self._clock = StallClock(config.rollout.stall_timeout)
         self._restarts = 0
-        """In a row: since the last score."""
+        """Number of restarts since the last score."""
 
     @classmethod
     async def start(cls, path: str, config: Config, *, num_gpus: float = 0) -> "RemoteRewardModel":
         """Start an actor and load the model in it.
 
         Raises:
-            InputError: when it cannot be loaded, or is no reward model.
+            InputError: when it cannot be loaded or is not a reward model.
             DeadlineError: when it is not loaded after `engine.start_timeout` seconds.
         """
         remote = cls(path, config, num_gpus)
@@ -163,60 +173,53 @@ class RemoteRewardModel:
 
     async def _start(self) -> None:
         config, num_gpus = self._config, self._num_gpus
-        environment = {
-            **logs.environment(config, f"reward-{Path(self.name).name}"),
-            "OMP_NUM_THREADS": str(config.engine.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": _MAX_CALLS}
-        actor = RewardModelActor.options(  # type: ignore[attr-defined]
-            **options, runtime_env={"env_vars": environment}
-        ).remote()
-        try:
-            await self._wait(
-                actor.start.remote(self.name, config, num_gpus > 0),
-                "start",
-                config.engine.start_timeout,
+        actor = ActorHandle.create(
+            RewardModelActor,
+            name=f"the reward model {self.name}",
+            config=config,
+            log=f"reward-{Path(self.name).name}",
+            threads=config.engine.threads,
+            num_gpus=num_gpus,
+            max_concurrency=_MAX_CALLS,
+            environment={"OMP_WAIT_POLICY": "PASSIVE"},
+        )
+        with killed_on_failure(actor):
+            await actor.call(
+                *("start", self.name, config, num_gpus > 0),
+                what="start",
+                seconds=config.engine.start_timeout,
             )
-        except BaseException:
-            ray.kill(actor)
-            raise
         self._actor = actor
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """The model's output for a conversation.
+        """Return the model's output for a conversation.
 
         Raises:
-            TurnwiseError: when it cannot score this one, or the actor died with it twice, or
+            TurnwiseError: when it cannot score this one, when the actor died twice during it, or
                 died more than `serving.max_restarts` times in a row.
-            DeadlineError: when it scored none at all for `rollout.stall_timeout` seconds.
+            DeadlineError: when it scored nothing for `rollout.stall_timeout` seconds.
         """
-        actor = self._actor
+        actor = self._running
         try:
             return await self._score(actor, messages)
         except TurnwiseError as error:
             if not is_death(error):
                 raise
             await self._replace(actor, error)
-        return await self._score(self._actor, messages)
+        return await self._score(self._running, messages)
 
-    async def _score(self, actor: Any, messages: Sequence[Message]) -> float:
-        reply = actor.score.remote(list(messages))
-        try:
-            async with self._clock.watching():  # there may be many before it
-                score = float(await self._wait(reply, "score a trajectory", NO_DEADLINE))
-        except TimeoutError:
-            raise DeadlineError(
-                f"the reward model {self.name} scored no trajectory in {self._clock.seconds:g} s "
-                "(rollout.stall_timeout)"
-            ) from None
+    async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
+        missed = f"{actor.name} scored no trajectory"
+        async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may come first
+            score = await actor.call(
+                "score", list(messages), what="score a trajectory", seconds=NO_DEADLINE
+            )
         self._clock.moved()
         self._restarts = 0
-        return score
+        return float(score)
 
-    async def _replace(self, dead: Any, error: TurnwiseError) -> None:
-        """Start another actor, unless somebody did; all who waited for the dead one come here."""
+    async def _replace(self, dead: ActorHandle, error: TurnwiseError) -> None:
+        """Start a new actor, unless another caller has done so already."""
         async with self._starting:
             if self._actor is not dead:
                 return
@@ -229,24 +232,26 @@ class RemoteRewardModel:
             logger.warning("%s; it is back after %.1f s", error, seconds)
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        """End the actor's process at once."""
+        self._running.kill()
 
-    async def _wait(self, reply: Awaitable[Any], what: str, seconds: float) -> Any:
-        return await reply_of(reply, f"the reward model {self.name}", what, seconds)
+    @property
+    def _running(self) -> ActorHandle:
+        assert self._actor is not None, "use `RemoteRewardModel.start`"
+        return self._actor
 
 
-@ray.remote
 class RewardModelActor:
     """Hosts one `RewardModel`."""
 
     async def start(self, path: str, config: Config, gpu: bool) -> int:
-        """Load the model; returns this process's id."""
+        """Load the model; return this process's id."""
         logs.follow()
         dtypes = {part.model: part.dtype for part in config.rollout.rewards}
         self._model = await asyncio.to_thread(
             lambda: RewardModel(
                 path,
-                # Of another batch's shape the last bits of a score depend.
+                # The shape of a batch changes the last bits of a score.
                 batch_tokens=0 if config.deterministic else config.training.micro_batch_tokens,
                 gpu=gpu,
                 trust_remote_code=config.model.trust_remote_code,
@@ -256,16 +261,21 @@ class RewardModelActor:
         return os.getpid()
 
     async def score(self, messages: list[Message]) -> float:
+        """Return the model's output for a conversation."""
         return await self._model.score(messages)
 
 
 async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
-    """Start the models that `rollout.rewards` names, side by side.
+    """Start the models of `rollout.rewards` concurrently; if one fails, end all.
 
-    Returns them by their names, for `Rewards.models`; none is left running where one fails.
+    Returns:
+        The models by their paths, for `Rewards.models`.
 
     Raises:
         InputError, DeadlineError: see `RemoteRewardModel.start`.
+
+    Example:
+        runner.rewards.models = await start_reward_models(config)
     """
     models = {part.model: part.gpus for part in config.rollout.rewards if part.model}
     started: dict[str, RemoteRewardModel] = {}
@@ -285,38 +295,44 @@ async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Indices of neighbours whose padded batch stays within `max_tokens`; at least one each."""
-    made: list[list[int]] = []
+    """Split sequences, in order, into batches of at most `max_tokens` with padding; return indices.
+
+    Example:
+        >>> batches([[1], [1, 2], [1, 2, 3]], max_tokens=4)
+        [[0, 1], [2]]
+    """
+    split: list[list[int]] = []
     longest = 0
     for index, sequence in enumerate(sequences):
         longest = max(longest, len(sequence))
-        if made and longest * (len(made[-1]) + 1) <= max_tokens:
-            made[-1].append(index)
+        if split and longest * (len(split[-1]) + 1) <= max_tokens:
+            split[-1].append(index)
         else:
-            made.append([index])
+            split.append([index])
             longest = len(sequence)
-    return made
+    return split
 
 
-def _load(path: str, trust_remote_code: bool, dtype: str) -> tuple[Any, Any]:
+def _load(
+    path: str, trust_remote_code: bool, dtype: str
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     where = f"rollout.rewards: the reward model {path}"
     options = {"trust_remote_code": trust_remote_code}
     try:
         labels = AutoConfig.from_pretrained(path, **options).num_labels
-        model, told = AutoModelForSequenceClassification.from_pretrained(
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         folder = "" if Path(path).is_dir() else " (there is no such folder)"
-        raise InputError(f"{where} cannot be loaded{folder}: {reason}") from error
+        raise InputError(f"{where} cannot be loaded{folder}: {first_line(error)}") from error
     if labels != 1:
-        raise InputError(f"{where} has {labels} outputs; a reward model has one")
-    if told["missing_keys"]:
-        missing = ", ".join(sorted(told["missing_keys"])[:3])
+        raise InputError(f"{where} has {labels} outputs; a reward model must have one")
+    if loaded["missing_keys"]:
+        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise InputError(f"{where} lacks weights: {missing}")
     if model.config.pad_token_id is None:
         own = tokenizer.pad_token_id

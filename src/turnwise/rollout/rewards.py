@@ -1,7 +1,7 @@
-"""What a finished trajectory earns: the weighted sum of the parts that `rollout.rewards` names.
+"""Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
 A part is the environment's own reward, a function, or a reward model. All parts of a trajectory
-are computed at once. A trajectory of which one part fails, or is no finite number, has no reward:
+are computed concurrently. If a part fails or is not a finite number, the trajectory has no reward:
 it is dropped under `reward_error`, and the message names the part.
 """
 
@@ -9,34 +9,35 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, SupportsFloat, SupportsIndex
 
 from turnwise.config import RewardConfig
-from turnwise.deadlines import StallClock
+from turnwise.core.aio import task_group
+from turnwise.core.deadlines import StallClock
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
-from turnwise.tasks import call_user_code, describe_user_error, task_group
 from turnwise.trajectory import MAX_REWARD, Trajectory
-from turnwise.watchdog import waiting
 
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
-_OWN = "the environment's reward"
+_ENVIRONMENT_REWARD = "the environment's reward"
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One entry of the configuration."""
+    """One entry of `rollout.rewards`."""
 
     name: str
-    """Its function's or model's; `environment`."""
+    """Configured name, or else the function, the model's path, or `environment`."""
     kind: Literal["environment", "function", "model"]
     weight: float
-    function: Callable[[Trajectory, Row], Any] | None = None
+    function: Callable[[Trajectory, Row], object] | None = None
     model: str = ""
-    """Path of the reward model."""
+    """Path of the reward model; "" for the other kinds."""
 
     def __str__(self) -> str:
         return (
@@ -45,27 +46,32 @@ class _Part:
 
 
 class Rewards:
-    """The reward of a configuration.
+    """The configured rewards.
 
     Args:
-        parts: None is the environment's own reward alone.
+        parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
 
     Raises:
         InputError: when a function cannot be loaded, or a part is named twice.
+
+    Example:
+        rewards = Rewards([RewardConfig(), RewardConfig(function="rewards:brevity", weight=0.1)])
+        await rewards.judge(environment, trajectory, row)
+        print(trajectory.reward, trajectory.reward_parts)
     """
 
     def __init__(self, parts: Sequence[RewardConfig]) -> None:
         self._parts = [_load(part) for part in parts or [RewardConfig()]]
         self.models: Mapping[str, RemoteRewardModel] = {}
-        """The reward models by their names; set by whoever starts them."""
+        """Reward models by their paths; set when they have been started."""
         names = [part.name for part in self._parts]
         for name in names:
             if names.count(name) > 1:
-                raise InputError(f"rollout.rewards names {name} twice; add the weights up")
+                raise InputError(f"rollout.rewards names {name} twice; add up the weights")
         paths = [part.model for part in self._parts if part.model]
         for path in paths:
             if paths.count(path) > 1:
-                raise InputError(f"rollout.rewards has the model {path} twice; add the weights up")
+                raise InputError(f"rollout.rewards has the model {path} twice; add up the weights")
 
     async def judge(
         self,
@@ -76,12 +82,12 @@ class Rewards:
     ) -> None:
         """Set the trajectory's `reward` and `reward_parts`.
 
-        A reward that the trajectory already has, because its agent told it, takes the place of
-        the environment's own.
+        A reward that the trajectory already has, because its agent reported it, replaces the
+        environment's own.
 
         Args:
-            clock: The trajectory's; it stands still while a reward model is asked, whose own clock
-                knows of all that wait for it.
+            clock: The trajectory's clock. It is held while a reward model scores, because the
+                model has its own clock for its whole queue.
 
         Raises:
             TrajectoryError: `reward_error`, naming the first part that failed.
@@ -94,19 +100,22 @@ class Rewards:
         trajectory.reward_parts = {part.name: value.result() for part, value in values.items()}
         reward = sum(part.weight * value.result() for part, value in values.items())
         if not abs(reward) <= MAX_REWARD:
-            raise TrajectoryError("reward_error", f"the weighted sum of rewards is {_out(reward)}")
+            raise TrajectoryError(
+                "reward_error", f"the weighted sum of rewards is {_beyond_limit(reward)}"
+            )
         trajectory.reward = reward
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
-        """What one part gives a trajectory, before its weight: what it has given already, or what
-        a reward model says of the messages.
+        """Return one part's reward of a trajectory, before its weight.
+
+        A part that the trajectory already has is not computed again.
 
         Args:
-            name: The part's; another name stands for the only part there is.
+            name: Name of the part; if there is only one part, any name selects it.
 
         Raises:
-            InputError: when no part is meant, or one that judges rows as they are answered.
-            TrajectoryError: `reward_error`, when it gives no number.
+            InputError: when there is no such part, or it needs the row.
+            TrajectoryError: `reward_error`, when it returns no finite number.
         """
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
@@ -117,8 +126,8 @@ class Rewards:
             return trajectory.reward_parts[part.name]
         if part.kind != "model":
             raise InputError(
-                f"{part} judges a trajectory together with its row, when it is made; a reward "
-                "model can judge any"
+                f"{part} scores a trajectory together with its row, when it is made; a reward "
+                "model can score any"
             )
         try:
             return _number(await self.models[part.model].score(trajectory.messages), part)
@@ -157,10 +166,10 @@ class Rewards:
         elif trajectory.reward is not None:
             value = trajectory.reward
         else:
-            value = await call_user_code(environment.reward, trajectory, name=_OWN)
+            value = await call_user_code(environment.reward, trajectory, name=_ENVIRONMENT_REWARD)
         if type(value) in (bool, int, float):
             return _number(value, part)
-        # Whatever else it is: making a number of it is the user's code too.
+        # Converting any other type to a number may run user code.
         number: float = await call_user_code(_number, value, part, name=str(part))
         return number
 
@@ -174,29 +183,31 @@ def _load(part: RewardConfig) -> _Part:
     return _Part(part.name or "environment", "environment", part.weight)
 
 
-def _number(value: Any, part: _Part) -> float:
-    """A number of any kind (bool, NumPy's, a tensor of one) as a float.
+def _number(value: object, part: _Part) -> float:
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
 
     Raises:
-        TrajectoryError: when it is none, or beyond `MAX_REWARD`.
+        TrajectoryError: when it is not a finite number, or beyond `MAX_REWARD`.
     """
     number = math.nan
-    if not isinstance(value, str | bytes | bytearray):  # float() would read it
+    if isinstance(value, SupportsFloat | SupportsIndex):  # not text, which float() would read
         # An integer may be too large for a float; a tensor of many raises RuntimeError.
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             number = float(value)
     if abs(number) <= MAX_REWARD:
         return number
-    what = _out(number) if math.isfinite(number) else "not a finite number"
-    raise TrajectoryError("reward_error", f"{part} gave {_shown(value)} as reward, which is {what}")
+    problem = _beyond_limit(number) if math.isfinite(number) else "not a finite number"
+    raise TrajectoryError(
+        "reward_error", f"{part} gave {_shown(value)} as reward, which is {problem}"
+    )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         return repr(value)[:80]
     except Exception:
         return f"a {type(value).__name__}"
 
 
-def _out(number: float) -> str:
+def _beyond_limit(number: float) -> str:
     return f"beyond the limit of ±{MAX_REWARD:g}; scale it down"

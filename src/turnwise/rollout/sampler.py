@@ -1,37 +1,38 @@
-"""Samples trajectories for a batch of prompts, without a run: no trainer, no run folder."""
+"""Sampling of trajectories for a batch of prompts, without a trainer or a run folder."""
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
+from turnwise.rollout.environment import EnvironmentType, Tool
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, Row
-from turnwise.rollout.runner import Runner
+from turnwise.rollout.runner import GroupRun, Runner
 from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory.chat_template import Tokenizer
 
 _BATCHES = itertools.count(1)
 
 
 class RolloutSampler:
-    """Runs the agent loop of a configuration on a batch, and yields what is finished.
+    """Runs the configured agent loop on a batch of prompts, and yields finished trajectories.
 
     Args:
-        llm: What samples: an engine, or the scheduler before many.
+        llm: An engine, or the scheduler in front of several.
         prompts: Rows of the configuration's environment; or texts and lists of messages, which are
-            answered with `tools` and earn no reward.
-        sampling_params: A `SamplingConfig`, or keys of it that differ from the configuration's;
+            answered with `tools` and get reward 0.
+        sampling_params: A `SamplingConfig`, or only the keys that differ from the configuration's;
             `n` is the number of trajectories of each prompt.
         config: Model, loop, environment and limits.
-        tools: Plain functions for prompts that are no rows.
-        tokenizer: The model's; loaded from `model.path` where it is None.
+        tools: Plain functions for prompts that are texts or messages.
+        tokenizer: The model's tokenizer; None loads it from `model.path`.
 
     Raises:
-        InputError: when a prompt is neither, or the environment, the loop or the tokenizer cannot
-            be loaded.
+        InputError: when a prompt has another type, or the environment, the loop or the tokenizer
+            cannot be loaded.
 
     Example:
         config = load_config("config.yaml")
@@ -44,11 +45,11 @@ class RolloutSampler:
         self,
         llm: Generator,
         prompts: Sequence[Row | str | Sequence[Message]],
-        sampling_params: SamplingConfig | Mapping[str, Any] | None = None,
+        sampling_params: SamplingConfig | Mapping[str, object] | None = None,
         *,
         config: Config,
-        tools: Sequence[Callable[..., Any]] = (),
-        tokenizer: Any = None,
+        tools: Sequence[Tool] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         if tokenizer is None:
             from transformers import AutoTokenizer  # takes seconds to import
@@ -63,31 +64,35 @@ class RolloutSampler:
         self._sampling = _sampling(config.sampling, sampling_params)
         rows = all(isinstance(prompt, Mapping) for prompt in prompts)
         if rows and tools:
-            raise InputError("RolloutSampler: the tools of rows are those of their environment")
-        self._runner = Runner(config, tokenizer, None if rows else _asking(tools))
-        number = next(_BATCHES)
-        self._tag = f"batch{number}"
+            raise InputError(
+                "RolloutSampler: prompts that are rows have the tools of their environment; leave "
+                "out tools"
+            )
+        self._runner = Runner(config, tokenizer, None if rows else _prompt_environment(tools))
+        self._tag = f"batch{next(_BATCHES)}"
         self._problems = [
             Problem(
-                f"prompt:{place}",
+                f"prompt:{number}",
                 dict(prompt) if rows and isinstance(prompt, Mapping) else {"problem": prompt},
             )
-            for place, prompt in enumerate(prompts, start=1)
+            for number, prompt in enumerate(prompts, start=1)
         ]
 
     async def __aiter__(self) -> AsyncGenerator[Trajectory, None]:
-        """Yield each trajectory as soon as it is finished; leaving the loop ends the others.
+        """Yield each trajectory as soon as it is finished; leaving the loop cancels the others.
 
         Raises:
             InputError: when a row, a tool or the reward cannot be used.
             StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
         """
-        self.groups = [Group(problem.id) for problem in self._problems]
+        runs = [
+            GroupRun.begin(self._llm, problem, self._sampling, self._tag)
+            for problem in self._problems
+        ]
+        self.groups = [run.group for run in runs]
         tasks = [
-            asyncio.create_task(
-                self._runner.run_one(self._llm, problem, index, self._sampling, self._tag, group)
-            )
-            for problem, group in zip(self._problems, self.groups, strict=True)
+            asyncio.create_task(self._runner.run_one(run, index))
+            for run in runs
             for index in range(self._sampling.n)
         ]
         by_problem = {group.problem_id: group for group in self.groups}
@@ -104,7 +109,7 @@ class RolloutSampler:
 
 
 def _sampling(
-    configured: SamplingConfig, given: SamplingConfig | Mapping[str, Any] | None
+    configured: SamplingConfig, given: SamplingConfig | Mapping[str, object] | None
 ) -> SamplingConfig:
     if isinstance(given, SamplingConfig):
         return given
@@ -114,15 +119,15 @@ def _sampling(
     return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})
 
 
-def _asking(tools: Sequence[Callable[..., Any]]) -> Callable[[Row], Any]:
-    """The environment type of prompts that are no rows."""
+def _prompt_environment(tools: Sequence[Tool]) -> EnvironmentType:
+    """Return the environment type of prompts that are texts or messages."""
 
-    class Asked:
+    class PromptEnvironment:
         def __init__(self, row: Row) -> None:
-            self.problem = row["problem"]
-            self.tools = list(tools)
+            self.problem: Sequence[Message] = row["problem"]
+            self.tools: Sequence[Tool] = list(tools)
 
         def reward(self, trajectory: Trajectory) -> float:
             return 0.0
 
-    return Asked
+    return PromptEnvironment

@@ -1,9 +1,9 @@
 """Tools: plain Python functions, sync or async, offered to the model and called safely.
 
-A call never raises for what the model did: an unknown name, wrong arguments, an exception, a
-missed deadline come back as a text for the model and an outcome for the count. Every text is
-bounded and can be encoded, whatever the tool answered or raised. Knows nothing of tokens or of the
-format in which a model writes its calls.
+A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
+arguments, an exception and a missed deadline become a text for the model and an outcome to count.
+Every text is limited in length and can be encoded, whatever the tool returns or raises. Does not
+depend on tokens or on the format of the model's calls.
 """
 
 import inspect
@@ -12,34 +12,43 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from transformers.utils import get_json_schema
 
+from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import STR_SECONDS, call_user_code
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.tasks import STR_SECONDS, call_user_code
+from turnwise.rollout.environment import Tool
 
-Outcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
-_COUNTED = 1_000_000
-"""Characters of a result's JSON that are written to count what is left out of it."""
+_T = TypeVar("_T")
+ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
+_MAX_COUNTED = 1_000_000
+"""Maximum number of characters of a result's JSON that are generated only to count them."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model gets to read, and how the call went."""
+    """The result of one call: the text for the model, and the outcome.
+
+    Example:
+        result = await toolbox.call("look_up", '{"city": 3}')
+        if result.outcome == "bad_arguments":
+            print(result.text)
+    """
 
     text: str
-    outcome: Outcome
+    outcome: ToolOutcome
     error: Exception | None = None
-    """What the tool raised; for people, not for the model."""
+    """The tool's exception, for people and not for the model; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    schema: dict[str, Any]
-    """The OpenAI-style description: {"type": "function", "function": {...}}."""
+    schema: JsonObject
+    """Description in OpenAI's format: {"type": "function", "function": {...}}."""
     arguments: type[BaseModel]
 
 
@@ -50,19 +59,22 @@ class Toolbox:
         functions: Plain functions or bound methods. Type hints and a docstring with an `Args:`
             section describe them to the model.
         timeout: Seconds for one call.
-        max_chars: Characters of one result that the model gets to see.
+        max_chars: Maximum number of characters of one result that the model reads.
 
     Raises:
-        InputError: when one is no function, or an argument has no type hint or no description.
+        InputError: when an entry is no function, or an argument lacks a type hint or description.
+
+    Example:
+        toolbox = Toolbox([look_up], timeout=10.0, max_chars=4000)
+        result = await toolbox.call("look_up", '{"city": "Oslo"}')
+        print(result.outcome, result.text)
     """
 
-    def __init__(
-        self, functions: Sequence[Callable[..., Any]], *, timeout: float, max_chars: int
-    ) -> None:
+    def __init__(self, functions: Sequence[Tool], *, timeout: float, max_chars: int) -> None:
         for function in functions:
             if not callable(function) or not hasattr(function, "__name__"):
                 raise InputError(
-                    f"a tool is a function with type hints and a docstring, not "
+                    f"a tool must be a function with type hints and a docstring, not "
                     f"{repr(function)[:80]}"
                 )
         self._functions = {function.__name__: function for function in functions}
@@ -74,11 +86,15 @@ class Toolbox:
         self._max_chars = max_chars
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[JsonObject]:
+        """Descriptions of the tools in OpenAI's format, for the chat template."""
         return [signature.schema for signature in self._signatures.values()]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
-        """Call a tool by name with its arguments as a JSON object."""
+        """Call a tool by name with its arguments as a JSON object.
+
+        Returns its result; only cancellation and Turnwise's own errors are raised.
+        """
         if name not in self._functions:
             names = ", ".join(self._functions) or "none"
             shown = repr(name[: self._max_chars])
@@ -94,15 +110,16 @@ class Toolbox:
         values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
         ends = time.monotonic() + self._timeout
 
-        async def run(step: Callable[..., Any], *given: Any) -> Any:
+        async def run(step: Callable[..., _T], *given: object) -> _T:
             left = max(0.0, ends - time.monotonic())
-            return await call_user_code(step, *given, name=f"the tool {name}", seconds=left)
+            value: _T = await call_user_code(step, *given, name=f"the tool {name}", seconds=left)
+            return value
 
         try:
             value = await run(partial(function, **values))
             if type(value) in _PLAIN:
                 text, left_out = _shown(value, self._max_chars)
-            else:  # off the event loop: it may be long, and its __str__ the user's
+            else:  # off the event loop: it may be long, and its __str__ may be user code
                 text, left_out = await run(_shown, value, self._max_chars)
         except DeadlineError:
             return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
@@ -115,9 +132,9 @@ class Toolbox:
         return ToolResult(text, "ok")
 
     def _failed(
-        self, text: str, outcome: Outcome, error: Exception | None = None, unseen: int = 0
+        self, text: str, outcome: ToolOutcome, error: Exception | None = None, unseen: int = 0
     ) -> ToolResult:
-        """An error as the model reads it; `unseen` characters of it are left out already."""
+        """Return an error for the model to read; `unseen` characters of it are already left out."""
         text = f"Error: {text}"
         left_out = max(0, len(text) - self._max_chars) + unseen
         text = encodable(text[: self._max_chars])
@@ -127,7 +144,7 @@ class Toolbox:
 
 
 def encodable(text: str) -> str:
-    """The text with its surrogates paired, and those that have no partner replaced by U+FFFD."""
+    """Return the text with its surrogates paired, and lone ones replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,9 +153,9 @@ def encodable(text: str) -> str:
 
 
 async def _message(error: Exception, longest: int) -> tuple[str, int]:
-    """The beginning of an error's message, and how many more characters it has.
+    """Return the beginning of an error's message, and the number of remaining characters.
 
-    Its `__str__` may be the user's, and take as long as it likes.
+    Its `__str__` may be user code and take any time.
     """
     if isinstance(error, TurnwiseError):
         return str(error), 0
@@ -156,17 +173,17 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
     return message
 
 
-def _shown(value: Any, longest: int) -> tuple[str, str]:
-    """A tool's value as text of at most `longest` characters, and how many more there are."""
+def _shown(value: object, longest: int) -> tuple[str, str]:
+    """Return a tool's value as text of at most `longest` characters, and the number left out."""
     if isinstance(value, str):
         return encodable(value[:longest]), _rest(len(value) - longest)
     text, length = "", 0
-    # In parts: one call would hold the interpreter, and with it the event loop, until its end.
+    # In parts: a single call would block the interpreter, and so the event loop, until its end.
     for part in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
         if length < longest:
             text += part[: longest - length]
         length += len(part)
-        if length > longest + _COUNTED:
+        if length > longest + _MAX_COUNTED:
             return encodable(text), f"at least {length - longest}"
     return encodable(text), _rest(length - longest)
 
@@ -176,7 +193,7 @@ def _rest(count: int) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _describe(function: Callable[..., Any]) -> _Signature:
+def _describe(function: Tool) -> _Signature:
     name = function.__name__
     try:
         schema = get_json_schema(_without_self(function))
@@ -186,7 +203,7 @@ def _describe(function: Callable[..., Any]) -> _Signature:
             "argument a type hint and a line under Args: in the docstring"
         ) from error
     hints = get_type_hints(function)
-    fields: dict[str, Any] = {
+    fields: dict[str, Any] = {  # as pydantic types them
         key: (hints[key], ... if p.default is inspect.Parameter.empty else p.default)
         for key, p in inspect.signature(function).parameters.items()
         if key != "self"
@@ -195,14 +212,14 @@ def _describe(function: Callable[..., Any]) -> _Signature:
     return _Signature(schema, arguments)
 
 
-def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the model calls it: `get_json_schema` would ask for the type of `self`."""
+def _without_self(function: Tool) -> Tool:
+    """Return the function without `self`, for which `get_json_schema` would require a type."""
     signature = inspect.signature(function)
     parameters = [p for key, p in signature.parameters.items() if key != "self"]
     if len(parameters) == len(signature.parameters):
         return function
 
-    def described(*args: Any, **kwargs: Any) -> Any: ...
+    def described(*args: object, **kwargs: object) -> object: ...
 
     described.__name__, described.__doc__ = function.__name__, function.__doc__
     described.__annotations__ = {

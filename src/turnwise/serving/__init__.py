@@ -1,1 +1,1 @@
-"""Many engines behind one face: workers, the manager that keeps them, the scheduler before them."""
+"""Many engines behind one interface: workers, their manager and their scheduler."""

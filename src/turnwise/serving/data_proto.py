@@ -1,6 +1,6 @@
-"""verl's batch: conversations go in, padded tensors of what was sampled come out."""
+"""verl's batch: conversations go in, padded tensors of the sampled tokens come out."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
     import torch
 
 
+Column = npt.NDArray[Any]
+"""An array of N values."""
+
+
 @dataclass(slots=True)
 class DataProto:
     """A batch of `N` rows, with the attributes of verl's class of that name.
 
-    What goes in has conversations in `non_tensor_batch["raw_prompt"]`:
+    Input conversations are in `non_tensor_batch["raw_prompt"]`.
 
-        DataProto(non_tensor_batch={"raw_prompt": np.array([[{"role": "user", "content": "Hi"}]])})
+    Example:
+        >>> prompts = DataProto.from_conversations([[{"role": "user", "content": "2 + 2?"}]])
+        >>> batch = await manager.generate_sequences(prompts)
+        >>> batch.batch["responses"].shape
     """
 
     batch: "dict[str, torch.Tensor] | None" = None
-    """Of `from_trajectories`, for `P` prompt tokens and `R` tokens after them at most: prompts
-    [N, P], padded on the left; responses, response_mask (1 on sampled tokens), rollout_log_probs
-    and weight_versions [N, R], padded on the right; input_ids, attention_mask and position_ids
-    [N, P + R]."""
-    non_tensor_batch: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Tensors by name, see `from_trajectories`; None for input conversations."""
+    non_tensor_batch: dict[str, Column] = field(default_factory=dict)
     """Columns of `N` values."""
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        columns: list[Any] = [*(self.batch or {}).values(), *self.non_tensor_batch.values()]
+        columns: list[Sized] = [*(self.batch or {}).values(), *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
     def row(self, index: int) -> "DataProto":
-        """One row's columns, as a batch of one."""
+        """Return one row's columns, as a batch of one."""
         columns = {
             name: column[index : index + 1] for name, column in self.non_tensor_batch.items()
         }
@@ -47,10 +51,10 @@ class DataProto:
     def from_conversations(
         cls,
         conversations: Sequence[Sequence[Message]],
-        columns: dict[str, Sequence[Any]] | None = None,
-        **meta_info: Any,
+        columns: dict[str, Sequence[object]] | None = None,
+        **meta_info: object,
     ) -> "DataProto":
-        """A batch of conversations, with more columns beside them."""
+        """Return a batch of conversations with additional columns."""
         prompts = _objects([_objects(messages) for messages in conversations])
         more = {name: _objects(values) for name, values in (columns or {}).items()}
         return cls(None, {**more, "raw_prompt": prompts}, meta_info)
@@ -59,14 +63,19 @@ class DataProto:
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], rows: Sequence[int], pad_token_id: int
     ) -> "DataProto":
-        """What was sampled: a row for each branch of each trajectory, in their order.
+        """Return a row for each branch of each trajectory, in their order.
 
         Args:
-            rows: For each trajectory the row of the conversations that it came from, which
-                becomes the column `index`.
+            rows: The row of each trajectory's conversation, which becomes the column `index`.
+
+        Returns:
+            A batch of N rows with at most P prompt tokens and R tokens after them: prompts [N, P],
+            padded on the left; responses, response_mask (1 on sampled tokens), rollout_log_probs
+            and weight_versions [N, R], padded on the right; input_ids, attention_mask and
+            position_ids [N, P + R].
 
         Raises:
-            InputError: when there is no sampled token in any of them.
+            InputError: when no token was sampled in the trajectories.
         """
         import torch  # a second to import
 
@@ -76,7 +85,7 @@ class DataProto:
             for sample in trajectory.samples()
         ]
         if not samples:
-            raise InputError("there is no batch to make: nothing was sampled")
+            raise InputError("the batch would be empty: no token was sampled")
         width = max(start for *_, start in samples)
         length = max(len(sample.token_ids) - start for _, _, sample, start in samples)
 
@@ -116,8 +125,8 @@ class DataProto:
         return cls(batch, columns)
 
 
-def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """One entry for each value, lists included."""
+def _objects(values: Sequence[object]) -> Column:
+    """Return an array with one entry for each value, lists included."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

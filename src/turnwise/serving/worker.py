@@ -1,112 +1,80 @@
-"""The generation worker: one engine in a Ray actor, under the names that the field uses.
+"""NeMo-RL's interface of a generation worker: batches of tensors in and out.
 
-Other processes reach it in two ways: by its methods, one Ray call each, or through
-`RemoteWorker`, which carries many requests in few calls.
+It is meant for trainers of other systems, which call these methods, one Ray call each. Turnwise
+itself uses the mailbox of the base class.
 """
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 
 import torch
 
-from turnwise import logs
-from turnwise.config import Config, EngineConfig, SamplingConfig
-from turnwise.engine.protocol import Chunk, collect
+from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError, InputError, TurnwiseError
-from turnwise.tasks import settle_heap
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.serving.engine_worker import EngineWorker
 
-HEARTBEAT_SECONDS = 10.0
+if TYPE_CHECKING:
+    from turnwise.trajectory import ChatTemplate
 
-Submission = tuple[str, list[int], Any, int | None]
-"""A request's id, its prompt's ids, its sampling and its seed."""
+_Row = TypeVar("_Row")
 
 
-class VllmAsyncGenerationWorker:
-    """Hosts one `VllmEngine`; see `serving.manager` for how it is made an actor.
+class TensorBatch(TypedDict):
+    """`B` prompts as tensors."""
 
-    Args:
-        config: Model, engine, sampling and seeds.
-        bundle_indices: Bundles of this actor's placement group, one for each device of the
-            engine, which computes in an actor in each; None computes in this process's children.
-        fraction_of_gpus: Share of each GPU's memory that the engine may take.
-        seed: Of the engine's own random numbers; the configuration's where it is None.
-        name: What errors call this worker.
+    input_ids: torch.Tensor
+    """Token ids [B, T], right-padded."""
+    input_lengths: torch.Tensor
+    """Lengths [B] of the prompts."""
+    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
+    """Stop strings of each prompt, in addition to the configuration's."""
+
+
+class TextBatch(TypedDict):
+    """`B` prompts as texts."""
+
+    prompts: Sequence[str]
+    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
+    """Stop strings of each prompt, in addition to the configuration's."""
+
+
+class TextRow(TypedDict):
+    """The completion of one text."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token in nats."""
+    truncated: bool
+    """Whether max_tokens or the context cut the completion off."""
+
+
+class VllmAsyncGenerationWorker(EngineWorker):
+    """Hosts one `VllmEngine`; an actor's class.
+
+    Example:
+        worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
+        await worker.post_init_async.remote()
+        batch = {"input_ids": torch.tensor([[5, 6, 7]]), "input_lengths": torch.tensor([3])}
+        async for reply in worker.generate_async.remote(batch):
+            index, row = await reply
     """
 
-    def __init__(
-        self,
-        config: Config,
-        bundle_indices: Sequence[int] | None = None,
-        fraction_of_gpus: float = 1.0,
-        seed: int | None = None,
-        name: str = "worker-0",
-    ) -> None:
-        self._config = config
-        self._seed = config.seed if seed is None else seed
-        self._name = name
-        self._share = fraction_of_gpus
-        self._events: list[tuple[str, Chunk | Exception]] = []
-        self._happened = asyncio.Event()
-        self._requests: dict[str, asyncio.Task[None]] = {}
-        self._server: Any = None
-        self._bundle_indices = bundle_indices
-
-    async def post_init_async(self) -> int:
-        """Build the engine, which takes seconds; returns this process's id.
-
-        Raises:
-            InputError: when vLLM refuses the model or an argument.
-        """
-        logs.follow()
-        engine = self._config.engine
-        if self._bundle_indices is not None:
-            from turnwise.serving.colocated import on_bundles  # needs Ray
-
-            engine = on_bundles(engine, self._bundle_indices, self._name)
-        if self._share < 1.0:
-            utilization = engine.extra.get("gpu_memory_utilization", _GPU_MEMORY) * self._share
-            extra = {**engine.extra, "gpu_memory_utilization": utilization}
-            engine = engine.model_copy(update={"extra": extra})
-        if engine.metrics is None and self._config.serving.worker_servers:
-            engine = engine.model_copy(update={"metrics": True})
-        self._engine = self._create_engine(engine)
-        if self._config.serving.worker_servers:
-            from turnwise.serving.openai_server import OpenAIServer
-
-            self._server = OpenAIServer(self._config, self._engine, port=0)
-            await self._server.start()
-        settle_heap()
-        return os.getpid()
-
-    def _create_engine(self, engine: EngineConfig) -> Any:
-        """Make the `VllmEngine`; a hook for subclasses that change its arguments."""
-        from turnwise.engine.vllm_engine import VllmEngine
-
-        return VllmEngine(
-            self._config.model,
-            engine,
-            seed=self._seed,
-            deterministic=self._config.deterministic,
-            worker_extension=WORKER_EXTENSION,
-            weight_backend=BACKEND,
-            name=self._name,
-        )
-
     async def generate_async(
-        self, data: dict[str, Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        self, data: TensorBatch, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, dict[str, torch.Tensor]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
 
-        An answer may take any time, as long as the engine samples (`engine.request_timeout`). A row
-        that fails spoils no other: its error is raised after all others were yielded.
+        A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
+        fails, the others are still yielded, and the error is raised at the end.
 
         Args:
-            data: `input_ids` [B, T], right-padded; `input_lengths` [B]; optionally
-                `stop_strings`, B lists of strings (or None).
+            data: Prompts; see `TensorBatch`.
             greedy: Temperature 0 instead of the configuration's sampling.
 
         Yields:
@@ -117,22 +85,22 @@ class VllmAsyncGenerationWorker:
             context, or without room to begin).
 
         Raises:
-            InputError: when the tensors do not fit each other.
+            InputError: when the shapes of the tensors do not match.
         """
         input_ids_BT, lengths_B = data.get("input_ids"), data.get("input_lengths")
         if not (isinstance(input_ids_BT, torch.Tensor) and isinstance(lengths_B, torch.Tensor)):
-            raise InputError("generate_async wants the tensors input_ids [B, T], input_lengths [B]")
+            raise InputError("generate_async needs the tensors input_ids [B, T], input_lengths [B]")
         if input_ids_BT.ndim != 2 or lengths_B.shape != input_ids_BT.shape[:1]:
             raise InputError(
-                "generate_async wants input_ids [B, T] and input_lengths [B], not "
+                "generate_async needs input_ids [B, T] and input_lengths [B], not "
                 f"{list(input_ids_BT.shape)} and {list(lengths_B.shape)}"
             )
         width = input_ids_BT.shape[1]
         if not all(0 < length <= width for length in lengths_B.tolist()):
             raise InputError(f"input_lengths must be between 1 and {width}")
-        stops = _stop_strings(data, len(lengths_B))
+        stops = _stop_strings(data.get("stop_strings"), len(lengths_B))
 
-        async def one(index: int) -> dict[str, Any]:
+        async def one(index: int) -> dict[str, torch.Tensor]:
             prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
             return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
 
@@ -141,24 +109,23 @@ class VllmAsyncGenerationWorker:
                 yield row
 
     def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
-        changes: dict[str, Any] = {"temperature": 0.0} if greedy else {}
+        changes: dict[str, object] = {"temperature": 0.0} if greedy else {}
         if stop:
             changes["stop"] = [*self._config.sampling.stop, *stop]
         return self._config.sampling.model_copy(update=changes)
 
     async def _complete(
         self, prompt: list[int], sampling: SamplingConfig, width: int
-    ) -> dict[str, Any]:
+    ) -> dict[str, torch.Tensor]:
         total = width + sampling.max_tokens
-        room = min(sampling.max_tokens, self._config.model.max_length - len(prompt))
+        room = self._config.model.max_length - len(prompt)
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
         truncated = True
         if room > 0:
-            changes = {"max_tokens": room, "min_tokens": min(room, sampling.min_tokens)}
             stream = self._engine.stream(
-                prompt, sampling.model_copy(update=changes), f"{self._name}-{os.urandom(8).hex()}"
+                prompt, sampling.within(room), f"{self._name}-{os.urandom(8).hex()}"
             )
             async with aclosing(stream) as chunks:
                 completion = await collect(chunks, self._name)
@@ -182,17 +149,17 @@ class VllmAsyncGenerationWorker:
         }
 
     async def generate_text_async(
-        self, data: dict[str, Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Complete texts: `prompts`, B strings, and optionally `stop_strings`, B lists.
+        self, data: TextBatch, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, TextRow]]:
+        """Complete texts, and yield each completion as soon as it is ready.
 
         Yields:
-            The row's index, and its `text`, `token_ids`, `logprobs` and `truncated`.
+            The row's index, and its completion.
         """
-        template, prompts = self._template(), data["prompts"]
-        stops = _stop_strings(data, len(prompts))
+        template, prompts = self._template, data["prompts"]
+        stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
-        async def one(index: int) -> dict[str, Any]:
+        async def one(index: int) -> TextRow:
             prompt = template.encode(prompts[index])
             output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
@@ -211,7 +178,7 @@ class VllmAsyncGenerationWorker:
     async def prepare_refit_info_async(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], str | torch.dtype]]
     ) -> None:
-        """Say which tensors every update must bring: shape and torch type, by name."""
+        """Declare the tensors that every update must bring: shape and torch type, by name."""
         await self._engine.prepare_refit_info(state_dict_info)
 
     async def init_collective_async(
@@ -222,131 +189,78 @@ class VllmAsyncGenerationWorker:
         await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load what an `IpcSender` on this device sends; returns True, or raises as the engine's
-        method does."""
+        """Load the weights that an `IpcSender` on this device sends; returns True.
+
+        Raises the errors of the engine's method.
+        """
         await self._engine.update_weights_via_ipc_zmq(in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load what the trainer broadcasts; returns True, or raises as the engine's method does."""
+        """Load the weights that the trainer broadcasts; returns True.
+
+        Raises the errors of the engine's method.
+        """
         await self._engine.update_weights_from_collective(in_flight=self._config.weights.in_flight)
         return True
 
     async def reset_prefix_cache_async(self) -> None:
-        """Forget every prefix."""
+        """Drop all cached prefixes."""
         await self._engine.reset_prefix_cache()
 
     async def sleep_async(self) -> None:
-        """End what runs, as `abort`, and give memory back where the platform can; requests that
-        come meanwhile wait until it is awake."""
+        """Abort running requests, and free memory if the platform can.
+
+        Requests that arrive meanwhile wait for the wake-up.
+        """
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
-        """Serve again; `tags` (weights, kv_cache) wake a part, all of it if None."""
+        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes everything."""
         await self._engine.wake_up(tags)
 
     async def report_device_id_async(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
-        devices: list[str] = await self._engine.device_ids()
-        return devices
+        return await self._engine.device_ids()
 
-    async def report_dp_openai_server_base_url(self) -> str | None:
-        """The base URL of this worker's own OpenAI server; None if it has none."""
-        return None if self._server is None else str(self._server.base_url)
-
-    async def shutdown(self) -> bool:
-        """End the server and the engine, and return True; the actor is its owner's to kill."""
-        if self._server is not None:
-            await self._server.stop()
-        await self._engine.shutdown()
-        return True
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call any method of the engine."""
-        return await getattr(self._engine, method)(*args)
-
-    async def submit(self, batch: Sequence[Submission]) -> None:
-        """Begin requests, whose chunks `collect` returns."""
-        for submission in batch:
-            task = asyncio.create_task(self._run(*submission))
-            self._requests[submission[0]] = task
-
-    async def collect(self) -> list[tuple[str, Chunk | Exception]]:
-        """The chunks since the last call, as soon as there is one; empty after a while without."""
-        if not self._events:
-            self._happened.clear()
-            try:
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await self._happened.wait()
-            except TimeoutError:
-                return []
-        events, self._events = self._events, []
-        return events
-
-    async def cancel(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for."""
-        for request_id in request_ids:
-            if (task := self._requests.get(request_id)) is not None:
-                task.cancel()
-
-    async def _run(
-        self, request_id: str, prompt: list[int], sampling: Any, seed: int | None
-    ) -> None:
-        ended = False
-        try:
-            stream = self._engine.stream(prompt, sampling, request_id, seed)
-            async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    self._tell(request_id, chunk)
-                    ended = chunk.finish_reason is not None
-            if not ended:  # whoever waits has no deadline of its own
-                raise EngineError(f"{self._name} ended request {request_id} without a reason")
-        except Exception as error:
-            # What cannot travel to another process is told as text.
-            known = isinstance(error, TurnwiseError)
-            self._tell(request_id, error if known else EngineError(f"{self._name}: {error!r}"))
-        finally:
-            self._requests.pop(request_id, None)
-
-    def _tell(self, request_id: str, event: Chunk | Exception) -> None:
-        self._events.append((request_id, event))
-        self._happened.set()
-
-    def _template(self) -> Any:
+    @cached_property
+    def _template(self) -> "ChatTemplate":
         from transformers import AutoTokenizer
 
-        from turnwise.serving.template import load_template
+        from turnwise.chat.template import load_template
 
         model = self._config.model
-        if not hasattr(self, "_chat_template"):
-            tokenizer = AutoTokenizer.from_pretrained(
-                model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
-            )
-            self._chat_template = load_template(self._config, tokenizer)
-        return self._chat_template
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+        )
+        return load_template(self._config, tokenizer)
 
 
-def _stop_strings(data: Mapping[str, Any], count: int) -> list[list[str] | None]:
-    """Each row's stop strings.
+def _stop_strings(
+    stops: Sequence[Sequence[str] | None] | None, count: int
+) -> list[list[str] | None]:
+    """Return each row's stop strings.
 
     Raises:
         InputError: when they are not a list of strings (or None) for each row.
     """
-    stops = data.get("stop_strings")
     if stops is None:
         return [None] * count
     if len(stops) != count or any(isinstance(stop, str) for stop in stops):
-        raise InputError(f"stop_strings wants {count} lists of strings, one for each row")
+        raise InputError(f"stop_strings needs {count} lists of strings, one for each row")
     return [list(stop) if stop is not None else None for stop in stops]
 
 
 async def as_ready(
-    one: Callable[[int], Awaitable[dict[str, Any]]], count: int
-) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
-    """The results of `one(0)` to `one(count - 1)` with their numbers, in the order in which they
-    come; raises at the end if some failed, in the words of the first of them."""
+    one: Callable[[int], Awaitable[_Row]], count: int
+) -> AsyncGenerator[tuple[int, _Row], None]:
+    """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish.
 
-    async def settled(index: int) -> tuple[int, dict[str, Any] | Exception]:
+    Raises:
+        TurnwiseError: at the end, when some failed, with the message of the first error.
+    """
+
+    async def settled(index: int) -> tuple[int, _Row | Exception]:
         try:
             return index, await one(index)
         except Exception as error:
@@ -368,7 +282,3 @@ async def as_ready(
         index, error = min(failed.items())
         kind = type(error) if isinstance(error, TurnwiseError) else EngineError
         raise kind(f"{len(failed)} of {count} rows failed; row {index}: {error}") from error
-
-
-_GPU_MEMORY = 0.9
-"""vLLM's own default of gpu_memory_utilization."""

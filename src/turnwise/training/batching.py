@@ -1,7 +1,7 @@
-"""Samples to micro-batches: cut by a budget of tokens, balanced over ranks, padded or packed.
+"""Samples to micro-batches: within a budget of tokens, balanced over ranks, padded or packed.
 
 Every rank gets the same number of micro-batches, because ranks that share a model compute
-together; those that are computed at the same time are of like size. Which rank computes what
+together; micro-batches computed at the same time are of similar size. The assignment to ranks
 changes no result.
 """
 
@@ -17,12 +17,12 @@ from turnwise.training.sample import Array, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of one optimizer step, and the totals of the whole."""
+class RankBatches:
+    """One rank's micro-batches of one optimizer step, and the totals over all ranks."""
 
     micro_batches: list[list[Sample]]
     trajectory_tokens: dict[int, int]
-    """Trained tokens of each trajectory, on all ranks; those that are only counted included."""
+    """Trained tokens of each trajectory, on all ranks, including those that are only counted."""
 
     @property
     def total_tokens(self) -> int:
@@ -34,31 +34,32 @@ class Share:
         return sum(tokens > 0 for tokens in self.trajectory_tokens.values())
 
 
-def plan(
+def plan_micro_batches(
     samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, packed: bool
-) -> list[list[Share]]:
-    """For each rank, its share of each optimizer step.
+) -> list[list[RankBatches]]:
+    """Return, for each rank, its share of each optimizer step.
 
     Args:
-        samples: At least one that is not only counted.
+        samples: At least one of them is not `counted_only`.
         updates: Optimizer steps; fewer if there are fewer trajectories.
-        max_tokens: Of a micro-batch, padding included; a unit that is longer is alone in one.
+        max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
+            its own.
     """
     computed = _by_trajectory(sample for sample in samples if not sample.counted_only)
     counted = _by_trajectory(sample for sample in samples if sample.counted_only)
     updates = min(updates, len(computed))
-    shares: list[list[Share]] = [[] for _ in range(ranks)]
+    shares: list[list[RankBatches]] = [[] for _ in range(ranks)]
     for index in range(updates):
-        own = [s for t in computed[index::updates] for s in t]  # from all over the batch
+        own = [s for t in computed[index::updates] for s in t]  # spread over the batch
         tokens = Counter[int]()
         for sample in (*own, *(s for t in counted[index::updates] for s in t)):
             tokens[sample.trajectory] += sample.trained
         units: dict[int, list[Sample]] = {}
         for sample in own:
-            units.setdefault(sample.unit, []).append(sample)
-        dealt = _dealt(_buckets(list(units.values()), max_tokens, ranks, packed), ranks)
+            units.setdefault(sample.pair_id, []).append(sample)
+        dealt = _assign(_buckets(list(units.values()), max_tokens, ranks, packed), ranks)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(Share(micro_batches, dict(tokens)))
+            share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
 
 
@@ -72,7 +73,8 @@ def _by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
 def _buckets(
     units: Sequence[list[Sample]], max_tokens: int, ranks: int, packed: bool
 ) -> list[list[list[Sample]]]:
-    """Units in buckets of at most `max_tokens`, as many as a multiple of the ranks if possible."""
+    """Put pairs and sequences in buckets of at most `max_tokens`; their number is a multiple of the
+    ranks if possible."""
     by_length = sorted(units, key=_longest)
     while True:
         buckets: list[list[list[Sample]]] = []
@@ -84,7 +86,7 @@ def _buckets(
         missing = -len(buckets) % ranks
         if not missing or len(units) < len(buckets) + missing:
             return buckets
-        # Smaller buckets, until they can be dealt out evenly.
+        # Shrink the buckets until they can be distributed evenly.
         largest = max(_cost(bucket, packed) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
 
@@ -94,13 +96,13 @@ def _longest(unit: list[Sample]) -> int:
 
 
 def _cost(bucket: Sequence[list[Sample]], packed: bool) -> int:
-    """Tokens that are computed, padding included."""
+    """Return the tokens that are computed, padding included."""
     lengths = [sample.length for unit in bucket for sample in unit]
     return sum(lengths) if packed else len(lengths) * max(lengths)
 
 
-def _dealt(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[Sample]]]:
-    """Buckets of like size side by side; a rank that gets none computes an empty one."""
+def _assign(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[Sample]]]:
+    """Assign buckets of similar size to one round; a rank without one gets an empty bucket."""
     flat = [[sample for unit in bucket for sample in unit] for bucket in buckets]
     flat.sort(key=lambda bucket: -sum(sample.length for sample in bucket))
     rounds = -(-len(flat) // ranks)
@@ -108,7 +110,7 @@ def _dealt(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[
     dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
     for number in range(rounds):
         row = flat[number * ranks : (number + 1) * ranks]
-        # Every other round the other way about: nobody always gets the largest.
+        # Every other round in reverse order: no rank always gets the largest.
         for rank, bucket in enumerate(row if number % 2 == 0 else row[::-1]):
             dealt[rank].append(bucket)
     return dealt
@@ -116,20 +118,23 @@ def _dealt(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[
 
 @dataclass(slots=True)
 class MicroBatch:
-    """`B` rows of `T` tokens. The mask marks *targets*: a position is scored from the logits
-    before it. Packed, B is 1 and `position_ids_BT` begins anew with each sample."""
+    """`B` rows of `T` tokens.
+
+    The mask marks *targets*: a position is scored from the logits before it. When packed, B is 1
+    and `position_ids_BT` restarts at each sample.
+    """
 
     token_ids_BT: torch.Tensor
     mask_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None
     engine_logprobs_N: torch.Tensor
-    """Of the `N` masked tokens, row after row, as all that follow."""
+    """The engine's log-probs of the `N` masked tokens, row by row, as in the fields below."""
     staleness_N: torch.Tensor
-    """By the version before the step's first update."""
+    """Optimizer steps from the weights that sampled a token to those at the start of the step."""
     advantages_N: torch.Tensor
     sequence_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
-    """Trained tokens of the whole trajectory, wherever its samples are."""
+    """Trained tokens of the whole trajectory, in whichever micro-batch its samples are."""
     sequences: int
     tokens: int
     """Tokens without padding."""
@@ -139,7 +144,7 @@ class MicroBatch:
     returns_N: torch.Tensor | None = None
 
     def spans(self) -> Iterable[slice]:
-        """The trained tokens of each sequence."""
+        """Yield the trained tokens of each sequence as a slice."""
         bounds = torch.searchsorted(
             self.sequence_N, torch.arange(self.sequences + 1, device=self.sequence_N.device)
         ).tolist()
@@ -153,11 +158,11 @@ def make_micro_batch(
     packed: bool,
     device: torch.device,
 ) -> MicroBatch:
-    """Tensors of samples; of none, a batch of one token that trains nothing.
+    """Return the tensors of samples; without samples, a batch of one token that is not trained.
 
     Args:
-        trajectory_tokens: That of the share.
-        version: Of the weights that begin the step.
+        trajectory_tokens: Trained tokens of each trajectory, from the rank's share.
+        version: Weight version at the start of the step.
     """
     if samples:
         token_ids_BT = _joined([s.token_ids_T for s in samples], packed)

@@ -1,14 +1,14 @@
-"""Checkpoints on disk: what they hold, when they are whole, which ones are kept.
+"""Checkpoints on disk: their contents, when they are complete, and which ones are kept.
 
-    checkpoints/step-NNNN/     the model in Hugging Face's format, for anybody
-      state/                   what a resumed run goes on from
+    checkpoints/step-NNNN/     the model in Hugging Face's format
+      state/                   the state that a resumed run needs
         .metadata, *.distcp      weights and optimizer, torch's distributed checkpoint
         rank-N.pt                schedule, version, random numbers of each rank
-        loop.json, buffer.jsonl  the loop's: data order, groups in waiting (written by the loop)
-        files.json               every file and its size: written last, so its presence and
-                                 agreement mean that the checkpoint is whole
+        loop.json                the loop's: data order, groups not yet trained on
+        files.json               every file and its size: written last, so a checkpoint that
+                                 agrees with it is complete
 
-A checkpoint is written to `step-NNNN.tmp` and renamed. Loading one runs no code that comes with it.
+A checkpoint is written to `step-NNNN.tmp` and renamed. Loading one never runs code stored in it.
 """
 
 import errno
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,69 +30,75 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    OptimizerStateType,
+    ValueType,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from turnwise.config import Config
-from turnwise.errors import InputError, TurnwiseError
-from turnwise.training.learner import Learner
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, TurnwiseError, first_line
+from turnwise.training.trainable import TrainableModule
 
 _FILES = "files.json"
 _LOOP = "loop.json"
 _METADATA = ".metadata"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 2**20
-"""Free bytes below which a failed write is put down to the disk."""
+"""Free bytes below which a failed write is attributed to a full disk."""
 
 
 def temporary(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Return the folder that a checkpoint is written to before it is renamed."""
     return folder.with_name(folder.name + ".tmp")
 
 
 def begin(folder: Path) -> Path:
-    """Make room for a checkpoint; returns where to write it."""
+    """Create the temporary folder of a checkpoint, and return it."""
     place = temporary(folder)
-    with told_when_full(place):
+    with translate_disk_full(place):
         shutil.rmtree(place, ignore_errors=True)
         (place / "state").mkdir(parents=True)
     return place
 
 
 def commit(folder: Path) -> None:
-    """Give what was written its name: it is whole from here on."""
+    """Rename the temporary folder, which completes the checkpoint."""
     place = temporary(folder)
-    with told_when_full(place):
+    with translate_disk_full(place):
         sizes = {str(p.relative_to(place)): p.stat().st_size for p in _files(place)}
         (place / "state" / _FILES).write_text(json.dumps(sizes, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         place.rename(folder)
 
 
-def write_loop(folder: Path, state: Mapping[str, Any]) -> None:
-    """Add what the loop goes on from, plain values, to a checkpoint that is not yet whole."""
-    with told_when_full(folder):
+def write_loop(folder: Path, state: Mapping[str, object]) -> None:
+    """Add the loop's state, plain values, to a checkpoint that is not yet complete."""
+    with translate_disk_full(folder):
         (temporary(folder) / "state" / _LOOP).write_text(json.dumps(state) + "\n")
 
 
-def read_loop(folder: Path) -> dict[str, Any]:
-    """What `write_loop` wrote.
+def read_loop(folder: Path) -> JsonObject:
+    """Return the loop's state, as `write_loop` wrote it.
 
     Raises:
         InputError: when it is not there, or cannot be read.
     """
     path = folder / "state" / _LOOP
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        state: JsonObject = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"the checkpoint {folder} cannot be loaded: {path}: {error}") from error
     return state
 
 
-def flaw(folder: Path) -> str:
-    """Why a checkpoint cannot be gone on from, or "" when it is whole."""
+def incomplete_reason(folder: Path) -> str:
+    """Return the reason why a checkpoint cannot be resumed from, or "" if it is complete."""
     listing = folder / "state" / _FILES
     try:
         sizes: dict[str, int] = json.loads(listing.read_text())
@@ -110,18 +116,18 @@ def flaw(folder: Path) -> str:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with those after it.
+    """Return the newest complete checkpoint, and the reasons why newer ones are not.
 
     Raises:
         InputError: when there is none.
     """
-    flaws: list[str] = []
+    skipped: list[str] = []
     for folder in sorted(checkpoints.glob("step-*[0-9]"), reverse=True):
-        if not (why := flaw(folder)):
-            return folder, flaws
-        flaws.append(why)
-    told = f": {'; '.join(flaws)}" if flaws else ""
-    raise InputError(f"{checkpoints} holds no whole checkpoint to go on from{told}")
+        if not (why := incomplete_reason(folder)):
+            return folder, skipped
+        skipped.append(why)
+    reasons = f": {'; '.join(skipped)}" if skipped else ""
+    raise InputError(f"{checkpoints} holds no whole checkpoint to resume from{reasons}")
 
 
 def prune(checkpoints: Path, keep_last: int, best: str | None) -> None:
@@ -133,19 +139,19 @@ def prune(checkpoints: Path, keep_last: int, best: str | None) -> None:
 
 
 def save_state(
-    folder: Path, rank: int, learners: Mapping[str, Learner], extra: Mapping[str, Any]
+    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: "RankState"
 ) -> None:
-    """Write this rank's part of weights, optimizer and the rest; all ranks call it."""
+    """Write this rank's part of the weights and optimizer, and `extra`; called on all ranks."""
     state = folder / "state"
-    with told_when_full(state):
+    with translate_disk_full(state):
         with _alone():
             save(_states(learners), checkpoint_id=state, no_dist=not dist.is_initialized())
         schedules = {name: learner.schedule.state_dict() for name, learner in learners.items()}
         torch.save({**extra, "schedules": schedules}, state / f"rank-{rank}.pt")
 
 
-def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict[str, Any]:
-    """Read what `save_state` wrote, with any number of ranks; returns `extra`.
+def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> "RankState":
+    """Load what `save_state` wrote, with any number of ranks; return `extra`.
 
     Raises:
         InputError: when it does not fit the model, or cannot be read.
@@ -154,7 +160,7 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
     try:
         states = _states(learners)
         reader = _Reader(state)
-        reader.read_metadata()  # torch would hide what is wrong with it behind errors of its own
+        reader.read_metadata()  # torch would obscure its errors
         with _alone():
             load(
                 states,
@@ -170,9 +176,10 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
                 optim_state_dict=states[name]["optimizer"],
             )
         own = state / f"rank-{rank}.pt"
-        extra: dict[str, Any] = torch.load(own if own.exists() else state / "rank-0.pt")
+        saved = torch.load(own if own.exists() else state / "rank-0.pt")
+        extra: RankState = saved
         for name, learner in learners.items():
-            learner.schedule.load_state_dict(extra["schedules"][name])
+            learner.schedule.load_state_dict(saved["schedules"][name])
     except (
         OSError,
         RuntimeError,
@@ -182,13 +189,27 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, Learner]) -> dict
         CheckpointException,
     ) as error:
         causes = [c for c in _causes(error) if isinstance(c, pickle.UnpicklingError)]
-        reason = str(causes[0] if causes else error).strip().partition("\n")[0]
+        reason = first_line(causes[0] if causes else error)
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
     return extra
 
 
-def _states(learners: Mapping[str, Learner]) -> dict[str, Any]:
-    states: dict[str, Any] = {}
+class RankState(TypedDict):
+    """A rank's state besides weights and optimizer."""
+
+    version: int
+    steps: int
+    skipped_in_row: int
+    rng: torch.Tensor
+
+
+class _ModuleState(TypedDict):
+    model: dict[str, ValueType]
+    optimizer: OptimizerStateType
+
+
+def _states(learners: Mapping[str, TrainableModule]) -> dict[str, _ModuleState]:
+    states: dict[str, _ModuleState] = {}
     for name, learner in learners.items():
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
         states[name] = {"model": model, "optimizer": optimizer}
@@ -196,9 +217,9 @@ def _states(learners: Mapping[str, Learner]) -> dict[str, Any]:
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reads `.metadata`, a pickle, and runs nothing that it may hold beside metadata."""
+    """Reads `.metadata`, a pickle, without running code that it may contain."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with (Path(self.path) / _METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -209,7 +230,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that torch's metadata is made of, and no others."""
+    """Allows only the classes of torch's metadata."""
 
     _KNOWN = frozenset(
         {
@@ -233,15 +254,16 @@ class _Unpickler(pickle.Unpickler):
         }
     )
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in self._KNOWN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is no metadata")
+            found: object = super().find_class(module, name)
+            return found
+        raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is not metadata")
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor (rates, flags) as torch reads weights: without running it."""
+    """Reads values that are not tensors (rates, flags) without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -258,12 +280,13 @@ def export(
     folder: Path,
     rank: int,
     config: Config,
-    shape: Any,
+    shape: PretrainedConfig,
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
-    All ranks take the tensors, which are gathered one by one; rank 0 alone holds and writes them.
+    All ranks iterate over the tensors, which are gathered one by one; only rank 0 keeps and writes
+    them.
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if rank:
@@ -272,7 +295,7 @@ def export(
         return
     whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
     trust = config.model.trust_remote_code
-    with told_when_full(folder):
+    with translate_disk_full(folder):
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
         empty.save_pretrained(folder, state_dict=whole)
@@ -282,32 +305,32 @@ def export(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One rank has no process group, which torch would warn of."""
+    """Suppress torch's warning that a single rank has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 @contextmanager
-def told_when_full(path: Path) -> Iterator[None]:
-    """Make a full disk one sentence, whatever it made others raise."""
+def translate_disk_full(path: Path) -> Iterator[None]:
+    """Translate the errors that a full disk causes in any library into one sentence."""
     try:
         yield
     except (Exception, CheckpointException) as error:
         reasons = [why for cause in _causes(error) if (why := _fullness(cause))]
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
-        if isinstance(error, CheckpointException):  # no Exception: it would end the process
+        if isinstance(error, CheckpointException):  # not an Exception: it would end the process
             reasons.append(str([*_causes(error)][-1]))
         if not reasons:
             raise
         raise TurnwiseError(
-            f"{path} cannot be written: {reasons[0]}; what was saved before is untouched"
+            f"{path} cannot be written: {reasons[0]}; earlier checkpoints are untouched"
         ) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and all that led to it; torch hides those of ranks in one of its own."""
+    """Yield an error and its causes, including the ranks' errors that torch wraps."""
     while error is not None:
         yield error
         if isinstance(error, CheckpointException):
@@ -317,12 +340,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _fullness(error: BaseException) -> str:
-    """What an error says of a disk that is full, or "" when it speaks of something else."""
+    """Return an error's reason if it means a full disk, or ""."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return str(error.strerror)
-    # torch's own words for a file that did not take all that was written.
+    # torch's message for an incomplete write.
     torn = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    return "the disk did not take it all" if torn else ""
+    return "the disk did not take everything" if torn else ""
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -1,20 +1,21 @@
-"""Models as the trainer has them: loaded, checked for room, sharded over ranks by FSDP2.
+"""The trainer's models: loaded, checked for memory, sharded over ranks by FSDP2.
 
-Master weights are float32 whatever `model.dtype` is, since steps of a small learning rate vanish
-in bfloat16; forward passes have `model.dtype`.
+Master weights are always float32, since steps with a small learning rate vanish in bfloat16;
+forward passes use `model.dtype`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
 )
 
 from turnwise.config import Config, OtherModel, SamplingConfig
@@ -30,11 +32,14 @@ from turnwise.training.batching import MicroBatch
 from turnwise.training.scoring import Scores, hidden_before, score
 
 _TRAINED_BYTES = 16
-"""Of one parameter: weight, gradient, and AdamW's two moments, in float32."""
+"""Bytes of a trained parameter: weight, gradient, and AdamW's two moments, in float32."""
 _FROZEN_BYTES = 4
 _GIB = 2**30
 POLICY = OtherModel()
 """The model of `model.path` itself."""
+
+ModelName = Literal["policy", "reference", "value"]
+"""The models of the trainer."""
 
 
 class Scorer(nn.Module):
@@ -58,8 +63,10 @@ class Scorer(nn.Module):
 
 
 class Critic(nn.Module):
-    """PPO's value model: a backbone, and a number for each token to come. The head is that of a
-    reward model, or new and says 0."""
+    """PPO's value model: a backbone, and a head that predicts a number for each token.
+
+    The head is that of a reward model, or a new one that predicts 0.
+    """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,12 +82,100 @@ class Critic(nn.Module):
                 self.head.weight.copy_(trained.weight)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """What the return will be, told before each masked token: [N]."""
+        """Return an estimate of the return before each masked token: [N]."""
         hidden_NH = hidden_before(
             self.backbone, batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT
         )
         values_N: torch.Tensor = self.head(hidden_NH)[:, 0].float()
         return values_N
+
+
+_Module = TypeVar("_Module", Scorer, Critic)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models that one rank computes with, on its device and sharded over all ranks."""
+
+    policy: Scorer
+    reference: Scorer | None
+    """Frozen model of the KL penalty; None if nothing needs it."""
+    value: Critic | None
+    """Value model; None if the advantages need none."""
+    shape: PretrainedConfig
+    """The policy's configuration in Transformers."""
+    device: torch.device
+    ranks: int
+
+    def score(
+        self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
+    ) -> Scores:
+        """Return the log-probs and entropies of a batch's masked tokens.
+
+        Args:
+            name: "policy" or "reference".
+            sampling: Distribution to score under; None: that of the configuration.
+        """
+        module = self.policy if name == "policy" else self.reference
+        assert module is not None, f"there is no {name} model"
+        with self._computing(module):
+            scores: Scores = module(batch, sampling)
+        return scores
+
+    def estimate(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the value model's estimate of the return before each masked token: [N]."""
+        assert self.value is not None, "there is no value model"
+        with self._computing(self.value):
+            values_N: torch.Tensor = self.value(batch)
+        return values_N
+
+    @contextmanager
+    def _computing(self, module: Scorer | Critic) -> Iterator[None]:
+        # FSDP itself computes in the module's dtype.
+        lower = module.dtype != torch.float32 and self.ranks == 1
+        with torch.autocast(self.device.type, dtype=module.dtype, enabled=lower):
+            yield
+        if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+            module.reshard()  # a backward pass would have done it
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Yield every parameter and buffer of this rank."""
+        for module in (self.policy, self.reference, self.value):
+            if module is not None:
+                yield from module.parameters()
+                yield from module.buffers()
+
+
+def load_models(
+    config: Config,
+    device: torch.device,
+    ranks: int,
+    *,
+    reference: OtherModel | None,
+    value: OtherModel | None,
+) -> Models:
+    """Load the policy and its companion models, and distribute them.
+
+    Args:
+        reference: Model that is frozen beside the policy; None loads none.
+        value: Model that the value model starts from; None loads none.
+
+    Raises:
+        InputError: when one cannot be loaded, or all of them do not fit.
+    """
+    check_room(config, device, ranks, reference, value)
+    model = load_model(config)
+    shape: PretrainedConfig = model.config
+    policy = distribute(Scorer(model, config.sampling, dtype_of(config, POLICY)), config, device)
+    frozen: Scorer | None = None
+    if reference is not None:
+        frozen = Scorer(load_model(config, reference), config.sampling, dtype_of(config, reference))
+        frozen = distribute(frozen.requires_grad_(False), config, device, trained=False)
+    critic: Critic | None = None
+    if value is not None:
+        critic = Critic(load_value_model(config, value), dtype_of(config, value))
+        critic = distribute(critic, config, device)
+    return Models(policy, frozen, critic, shape, device, ranks)
 
 
 def check_room(
@@ -90,9 +185,15 @@ def check_room(
     frozen: OtherModel | None,
     trained: OtherModel | None,
 ) -> None:
-    """Raises `InputError` when the policy, a reference model (`frozen`) and a value model
-    (`trained`) cannot fit into what this rank may use with their optimizers, or cannot read the
-    policy's tokens; activations are not counted."""
+    """Check that a rank has memory for all models and their optimizers; ignores activations.
+
+    Args:
+        frozen: The reference model, if any.
+        trained: The value model, if any.
+
+    Raises:
+        InputError: when they do not fit, or a model does not know all of the policy's tokens.
+    """
     count, _ = _size(config, POLICY)
     bytes_needed = count * _TRAINED_BYTES
     for key, other, each in (
@@ -122,7 +223,7 @@ def check_room(
 
 
 def _size(config: Config, other: OtherModel) -> tuple[int, int]:
-    """A model's parameters and its vocabulary, without its weights."""
+    """Return a model's parameters and its vocabulary, without its weights."""
     path, trust = path_of(config, other), config.model.trust_remote_code
     with _refusals(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -132,7 +233,7 @@ def _size(config: Config, other: OtherModel) -> tuple[int, int]:
 
 
 def _tokens(config: Config) -> int:
-    """Size of the policy's tokenizer; models often have room for some more."""
+    """Return the size of the policy's tokenizer; a model's vocabulary is often a bit larger."""
     path = config.model.tokenizer or config.model.path
     trust = config.model.trust_remote_code
     with _refusals(path):
@@ -145,13 +246,13 @@ def path_of(config: Config, other: OtherModel) -> str:
 
 
 def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
-    """The precision of the forward passes of a model beside the policy."""
+    """Return the precision of the forward passes of a model beside the policy."""
     dtype: torch.dtype = getattr(torch, other.dtype or config.model.dtype)
     return dtype
 
 
 def load_model(config: Config, other: OtherModel = POLICY) -> Any:
-    """A causal language model in float32, without dropout, which would make every ratio wrong.
+    """Load a causal language model in float32, without dropout, which would make every ratio wrong.
 
     Args:
         other: By default the policy, the model of `model.path`.
@@ -163,7 +264,7 @@ def load_model(config: Config, other: OtherModel = POLICY) -> Any:
 
 
 def load_value_model(config: Config, other: OtherModel) -> Any:
-    """What the value model starts from: a causal language model, or a reward model.
+    """Load the model that the value model starts from: a causal language model, or a reward model.
 
     Raises:
         InputError: when it cannot be loaded, or has other than one output.
@@ -193,7 +294,7 @@ def _loaded(kind: Any, config: Config, path: str) -> Any:
 
 
 def _scores(shape: Any) -> bool:
-    """Tell whether a checkpoint is a sequence classifier's."""
+    """Return whether a checkpoint is a sequence classifier."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
 
@@ -206,12 +307,11 @@ def _refusals(path: str) -> Iterator[None]:
 
 
 def distribute(
-    module: "Scorer | Critic", config: Config, device: torch.device, *, trained: bool = True
-) -> "Scorer | Critic":
-    """Put a module where it computes: on the device, and over all ranks where there are several.
+    module: _Module, config: Config, device: torch.device, *, trained: bool = True
+) -> _Module:
+    """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered for its own computation alone. One rank needs no sharding and
-    pays nothing for it.
+    Each decoder layer is gathered only for its own computation.
     """
     layers = [m for m in module.modules() if type(m).__name__ in _layer_names(module)]
     if config.training.activation_checkpointing and trained:
@@ -220,19 +320,17 @@ def distribute(
     if not dist.is_initialized():
         return module.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    options: dict[str, Any] = {"mesh": mesh}
+    precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=module.dtype, reduce_dtype=torch.float32
-        )
+        precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(module, **options)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
     return module.to(device)
 
 
 def _layer_names(module: nn.Module) -> set[str]:
-    """The classes of decoder layers, as Transformers' models tell them."""
+    """Return the class names of decoder layers, as Transformers' models declare them."""
     names: set[str] = set()
     for part in module.modules():
         names |= set(getattr(part, "_no_split_modules", None) or ())
@@ -240,7 +338,7 @@ def _layer_names(module: nn.Module) -> set[str]:
 
 
 def full_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter whole, one at a time; every rank must take every one of them."""
+    """Yield each parameter whole, one at a time; every rank must iterate over all of them."""
     for name, parameter in module.named_parameters():
         tensor = parameter.detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

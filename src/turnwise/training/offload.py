@@ -1,8 +1,7 @@
-"""Memory lent to others between training steps: tensors whose values wait elsewhere.
+"""Offloading between training steps, so that other processes can use the memory of tensors.
 
-On a GPU values wait in pinned host memory; on a CPU in a file, so that another process can have
-the memory either way. A tensor keeps its identity, its shape and its views: its storage alone is
-emptied, and filled again.
+Values on a GPU move to pinned host memory, values on a CPU to a file. A tensor keeps its identity,
+shape and views: only its storage is emptied, and later filled again.
 """
 
 import ctypes
@@ -26,24 +25,24 @@ class _Away:
     storage: Any
     nbytes: int
     host: torch.Tensor | None
-    """The values, where they wait in host memory."""
+    """The values in host memory; None if they are in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
     parts: list[_Away]
     file: BinaryIO
-    """The values of the parts that wait in no host memory, one after the other."""
+    """The values of the parts that are not in host memory, one after the other."""
 
 
 class Offload:
-    """Puts tensors away and brings them back, kind by kind.
+    """Offloads tensors and brings them back, by kind.
 
     Args:
-        tensors: For each kind, a function that lists its tensors: those of an optimizer appear
-            with its first step.
-        file: Begins the names of the files in which values of a CPU wait. They are removed while
-            they are open, so that no end of the process leaves them behind.
+        tensors: For each kind, a function that lists its tensors: an optimizer has some only after
+            its first step.
+        file: Prefix of the files that hold values of a CPU. They are removed while they are open,
+            so that the process never leaves them behind.
 
     Example:
         offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
@@ -71,7 +70,7 @@ class Offload:
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
-        """Have these kinds here in a `with` block; those that were away are put away after it."""
+        """Bring these kinds back for a `with` block; those that were away are put away again."""
         away = [kind for kind in kinds if kind in self._away]
         self.bring_back(away)
         yield
@@ -98,7 +97,7 @@ class Offload:
                 raise
         except OSError as error:
             raise TurnwiseError(
-                f"the trainer's {kind} cannot be put away in {path}: {error}"
+                f"the trainer's {kind} cannot be offloaded to {path}: {error}"
             ) from error
         for part in parts:
             part.storage.resize_(0)
@@ -109,7 +108,7 @@ class Offload:
         """Fill the storages of these kinds again; does nothing for what is not away.
 
         Raises:
-            TurnwiseError: when a file cannot be read; its kind counts as away then.
+            TurnwiseError: when a file cannot be read; its kind stays away.
         """
         for kind in kinds:
             if (away := self._away.get(kind)) is None:
@@ -133,7 +132,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Each storage once: tied weights share one."""
+    """Yield each storage once: tied weights share one."""
     seen: set[int] = set()
     for tensor in tensors:
         local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -144,11 +143,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _bytes(storage: Any) -> torch.Tensor:
-    """A storage's contents: [nbytes], uint8."""
+    """Return a storage's contents: [nbytes], uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# A storage that NumPy has seen can no longer be resized: files get copies of its parts.
+# A storage that NumPy has accessed can no longer be resized, so files are written from copies.
 
 
 def _write(values: torch.Tensor, file: BinaryIO) -> None:
@@ -170,7 +169,7 @@ def _to_host(storage: Any) -> torch.Tensor:
 
 
 def _give_back() -> None:
-    """Have the allocators return what is free to the device, or to the system."""
+    """Make the allocators return free memory to the device, or to the system."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,36 +1,44 @@
-"""A training sample: one branch of a trajectory, with what the loss needs of its tokens."""
+"""A training sample: one branch of a trajectory, with everything that the loss needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-Array = np.ndarray[Any, Any]
+Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`T` tokens; the masked ones are trained."""
+    """`T` tokens of one branch, of which the masked ones are trained.
 
-    token_ids_T: Array
-    """int64."""
-    response_mask_T: Array
-    """bool; the first token, before which nothing stands, is never trained."""
-    logprobs_T: Array
-    """float32: the engine's, 0.0 where the mask is 0."""
-    weight_versions_T: Array
-    """int64; -1 where the mask is 0."""
+    Example:
+        Sample.of([5, 6, 7], [0, 1, 1], [0.0, -0.1, -0.2], [-1, 0, 0], advantage=1.0, sequence=0)
+    """
+
+    token_ids_T: npt.NDArray[np.int64]
+    """Prompt, answers and tool results, as the engine saw them."""
+    response_mask_T: npt.NDArray[np.bool_]
+    """True at trained tokens; never at the first, which nothing precedes."""
+    logprobs_T: npt.NDArray[np.float32]
+    """The engine's log-probs; 0.0 where the mask is False."""
+    weight_versions_T: npt.NDArray[np.int64]
+    """Weight version that sampled each token; -1 where the mask is False."""
     advantage: float
+    """Advantage of the trajectory; with a value model its reward."""
     sequence: int
-    """Samples of one sequence have one ratio and one correction where those are a sequence's."""
-    unit: int
-    """Samples of one unit stay in one micro-batch: the two sides of a pair."""
+    """Number of the sequence; samples of one sequence share one ratio and one correction if
+    those are per sequence."""
+    pair_id: int
+    """Number of the pair; samples of one pair stay in one micro-batch. Without pairs, each sequence
+    has its own number."""
     trajectory: int
-    """Samples of one trajectory count as one in the batch's mean and stay in one update; the two
-    sides of a pair are one. A sequence is part of a unit, a unit is part of a trajectory."""
+    """Number of the trajectory; samples of one trajectory count as one in the batch's mean and stay
+    in one update, and so do the two sides of a pair. A sequence is part of a pair, a pair of a
+    trajectory."""
     counted_only: bool
-    """Whether nothing is learned from it: it counts in the batch's totals and is not computed."""
+    """Whether the sample only counts in the batch's totals, and is not computed."""
 
     @classmethod
     def of(
@@ -41,17 +49,17 @@ class Sample:
         weight_versions: Sequence[int],
         advantage: float,
         sequence: int,
-        unit: int | None = None,
+        pair_id: int | None = None,
         trajectory: int | None = None,
         counted_only: bool = False,
     ) -> "Sample":
-        """From plain lists of one length; by default a sequence is a unit, and a unit is a
-        trajectory."""
+        """Make a sample of plain lists of one length; by default each sequence is a pair and a
+        trajectory by itself."""
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
-        mask = np.asarray(response_mask, dtype=bool)
+        mask = np.asarray(response_mask, dtype=np.bool_)
         mask[:1] = False
-        unit = sequence if unit is None else unit
+        pair_id = sequence if pair_id is None else pair_id
         return cls(
             np.asarray(token_ids, dtype=np.int64),
             mask,
@@ -59,16 +67,17 @@ class Sample:
             np.asarray(weight_versions, dtype=np.int64),
             advantage,
             sequence,
-            unit,
-            unit if trajectory is None else trajectory,
+            pair_id,
+            pair_id if trajectory is None else trajectory,
             counted_only,
         )
 
     @property
     def length(self) -> int:
+        """Number of tokens, T."""
         return len(self.token_ids_T)
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return int(self.response_mask_T.sum())

@@ -1,142 +1,215 @@
-"""From a step's groups to training samples: advantages, stale tokens, the audit of it all."""
+"""From a step's groups to training samples: rewards -> advantages -> samples, each token audited.
 
-from collections.abc import Mapping, Sequence
+`compute_advantages` computes each trajectory's advantage, and `samples_of` makes the samples. The
+audit's report accounts for every trajectory: trained, or the reason why not.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from turnwise.config import AlgorithmConfig, Config, Dpo, Gae
+from turnwise.config import Config
+from turnwise.errors import InputError
 from turnwise.rollout import Group
 from turnwise.training.algorithms import (
+    Algorithm,
     choose_pairs,
-    group_advantages,
     has_signal,
+    make_algorithm,
     overlong_penalty,
 )
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
 
+@dataclass(frozen=True, slots=True)
+class GroupAdvantages:
+    """One group and the advantages of its trajectories."""
+
+    group: Group
+    advantage_by_index: dict[int, float]
+    """Advantage of each trajectory that is trained, by its index in the group; with a value model
+    its reward. Empty where the group gives no sample."""
+    untrained: str = ""
+    """Reason why the group's advantages are not trained on, or "": `stale_group` (too old),
+    `alone` (nothing to compare with), `no_signal` (all advantages are 0)."""
+
+
 @dataclass(slots=True)
-class Made:
-    """What a step trains on, and what became of the rest."""
+class SampleBatch:
+    """The samples that a step trains on, and an account of the rest."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Each with trained tokens; none where nothing could be learned from any of them."""
+    """Samples, each with trained tokens; empty if there is nothing to train on."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
+    """Audit of every sampled token."""
     groups_without_signal: int = 0
-    """All of their advantages are 0."""
+    """Groups whose advantages are all 0."""
     stale_groups: int = 0
-    """Dropped because a token in them was older than the bound."""
+    """Groups dropped because a token in them was older than the bound."""
     stale_tokens: int = 0
-    """Masked for the same reason."""
+    """Tokens masked for the same reason."""
     overlong: int = 0
     """Trajectories that lost reward for their length."""
 
+    def drop(self, trajectories: Iterable[Trajectory], reason: str) -> None:
+        """Account for trajectories that give no sample."""
+        for trajectory in trajectories:
+            self.report += audit(trajectory, [], masked=reason)
 
-def make_samples(groups: Sequence[Group], config: Config, version: int) -> Made:
-    """Samples with their advantages, for a trainer that has taken `version` optimizer steps.
 
-    A group of which fewer than two trajectories came through gives no sample; `dropped` tells
-    why. A group without signal counts in the batch's totals, and is computed where there is more
-    to learn from it than its advantages; with `algorithm.dynamic_sampling`, which puts another
-    group in its place, and for dpo, which finds no pair in it, it gives no sample. Tokens more
-    than max_staleness training steps old are masked, or their group dropped.
+def make_samples(
+    groups: Sequence[Group], config: Config, version: int, algorithm: Algorithm | None = None
+) -> SampleBatch:
+    """Make a step's samples with their advantages.
+
+    Args:
+        version: Optimizer steps that the trainer has taken.
+        algorithm: Built from `config.algorithm`; None builds it.
+
+    Raises:
+        InputError: when the user's `Advantage` does not fit its groups.
+
+    Example:
+        batch = make_samples(groups, config, version=0)
+        metrics = await trainer.train(batch.samples)
     """
-    made = Made()
-    oldest = version - config.training.max_staleness * config.training.updates_per_step
+    algorithm = algorithm or make_algorithm(config.algorithm)
+    advantages = compute_advantages(groups, config, version, algorithm)
+    return samples_of(advantages, config, version, algorithm)
+
+
+def compute_advantages(
+    groups: Sequence[Group], config: Config, version: int, algorithm: Algorithm
+) -> list[GroupAdvantages]:
+    """Return the advantages of a step's trajectories, from the rewards of their groups.
+
+    A group with tokens more than max_staleness training steps old is left out with
+    `training.stale_policy: drop`. A group without signal has advantages of 0; it contains no pair
+    for a loss that compares pairs. The arguments are those of `make_samples`.
+    """
+    oldest = _oldest_version(config, version)
+    stale: list[Group] = []
     fresh: list[Group] = []
     for group in groups:
-        _account_dropped(group, made.report)
-        if config.training.stale == "drop" and _oldest(group) < oldest:
-            made.stale_groups += 1
-            _leave_out(made, group, "stale_group")
-        else:
-            fresh.append(group)
+        drop = config.training.stale_policy == "drop" and _oldest(group) < oldest
+        (stale if drop else fresh).append(group)
     rewards = [_rewards(group, config) for group in fresh]
-    made.overlong = sum(_overlong(t, config) < 0 for g in fresh for t in g.trajectories)
-    dpo = isinstance(config.algorithm.loss, Dpo)
-    for group, sides in zip(fresh, _sides(config, rewards), strict=True):
-        if sides is None and len(group.trajectories) < 2:
-            _leave_out(made, group, "alone")
-        elif sides is None or not _has_signal(sides, config.algorithm):
-            made.groups_without_signal += 1
-            if sides is None or config.algorithm.dynamic_sampling:
-                _leave_out(made, group, "no_signal")
-            else:
-                _add_without_signal(made, group, config.algorithm, oldest)
-        elif dpo:
-            _add_pair(made, group, sides, oldest)
+    if algorithm.loss.needs_pairs:
+        by_index = [_pair_advantages(group) for group in rewards]
+    else:
+        by_index = _advantages(rewards, config, algorithm)
+    result = [GroupAdvantages(group, {}, "stale_group") for group in stale]
+    for group, advantages in zip(fresh, by_index, strict=True):
+        if advantages is None:
+            reason = "alone" if len(group.trajectories) < 2 else "no_signal"
+        elif algorithm.advantage.needs_values or any(advantages.values()) or not advantages:
+            reason = ""  # with a value model these are rewards, and any reward is informative
         else:
-            for place, trajectory in enumerate(group.trajectories):
-                _add(made, trajectory, sides[place], oldest)
-    made.samples = [sample for sample in made.samples if sample.trained]
-    if all(sample.counted_only for sample in made.samples):
-        made.samples = []
-    return made
+            reason = "no_signal"
+        result.append(GroupAdvantages(group, advantages or {}, reason))
+    return result
 
 
-def _sides(config: Config, rewards: Sequence[Sequence[float]]) -> list[dict[int, float] | None]:
-    """For each group, the advantage of each trajectory that is trained; None trains none."""
-    if isinstance(config.algorithm.loss, Dpo):
-        pairs = map(choose_pairs, rewards)
-        return [None if pair is None else {pair[0]: 1.0, pair[1]: -1.0} for pair in pairs]
-    advantages = group_advantages(config.algorithm.advantage, rewards)
+def _pair_advantages(rewards: Sequence[float]) -> dict[int, float] | None:
+    """Return 1 for the chosen trajectory and -1 for the rejected one, or None without a pair."""
+    pair = choose_pairs(rewards)
+    return None if pair is None else {pair[0]: 1.0, pair[1]: -1.0}
+
+
+def _advantages(
+    rewards: Sequence[Sequence[float]], config: Config, algorithm: Algorithm
+) -> list[dict[int, float] | None]:
+    """Return each group's advantages by index, or None if a group is not trained."""
+    advantages = algorithm.advantage.of_groups(rewards)
+    sizes = [len(group) for group in rewards]
+    found = [None if group is None else len(group) for group in advantages]
+    if len(found) != len(sizes) or any(
+        n is not None and n != size for n, size in zip(found, sizes, strict=True)
+    ):
+        raise InputError(
+            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
+            f"for groups of {sizes} trajectories"
+        )
     return [None if group is None else dict(enumerate(group)) for group in advantages]
 
 
-def _has_signal(sides: Mapping[int, float], algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantages say anything; those of gae are rewards, and any reward does."""
-    return isinstance(algorithm.advantage, Gae) or any(sides.values()) or not sides
+def samples_of(
+    advantages: Sequence[GroupAdvantages], config: Config, version: int, algorithm: Algorithm
+) -> SampleBatch:
+    """Return the samples of groups whose advantages are known, and account for every token.
+
+    A group with fewer than two finished trajectories gives no sample; see `Group.dropped`. A group
+    without signal counts in the batch's totals, and is computed only if there is more to train than
+    its advantages; it gives no sample with `algorithm.dynamic_sampling`, which replaces it by
+    another group, nor for a loss that compares pairs. Tokens more than
+    max_staleness training steps old are masked. The arguments are those of `make_samples`.
+    """
+    batch = SampleBatch()
+    oldest = _oldest_version(config, version)
+    for scored in advantages:
+        group = scored.group
+        _account_dropped(group, batch.report)
+        if scored.untrained == "stale_group":
+            batch.stale_groups += 1
+            batch.drop(group.trajectories, "stale_group")
+            continue
+        batch.overlong += sum(_overlong(t, config) < 0 for t in group.trajectories)
+        batch.groups_without_signal += scored.untrained == "no_signal"
+        replaced = scored.untrained == "no_signal" and config.algorithm.dynamic_sampling
+        if scored.untrained and (replaced or not scored.advantage_by_index):
+            batch.drop(group.trajectories, scored.untrained)
+        elif algorithm.loss.needs_pairs:
+            _add_pair(batch, group, scored.advantage_by_index, oldest)
+        else:
+            # Without a KL penalty, advantages of 0 add nothing to the gradient.
+            counted_only = scored.untrained == "no_signal" and not config.algorithm.kl.coef
+            for index, trajectory in enumerate(group.trajectories):
+                advantage = scored.advantage_by_index[index]
+                _add(batch, trajectory, advantage, oldest, counted_only=counted_only)
+    batch.samples = [sample for sample in batch.samples if sample.trained]
+    if all(sample.counted_only for sample in batch.samples):
+        batch.samples = []
+    return batch
 
 
-def _leave_out(made: Made, group: Group, reason: str) -> None:
-    for trajectory in group.trajectories:
-        made.report += audit(trajectory, [], masked=reason)
-
-
-def _add_without_signal(made: Made, group: Group, algorithm: AlgorithmConfig, oldest: int) -> None:
-    """A group whose advantages are all 0: without a KL penalty, what it adds to the gradient is
-    known to be 0 and is not computed."""
-    counted_only = not algorithm.kl.coef
-    for trajectory in group.trajectories:
-        _add(made, trajectory, 0.0, oldest, counted_only=counted_only)
-
-
-def _add_pair(made: Made, group: Group, sides: Mapping[int, float], oldest: int) -> None:
-    """The chosen trajectory and the rejected one; a half of them says nothing."""
-    if not all(_fresh(group.trajectories[place], oldest) for place in sides):
-        made.stale_groups += 1
-        _leave_out(made, group, "stale_group")
+def _add_pair(
+    batch: SampleBatch, group: Group, advantage_by_index: dict[int, float], oldest: int
+) -> None:
+    """Add the chosen trajectory and the rejected one; half a pair is dropped."""
+    if not all(_fresh(group.trajectories[index], oldest) for index in advantage_by_index):
+        batch.stale_groups += 1
+        batch.drop(group.trajectories, "stale_group")
         return
-    for place, trajectory in enumerate(group.trajectories):
-        if place not in sides:
-            made.report += audit(trajectory, [], masked="unpaired")
-    unit = len(made.samples)
-    for place in sorted(sides, key=lambda place: -sides[place]):
-        _add(made, group.trajectories[place], sides[place], oldest, unit)
+    unpaired = (t for i, t in enumerate(group.trajectories) if i not in advantage_by_index)
+    batch.drop(unpaired, "unpaired")
+    pair_id = len(batch.samples)
+    for index in sorted(advantage_by_index, key=lambda index: -advantage_by_index[index]):
+        _add(batch, group.trajectories[index], advantage_by_index[index], oldest, pair_id)
 
 
 def _add(
-    made: Made,
+    batch: SampleBatch,
     trajectory: Trajectory,
     advantage: float,
     oldest: int,
-    unit: int | None = None,
+    pair_id: int | None = None,
     *,
     counted_only: bool = False,
 ) -> None:
+    """Add the branches of one trajectory, with tokens of versions before `oldest` masked."""
     branches = trajectory.samples()
     masked = [_without_stale(branch, oldest) for branch in branches]
     if counted_only:
-        made.report += audit(trajectory, [], masked="no_signal")
+        batch.drop([trajectory], "no_signal")
     else:
         stale = _trained(branches) - _trained(masked)
-        made.stale_tokens += stale
-        made.report += audit(trajectory, masked, masked="stale" if stale else None)
-    first = len(made.samples)
+        batch.stale_tokens += stale
+        batch.report += audit(trajectory, masked, masked="stale" if stale else None)
+    first = len(batch.samples)
     for branch in masked:
-        # The two sides of a pair are whole trajectories; else a branch is a sequence.
-        sequence = len(made.samples) if unit is None else first
-        made.samples.append(
+        # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
+        sequence = len(batch.samples) if pair_id is None else first
+        batch.samples.append(
             Sample.of(
                 branch.token_ids,
                 branch.response_mask,
@@ -144,8 +217,8 @@ def _add(
                 branch.weight_versions,
                 advantage,
                 sequence=sequence,
-                unit=unit,
-                trajectory=first if unit is None else unit,
+                pair_id=pair_id,
+                trajectory=first if pair_id is None else pair_id,
                 counted_only=counted_only,
             )
         )
@@ -156,7 +229,7 @@ def _trained(branches: Sequence[Branch]) -> int:
 
 
 def _without_stale(branch: Branch, oldest: int) -> Branch:
-    """The branch with tokens of versions before `oldest` as context only."""
+    """Return the branch with tokens of versions before `oldest` as context only."""
     if all(version >= oldest or version < 0 for version in branch.weight_versions):
         return branch
     mask = [
@@ -166,8 +239,13 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
     return replace(branch, response_mask=mask)
 
 
+def _oldest_version(config: Config, version: int) -> int:
+    """Return the oldest weight version whose tokens are trained."""
+    return version - config.training.max_staleness * config.training.updates_per_step
+
+
 def _fresh(trajectory: Trajectory, oldest: int) -> bool:
-    """Whether a token of it is young enough to train."""
+    """Return whether any token of a trajectory is recent enough to train."""
     return any(v >= oldest for turn in trajectory.turns for v in turn.weight_versions)
 
 
@@ -179,17 +257,17 @@ def _oldest(group: Group) -> int:
 
 
 def gives_signal(group: Group, config: Config) -> bool:
-    """Whether the rewards that would be trained on differ within the group."""
+    """Return whether the rewards that would be trained on differ within the group."""
     return has_signal(_rewards(group, config))
 
 
 def _rewards(group: Group, config: Config) -> list[float]:
-    """The rewards that are trained on: DAPO's penalty for nearly full contexts included."""
+    """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
     return [(t.reward or 0.0) + _overlong(t, config) for t in group.trajectories]
 
 
 def _overlong(trajectory: Trajectory, config: Config) -> float:
-    """DAPO's penalty, 0 or less."""
+    """Return DAPO's penalty, 0 or less."""
     algorithm = config.algorithm
     length = max((turn.path_length for turn in trajectory.turns), default=0)
     return overlong_penalty(

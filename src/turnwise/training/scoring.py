@@ -1,8 +1,8 @@
 """The trainer's log-probs of given tokens, under the distribution that the engine samples from.
 
 Temperature, top-k and top-p are applied as vLLM applies them: a temperature between 0 and 0.01 is
-0.01, and temperature 0, greedy, reports plain log-probs without top-k and top-p. What `min_tokens`
-and custom logits processors forbid is not: it shows in `logprob_diff_max`.
+0.01, and temperature 0, greedy, reports plain log-probs without top-k and top-p. Restrictions
+by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
 from typing import Any, NamedTuple
@@ -13,24 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.config import SamplingConfig
 
 _LOWEST_TEMPERATURE = 0.01
-"""What vLLM's SamplingParams raise a temperature above 0 to."""
+"""Lowest temperature above 0 in vLLM's SamplingParams."""
 CHUNK_ELEMENTS = 2**25
-"""Logits that are made at once: 128 MiB in float32."""
+"""Maximum number of logits computed at once: 128 MiB in float32."""
 
 
 class Scores(NamedTuple):
-    """Of the `N` masked tokens, in row-major order."""
+    """Scores of the `N` masked tokens, in row-major order."""
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
-    """Of the whole distribution that each was drawn from, in nats, without gradient."""
-
-
-def token_logprobs(
-    model: Any, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, sampling: SamplingConfig
-) -> torch.Tensor:
-    """Log-probs of the `N` masked tokens of right-padded sequences, in row-major order: [N]."""
-    return score(model, token_ids_BT, mask_BT, None, sampling).logprobs_N
+    """Entropy of the distribution that each was drawn from, in nats, without gradient."""
 
 
 def score(
@@ -40,12 +33,12 @@ def score(
     position_ids_BT: torch.Tensor | None,
     sampling: SamplingConfig,
 ) -> Scores:
-    """Score the masked tokens; rows are padded on the right, or packed and told apart by
-    positions that begin anew.
+    """Score the masked tokens; rows are padded on the right, or packed and separated by
+    positions that start again at 0.
 
     The output head runs on the positions before masked tokens alone and, where they are many,
-    in chunks whose logits are made again for the backward pass, so no [B, T, V] tensor exists.
-    Padding needs no attention mask: it stands on the right, and attention is causal.
+    in chunks whose logits are recomputed for the backward pass, so no [B, T, V] tensor exists.
+    Padding needs no attention mask: it is on the right, and attention is causal.
     """
     hidden_NH = hidden_before(model.base_model, token_ids_BT, mask_BT, position_ids_BT)
     targets_N = token_ids_BT[mask_BT]
@@ -68,7 +61,7 @@ def hidden_before(
     mask_BT: torch.Tensor,
     position_ids_BT: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The last hidden states at the positions before masked tokens: [N, H]."""
+    """Return the last hidden states at the positions before masked tokens: [N, H]."""
     more = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
     hidden_BTH = backbone(input_ids=token_ids_BT, use_cache=False, **more).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH[:, :-1][mask_BT[:, 1:]]
@@ -98,8 +91,11 @@ def _score(
 def _processed(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Temperature, top-k and top-p as the engine applies them. A target that has fallen out of
-    the kept set under newer weights stays in, so that its ratio is small but not zero."""
+    """Apply temperature, top-k and top-p as the engine does.
+
+    A target that has fallen out of the kept set under newer weights stays in, so that its ratio is
+    small but not zero.
+    """
     if sampling.temperature == 0.0:
         return logits_NV
     if sampling.temperature != 1.0:

@@ -1,8 +1,8 @@
-"""Tokens as truth: trajectories of exact ids, and what leads from one turn to the next."""
+"""Trajectories of exact token ids, and the bridge from one turn to the next."""
 
+from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
-from turnwise.trajectory.exactness import ExactnessReport, audit
 from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
     MAX_REWARD,

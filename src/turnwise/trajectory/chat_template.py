@@ -1,7 +1,7 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
-The tokenizer is any Hugging Face one; its template decides every id of a prompt. What leads from
-one turn to the next is in `bridge`.
+The tokenizer's template decides every id of a prompt. `bridge` builds the ids that lead from one
+turn to the next.
 """
 
 import copy
@@ -9,14 +9,48 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.trajectory.trajectory import Message
 
-Tools = Sequence[dict[str, Any]]
+if TYPE_CHECKING:
+    from turnwise.trajectory.seam import Seam
+
+Tools = Sequence[JsonObject]
+"""Descriptions of tools: `{"type": "function", "function": {...}}` each."""
 _GUARD = "\ufdd0"
-"""Stands inside an escaped special token until it becomes ids: a character of no text."""
+"""Marks an escaped special token until it is encoded: a character that no text contains."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rendering and decoding need."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def all_special_ids(self) -> list[int]: ...
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    def get_added_vocab(self) -> dict[str, int]: ...
+    def apply_chat_template(
+        self,
+        conversation: list[Message],
+        *,
+        tools: list[JsonObject] | None,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **kwargs: object,
+    ) -> object: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> object: ...
 
 
 class ChatTemplate:
@@ -26,23 +60,29 @@ class ChatTemplate:
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        chat_template: Jinja text that takes the place of the tokenizer's own template.
-        escape_special_tokens: A special token (`<|im_end|>`) in the content of a message becomes
-            the ids of its text; only the template itself, and assistants' messages, make control
+        chat_template: Jinja text that replaces the tokenizer's own template.
+        escape_special_tokens: Encode a special token (`<|im_end|>`) in the content of a message
+            as ordinary text; only the template itself, and assistants' messages, make control
             tokens.
         **template_kwargs: Extra variables for the template.
 
     Raises:
         InputError: when there is no chat template, or the tokenizer cannot escape.
+
+    Example:
+        >>> template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct"))
+        >>> prompt = template.render([{"role": "user", "content": "2 + 2?"}])
+        >>> template.decode_all(prompt)[-22:]
+        '<|im_start|>assistant\\n'
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         chat_template: str | None = None,
         escape_special_tokens: bool = False,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> None:
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
@@ -51,24 +91,28 @@ class ChatTemplate:
                 "(tokenizer.chat_template = ...)"
             )
         self.tokenizer = tokenizer
-        self._kwargs = template_kwargs | ({"chat_template": chat_template} if chat_template else {})
+        self._kwargs: dict[str, object] = template_kwargs | (
+            {"chat_template": chat_template} if chat_template else {}
+        )
         self._encode = _encoder(tokenizer)
-        self.stop_token_ids: set[int] = {tokenizer.eos_token_id} - {None}
-        """The ids at which generation stops; add to them what the model's own settings name."""
-        self.cache: dict[Any, Any] = {}
-        """For `bridge`: what it has found out about the template."""
-        self._special = _special_tokens(tokenizer) if escape_special_tokens else None
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: set[int] = set() if eos is None else {eos}
+        """The ids at which generation stops; those of the model's generation settings are added
+        after loading."""
+        self.seams: dict[tuple[object, ...], Seam] = {}
+        """Cache of `bridge`: one seam for messages of the same roles and tool names."""
+        self._control = _control_token_pattern(tokenizer) if escape_special_tokens else None
         if escape_special_tokens and not self._can_escape():
             raise InputError(
                 "model.escape_special_tokens: this model's tokenizer cannot write its special "
                 "tokens as plain text"
             )
 
-    def with_variables(self, **template_kwargs: Any) -> "ChatTemplate":
-        """The same template with more variables; making it costs next to nothing."""
+    def with_variables(self, **template_kwargs: object) -> "ChatTemplate":
+        """Return the same template with more variables; it shares the tokenizer and is cheap."""
         other = copy.copy(self)
         other._kwargs = {**self._kwargs, **template_kwargs}
-        other.cache = {}
+        other.seams = {}
         return other
 
     def render(
@@ -78,7 +122,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a whole conversation."""
+        """Return the ids of a whole conversation."""
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
@@ -90,11 +134,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a whole conversation.
+        """Return the text of a whole conversation.
 
         Raises:
-            Exception: what the template raises, such as jinja2's TemplateError for a role that
-                it refuses.
+            Exception: anything that the template raises, such as jinja2's TemplateError for a role
+                that it refuses.
         """
         return str(
             self.tokenizer.apply_chat_template(
@@ -107,17 +151,17 @@ class ChatTemplate:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added around it."""
-        if self._special is None or _GUARD not in text:
+        """Return the ids of a text, without any added around it."""
+        if self._control is None or _GUARD not in text:
             return self._encode(text)
         return [token for part in text.split(_GUARD) for token in self._encode(part)]
 
     def escape(self, text: str) -> str:
-        """A text of which `encode` makes no special token, where that is asked for."""
-        if self._special is None:
+        """Escape the control tokens in a text, if `escape_special_tokens` is set."""
+        if self._control is None:
             return text
         text = text.replace(_GUARD, "")
-        return self._special.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
+        return self._control.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
 
     def _can_escape(self) -> bool:
         text = "a".join(["", *self.tokenizer.all_special_tokens, ""])
@@ -125,7 +169,7 @@ class ChatTemplate:
         return self.decode_all(ids) == text and not {*ids} & {*self.tokenizer.all_special_ids}
 
     def _escaped(self, message: Message) -> Message:
-        if self._special is None or message["role"] == "assistant":
+        if self._control is None or message["role"] == "assistant":
             return message
         content = message.get("content")
         if isinstance(content, str):
@@ -141,14 +185,14 @@ class ChatTemplate:
         return message
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, markers such as <tool_call> kept, the end token left out."""
+        """Return the text of sampled ids, special tokens included except for a final EOS."""
         ids = list(token_ids)
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return self.decode_all(ids)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text of any ids, special tokens and all."""
+        """Return the text of any ids, special tokens included."""
         return str(
             self.tokenizer.decode(
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -156,8 +200,8 @@ class ChatTemplate:
         )
 
     @cached_property
-    def markers(self) -> dict[int, str]:
-        """The tokens that never come out of ordinary text, by id: special and added ones."""
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens that ordinary text never encodes to, by id: special and added ones."""
         added = {index: text for text, index in self.tokenizer.get_added_vocab().items()}
         special = zip(
             self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True
@@ -165,24 +209,24 @@ class ChatTemplate:
         return dict(special) | added
 
     @cached_property
-    def marker_pattern(self) -> re.Pattern[str]:
-        """Finds any marker in a text; the longer of two wins."""
-        texts = sorted(self.markers.values(), key=len, reverse=True)
+    def special_token_pattern(self) -> re.Pattern[str]:
+        """Pattern of any special token in a text; the longer of two wins."""
+        texts = sorted(self.special_tokens.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
-def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Finds the tokens that control the model; not others that were added, such as <think>."""
+def _control_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Pattern of the tokens that control the model, without other added ones such as <think>."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Text to ids without added tokens.
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Return a function from text to ids, without added tokens, that threads may share.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
-    not do at once; a copy of its Rust part is safe. Others take turns.
+    not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

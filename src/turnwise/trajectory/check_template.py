@@ -1,10 +1,10 @@
-"""Tells what the bridge makes of a model's chat template.
+"""Check how the bridge works with a model's chat template.
 
     python -m turnwise.trajectory.check_template MODEL [--chat-template FILE]
 
 MODEL is a folder or a Hugging Face name of a model or tokenizer. Each case is a conversation
-whose last turn is written as the template writes it; the bridge leads to the next turn, and the
-result is compared with the template's rendering of the whole conversation.
+whose last turn is written as the template writes it. The bridge builds the next turn's prompt,
+and the result is compared with the template's rendering of the whole conversation.
 """
 
 import argparse
@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, first_line
 from turnwise.trajectory.bridge import bridge
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.trajectory import Message
@@ -36,7 +35,7 @@ _TOOLS = [
     }
 ]
 _VERDICTS = {
-    "exact": "bridged, and the text is what the template renders",
+    "exact": "bridged, and the text is the template's rendering",
     "keeps": "bridged; the template would rewrite earlier turns, the model sees its own",
     "forks": "a new branch begins here",
     "refuses": "the template does not take such a conversation",
@@ -45,12 +44,17 @@ _VERDICTS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What the bridge made of one case."""
+    """The bridge's result in one case.
+
+    Example:
+        forked = [finding for finding in check_template(template) if finding.verdict == "forks"]
+    """
 
     case: str
     verdict: str
-    """exact, keeps, forks or refuses."""
+    """exact, keeps, forks or refuses; see the report's last lines."""
     detail: str = ""
+    """The reason, or the difference from the template's rendering; "" if exact."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,12 @@ class _Case:
 
 
 def check_template(template: ChatTemplate) -> list[Finding]:
-    """Try the bridge on conversations of all the kinds that agent loops make."""
+    """Try the bridge on every kind of conversation that agent loops make.
+
+    Example:
+        template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
+        print(report(check_template(template)))
+    """
     return [_try(template, case) for case in _cases()]
 
 
@@ -88,7 +97,7 @@ def _cases() -> list[_Case]:
     ]
 
 
-def _message(role: str, content: str, **more: Any) -> Message:
+def _message(role: str, content: str, **more: object) -> Message:
     return {"role": role, "content": content, **more}
 
 
@@ -111,14 +120,14 @@ def _result(index: int, content: str) -> Message:
 def _try(template: ChatTemplate, case: _Case) -> Finding:
     try:
         opening = template.render_text(case.before, tools=case.tools)
-        said = _said(template, case, opening)
+        sampled = _sampled_text(template, case, opening)
         whole = template.render_text([*case.before, case.turn, *case.after], tools=case.tools)
     except Exception as error:  # a template may raise anything
         return Finding(case.title, "refuses", f"{type(error).__name__}: {error}")
     result = bridge(
         template,
         prompt_token_ids=template.encode(opening),
-        completion_token_ids=template.encode(said),
+        completion_token_ids=template.encode(sampled),
         new_messages=case.after,
         tools=case.tools,
     )
@@ -140,26 +149,26 @@ def _try(template: ChatTemplate, case: _Case) -> Finding:
     return Finding(case.title, "keeps", "\n".join(difference))
 
 
-def _said(template: ChatTemplate, case: _Case, opening: str) -> str:
-    """What the model samples in the case's turn, to the marker that ends it."""
+def _sampled_text(template: ChatTemplate, case: _Case, opening: str) -> str:
+    """Return the text that the model samples in the case's turn, up to the token that ends it."""
     content = str(case.turn["content"])
     if case.cut_off:
         return content
     whole = template.render_text(
         [*case.before, case.turn], tools=case.tools, add_generation_prompt=False
     )
-    said = whole[len(opening) :]
-    if not whole.startswith(opening):  # the template writes a finished turn otherwise
+    text = whole[len(opening) :]
+    if not whole.startswith(opening):  # the template writes a finished turn differently
         start = whole.rfind(content) if content else whole.rfind("weather")
-        said = whole[start:]
-    markers = list(template.marker_pattern.finditer(said))
+        text = whole[start:]
+    ends = list(template.special_token_pattern.finditer(text))
     if not case.turn.get("tool_calls"):
-        markers = [m for m in markers if m.start() >= said.find(content) + len(content)][:1]
-    return said[: markers[-1].end()] if markers else said
+        ends = [end for end in ends if end.start() >= text.find(content) + len(content)][:1]
+    return text[: ends[-1].end()] if ends else text
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings, for people."""
+    """Return the findings as lines for people."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:8} {finding.case}")
@@ -171,14 +180,16 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m turnwise.trajectory.check_template",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja to use instead.")
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja file to use instead."
+    )
     options = parser.parse_args(arguments)
     try:
         template = _load(options.model, options.chat_template)
@@ -194,7 +205,7 @@ def _load(model: str, chat_template: Path | None) -> ChatTemplate:
         source = chat_template.read_text() if chat_template else None
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise InputError(f"{model} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{model} cannot be loaded: {first_line(error)}") from error
     return ChatTemplate(tokenizer, chat_template=source)
 
 

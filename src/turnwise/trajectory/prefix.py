@@ -1,35 +1,43 @@
-"""The splice for callers that hold only a re-rendered conversation: keep the model's own ids.
+"""Put the model's own ids back into a re-rendered conversation.
 
-Where messages come back as text, the whole conversation is rendered and tokenised anew, and what
-the model sampled comes back as other ids. `replace_prefix_tokens` puts the model's ids back, as
-NeMo-RL's rule of that name does: the model's ids up to its last turn's end, and from that end on
-the template's. Two things differ. The end is found by what stands around it, because a template
-that drops reasoning moves it; and a result that would lose a message, or keep a turn that the
-caller has edited, is an error. `bridge` needs none of this, and no whole rendering.
+A caller that keeps messages as text renders and tokenises the whole conversation again, and the
+sampled text comes back as other ids. `replace_prefix_tokens` restores the model's ids, as
+NeMo-RL's function of that name does: the model's ids up to the end of its last turn, and the
+template's ids from there. There are two differences. The end is found by the ids around it, because
+a template that drops reasoning moves it; and a result that would lose a message, or keep a turn
+that the caller has edited, is an error. `bridge` needs neither this nor a rendering of the whole
+conversation.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.trajectory import common_prefix
 
 
+class PrefixTokenizer(Protocol):
+    """The part of a tokenizer that `replace_prefix_tokens` needs; `decode` is optional."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+
 def replace_prefix_tokens(
-    tokenizer: Any,
+    tokenizer: PrefixTokenizer,
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
 ) -> list[int]:
-    """The whole conversation's ids, with the model's own up to the end of its last turn.
+    """Return the whole conversation's ids, with the model's own up to the end of its last turn.
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn. With a
             `decode`, both histories are compared as texts; without one, by the ids outside of
-            assistant turns, as far as the rendering tells where those begin.
-        model_prefix_token_ids: The last call's prompt and what it generated, with or without
-            the final EOS; empty before the first call.
+            assistant turns, if the rendering shows where those begin.
+        model_prefix_token_ids: The last call's prompt and completion, with or without the final
+            EOS; empty before the first call.
         template_prefix_token_ids: The conversation rendered up to and including the last
             assistant message, without generation prompt.
         template_token_ids: The whole conversation rendered, with generation prompt.
@@ -47,19 +55,20 @@ def replace_prefix_tokens(
     template, eos = list(template_token_ids), tokenizer.eos_token_id
     if not model:
         return template
-    if eos not in prefix:
+    if eos is None or eos not in prefix:
         raise TrajectoryError(
             "no_turn_end", f"the rendered conversation holds no end-of-turn token {eos}"
         )
     end = len(prefix) - 1 - prefix[::-1].index(eos)
     finished = model if model[-1] == eos else [*model, eos]
-    seam = _seam(prefix, end, template, eos)
+    seam = _find_turn_end(prefix, end, template, eos)
     rendered, again = prefix[: end + 1], template[: seam + 1]
-    if callable(getattr(tokenizer, "decode", None)):
+    decode = getattr(tokenizer, "decode", None)
+    if callable(decode):
         # A template may have changed more than one turn: these must be the same turns.
-        if again != rendered and _changes(tokenizer, rendered, again):
+        if again != rendered and _changes(decode, rendered, again):
             raise _turn_lost("other turns differ too")
-        if change := _changes(tokenizer, finished, rendered):
+        if change := _changes(decode, finished, rendered):
             raise TrajectoryError(
                 "history_changed",
                 f"the conversation was sent with {change}; start a new one for an edited history",
@@ -77,49 +86,49 @@ def replace_prefix_tokens(
     return [*finished[:-1], *template[seam:]]
 
 
-def _seam(prefix: list[int], end: int, template: list[int], eos: int) -> int:
-    """Where in `template` the EOS stands that is `prefix[end]`.
+def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:
+    """Return the position in `template` of the EOS at `prefix[end]`.
 
-    A template may change what stands inside assistant turns once messages follow, such as drop
-    their reasoning. Mostly the rendering up to the seam is then a beginning of `prefix` and an
-    ending of it, with one gap between them. Where that leaves a choice, or none, the seam is where
-    as many turns have ended; the caller checks that they are the same turns.
+    A template may change the contents of assistant turns once messages follow, such as drop
+    their reasoning. Usually the rendering up to that EOS is then a prefix and a suffix of
+    `prefix`, with one gap between them. If no position or several fit, take the EOS that ends as
+    many turns; the caller checks that they are the same turns.
     """
     if template[: len(prefix)] == prefix:
         return end
     start = common_prefix(prefix, template)
     ends = [position for position, token in enumerate(template) if token == eos]
-    seams = [
+    fitting = [
         position
         for position in ends
         if position >= start
         and start + _common_suffix(prefix[: end + 1], template[: position + 1]) > position
     ]
-    if len(seams) == 1:
-        return seams[0]
-    before = prefix[:end].count(eos)
-    counted = ends[before : before + 1]
-    if not counted or (seams and counted[0] not in seams):
-        raise _turn_lost(f"its end could be at {len(seams)} places")
+    if len(fitting) == 1:
+        return fitting[0]
+    turns_before = prefix[:end].count(eos)
+    counted = ends[turns_before : turns_before + 1]
+    if not counted or (fitting and counted[0] not in fitting):
+        raise _turn_lost(f"its end could be at {len(fitting)} places")
     return counted[0]
 
 
 def _turn_lost(why: str) -> TrajectoryError:
     return TrajectoryError(
         "turn_lost",
-        "the chat template renders the last assistant turn otherwise once messages follow, and "
-        f"{why}; nothing was spliced",
+        "the chat template renders the last assistant turn differently once messages follow, and "
+        f"{why}; no ids were replaced",
     )
 
 
 def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -> list[int] | None:
-    """The ids that open an assistant turn; None where the rendering does not tell.
+    """Return the ids that open an assistant turn; None if the rendering does not show them.
 
-    They stand in the last turn, and at the end of `following` as its generation prompt, before
-    whatever that opens beside the turn (`<think>`).
+    They occur in the last turn, and at the end of `following` as its generation prompt, before
+    anything else that the prompt opens (`<think>`).
 
     Raises:
-        TrajectoryError: when the last assistant turn has no EOS of its own.
+        TrajectoryError: when the last assistant turn does not end with EOS.
     """
     before = _last_index(prefix[:end], [eos])
     last_turn = prefix[0 if before is None else before + 1 : end]
@@ -142,7 +151,7 @@ def _turn_opening(prefix: list[int], end: int, following: list[int], eos: int) -
 
 
 def _are_alike(model: list[int], template: list[int], opening: list[int], eos: int) -> bool:
-    """Whether both sides differ inside assistant turns alone."""
+    """Whether both sides differ only inside assistant turns."""
     ours, theirs = 0, 0
     last_opening = _last_index(template, opening)
     while True:
@@ -174,45 +183,45 @@ _REASONING = {
 }
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
 _REASONING_BEGINS = re.compile("|".join(map(re.escape, _REASONING)))
-_READINGS = 64
-"""Ways to read the same text that are followed at a time."""
+_MAX_ALIGNMENTS = 64
+"""Maximum number of alignments of two texts that are considered at a time."""
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 
 
-def _changes(tokenizer: Any, model: list[int], template: list[int]) -> str:
-    """The difference of a rendered history from the sampled one in words; "" if there is none.
+def _changes(decode: Callable[[list[int]], object], model: list[int], template: list[int]) -> str:
+    """Describe how a rendered history differs from the sampled one; "" if it does not.
 
     White space, quotes, letter case and tags may differ, as in JSON that was parsed and printed
-    again. Reasoning between its tags may be gone, and an empty one may be new.
+    again. Reasoning between its tags may be missing, and an empty one may be added.
     """
-    said, sent = str(tokenizer.decode(model)), _plain(str(tokenizer.decode(template)))
-    begun, known = 0, {0}
-    for start, end in _reasoning(said):
-        known = _continued(sent, known, _plain(said[begun:start]))
-        known |= _continued(sent, known, _plain(said[start:end]))
-        known, begun = set(sorted(known)[-_READINGS:]), end
-    last = _plain(said[begun:])
-    if len(sent) in _continued(sent, known, last):
+    sampled, sent = str(decode(model)), _plain(str(decode(template)))
+    begun, ends = 0, {0}
+    for start, end in _reasoning(sampled):
+        ends = _continued(sent, ends, _plain(sampled[begun:start]))
+        ends |= _continued(sent, ends, _plain(sampled[start:end]))
+        ends, begun = set(sorted(ends)[-_MAX_ALIGNMENTS:]), end
+    last = _plain(sampled[begun:])
+    if len(sent) in _continued(sent, ends, last):
         return ""
-    at = common_prefix(sent, _plain(said))
-    return f"{_short(sent[at:])} where the model's goes on with {_short(_plain(said)[at:])}"
+    at = common_prefix(sent, _plain(sampled))
+    return f"{_short(sent[at:])} where the model's continues with {_short(_plain(sampled)[at:])}"
 
 
 def _reasoning(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each closed block of reasoning."""
-    position, endless = 0, set()
+    """Yield start and end of each closed block of reasoning."""
+    position, unclosed = 0, set()
     while (begin := _REASONING_BEGINS.search(text, position)) is not None:
         closing, position = _REASONING[begin[0]], begin.end()
-        end = -1 if closing in endless else text.find(closing, position)
+        end = -1 if closing in unclosed else text.find(closing, position)
         if end < 0:
-            endless.add(closing)
+            unclosed.add(closing)
         else:
             position = end + len(closing)
             yield begin.start(), position
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:
-    """Where `part` ends in `text` if it begins where one of `ends` is."""
+    """Return the positions where `part` ends in `text` if it begins at one of `ends`."""
     return {end + len(part) for end in ends if text.startswith(part, end)}
 
 

@@ -1,11 +1,11 @@
 """A trajectory: every token of one attempt at one problem, exactly as the engine saw it.
 
-It is the tree of the attempt's turns. A turn is built from the ids that went into the engine and
-the ids that came out; it finds its parent by comparing ids and stores only what it adds. Mostly
-the tree is a line; sub-agents, retries and edited histories make branches, and each branch is a
-training sample in which the tokens that another branch trains on already are context. Messages
-hang beside the tokens as a view for people and rewards: no id is ever made from them. Knows no
-tokenizer, no engine and no file but JSON Lines.
+It is a tree of turns. A turn is built from the ids that the engine received and sampled; its parent
+is found by comparing ids, and it stores only the ids that it adds. Usually the
+tree is a line; sub-agents, retries and edited histories make branches. Each branch is a training
+sample, in which tokens that an earlier branch trains are context. Messages are also stored, for
+people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines; its
+only file format is JSON Lines.
 """
 
 import json
@@ -15,14 +15,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from turnwise.errors import TrajectoryError, told_when_unwritable
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import TrajectoryError, translate_unwritable
 
 MAX_REWARD = 1e6
-"""Largest reward of either sign: squares and sums of rewards stay far from overflow."""
+"""Largest absolute reward, so that squares and sums of rewards cannot overflow."""
 
-Message = dict[str, Any]
+Message = JsonObject
+"""A message in OpenAI's format: `{"role": "user", "content": "..."}`."""
 Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
 
@@ -32,30 +34,37 @@ class Turn:
 
     Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
     of its parent's path, then `added_token_ids`, then `completion_token_ids`.
+
+    Example:
+        >>> turn = Turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+        >>> turn.path_length
+        4
     """
 
     added_token_ids: list[int]
-    """Ids between what the parent's path gave and this turn's first sampled one."""
+    """Ids between the end of the parent's path and this turn's first sampled one."""
     completion_token_ids: list[int]
     logprobs: list[float]
     """Natural log of each sampled token's probability under the sampling distribution."""
     weight_versions: list[int]
     """The weight version that sampled each token."""
     finish_reason: str
+    """The engine's reason: stop, length ..."""
     added_logprobs: list[float | None] | None = None
-    """Log-probs of the added ids where they were asked for; a sequence's first has none."""
+    """Log-probs of the added ids, None for the first token of a sequence; None as a whole if
+    they were not requested."""
     parent: int | None = None
-    """Index of the turn whose path this one begins with; None where it shares nothing."""
+    """Index of the turn whose path this one begins with; None if it shares no id with any."""
     prefix_length: int = 0
-    """How many ids of the parent's path this turn begins with; all of them in a bridged turn."""
+    """Number of ids of the parent's path that this turn begins with; all of them if bridged."""
     fork_reason: str | None = None
-    """Why this turn does not continue one before it."""
+    """Reason why this turn continues no earlier one; None for a first or a bridged turn."""
     sums: tuple[int, int] = (0, 0)
     """`checksums` of added and completion ids together, taken when the turn was recorded."""
     record: tuple[int, int, int] = (0, 0, 0)
-    """`fingerprint` of the call of the engine, taken from what it got and gave."""
+    """`fingerprint` of the engine's call, taken from the ids that it received and sampled."""
     messages: list[Message] = field(default_factory=list)
-    """The messages that led here, where there is more than one conversation; a view."""
+    """The messages that led here, for people; empty if the trajectory is one conversation."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -76,37 +85,55 @@ class Branch:
     """A path from the conversation's start to the end of a turn that no other continues.
 
     Lists of `T` entries, one for each token.
+
+    Example:
+        >>> trajectory = Trajectory("math:1")
+        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+        >>> branch = trajectory.branches()[0]
+        >>> branch.token_ids, branch.response_mask
+        ([11, 12, 7, 2], [0, 0, 1, 1])
     """
 
     leaf: int
     """Index of the last turn."""
     token_ids: list[int]
     response_mask: list[int]
-    """1 on sampled tokens, 0 on all else."""
+    """1 on tokens that this branch trains, 0 on all others."""
     logprobs: list[float]
-    """As the engine recorded them; 0.0 where the response mask is 0."""
+    """The engine's log-probs; 0.0 where the response mask is 0."""
     weight_versions: list[int]
     """-1 where the response mask is 0."""
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """All turns of one attempt, in the order of their calls, with what became of it."""
+    """All turns of one attempt, in the order of their calls, with status and reward.
+
+    Example:
+        >>> trajectory = Trajectory("math:1", sample_index=0)
+        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+        >>> _ = trajectory.add_turn([11, 12, 7, 2, 13], [8, 2], [-0.2, -0.1], [3, 4], "stop")
+        >>> trajectory.turns[1].added_token_ids, trajectory.sampled_tokens
+        ([13], 4)
+    """
 
     problem_id: str
-    """Names the problem; the trajectories of one group share it."""
+    """Name of the problem; the trajectories of one group share it."""
     sample_index: int = 0
     """Position within the group, from 0."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    """The conversation, for people and rewards."""
     reward: float | None = None
+    """Weighted sum of the reward's parts; None until the trajectory has been judged."""
     status: Status = "running"
+    """`running`, or the reason why it ended."""
     events: Counter[str] = field(default_factory=Counter)
-    """How often what happened: tool_call, tool_unknown, tool_error, tool_timeout ..."""
+    """Number of occurrences by kind: tool_call, tool_unknown, tool_error, tool_timeout ..."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What each part of the reward gave, before its weight."""
+    """Value of each part of the reward, before its weight."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
-    """The path of the last turn; kept because the next turn nearly always continues it."""
+    """Path of the last turn; cached because the next turn nearly always continues it."""
 
     def add_turn(
         self,
@@ -120,20 +147,27 @@ class Trajectory:
         fork_reason: str | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
-        """Append one call of the engine: below the last turn if it continues that, otherwise
-        below the turn that shares the longest beginning with it.
+        """Append one call of the engine.
+
+        Its parent is the last turn if it continues that, otherwise the turn with the longest
+        common prefix.
 
         Args:
             prompt_token_ids: The whole prompt.
-            completion_token_ids: What was sampled, with one log-prob and one version each.
-            finish_reason: The engine's: stop, length ...
-            prompt_logprobs: One for each prompt id, where they were asked for.
-            fork_reason: Why the prompt continues no turn, for the one who counts forks;
-                `new_conversation` when it is not told.
-            messages: A view of the messages that led to this turn.
+            completion_token_ids: The sampled ids, with one log-prob and one version each.
+            finish_reason: The engine's reason: stop, length ...
+            prompt_logprobs: One for each prompt id; None if they were not requested.
+            fork_reason: Reason to record if the prompt continues no turn; None records
+                `new_conversation`.
+            messages: The messages that led to this turn, for people.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
+
+        Example:
+            >>> turn = Trajectory("math:1").add_turn([11], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+            >>> turn.parent, turn.fork_reason
+            (None, None)
         """
         prompt = list(prompt_token_ids)
         parent, shared = self._find_parent(prompt)
@@ -159,7 +193,7 @@ class Trajectory:
         return turn
 
     def _find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
-        """The turn to append below, and how much of its path the prompt begins with."""
+        """Return the parent's index, and the number of ids of its path the prompt begins with."""
         last = self._last_path
         if self.turns and prompt[: len(last)] == last:
             return len(self.turns) - 1, len(last)
@@ -175,13 +209,13 @@ class Trajectory:
         return (shared.index(longest) if longest else None), longest
 
     def branches(self) -> list[Branch]:
-        """Every branch, each with all that was sampled on it, in the order of their last turns."""
+        """Return every branch with all tokens sampled on it, in the order of their last turns."""
         return [self._branch(leaf, {}) for leaf in self._leaves()]
 
     def samples(self) -> list[Branch]:
-        """The branches as training samples: each sampled token is masked 1 in exactly one.
+        """Return the branches as training samples: each sampled token has mask 1 in exactly one.
 
-        A token on several branches belongs to the first; branches that would train nothing are
+        A token on several branches belongs to the first; branches that would train no token are
         left out.
         """
         trained: dict[int, int] = {}
@@ -189,7 +223,7 @@ class Trajectory:
         return [sample for sample in samples if any(sample.response_mask)]
 
     def prompt_token_ids(self, index: int) -> list[int]:
-        """The whole prompt of a turn, as the engine had it."""
+        """Return the whole prompt of a turn, as the engine received it."""
         ids: list[int] = []
         for turn, length in self._path(index):
             own = [*self.turns[turn].added_token_ids, *self.turns[turn].completion_token_ids]
@@ -198,11 +232,12 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of tokens that all turns sampled."""
         return sum(len(turn.completion_token_ids) for turn in self.turns)
 
     @property
     def final_text(self) -> str:
-        """The text of the last assistant message, without special tokens; "" if there is none."""
+        """Text of the last assistant message, without special tokens; "" if there is none."""
         for message in reversed(self.messages):
             if message["role"] == "assistant":
                 return str(message.get("content") or "")
@@ -217,7 +252,7 @@ class Trajectory:
         return [index for index in range(len(self.turns)) if index not in continued]
 
     def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
-        """`trained` counts, for each turn, the sampled tokens that earlier branches hold."""
+        """Build one branch; `trained` counts, by turn, the sampled tokens of earlier branches."""
         branch = Branch(leaf, [], [], [], [])
         for index, length in self._path(leaf):
             turn = self.turns[index]
@@ -236,7 +271,8 @@ class Trajectory:
         return branch
 
     def _path(self, leaf: int) -> list[tuple[int, int]]:
-        """The turns from the conversation's start to `leaf`, and how many own ids each gives."""
+        """Return the turns from the conversation's start to `leaf`, each with the number of its
+        own ids on the path."""
         path: list[tuple[int, int]] = []
         index: int | None = leaf
         end = self.turns[leaf].path_length
@@ -249,16 +285,16 @@ class Trajectory:
         return path[::-1]
 
     def to_json(self) -> str:
-        """One line of JSON that `from_json` reads back without loss."""
-        tree = _plain(self) | {"turns": [_plain(turn) for turn in self.turns]}
+        """Return one line of JSON that `from_json` reads back without loss."""
+        tree = _shallow_dict(self) | {"turns": [_shallow_dict(turn) for turn in self.turns]}
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> "Trajectory":
-        """What `to_json` wrote.
+        """Read a line that `to_json` wrote.
 
         Raises:
-            TrajectoryError: when the turns are no tree.
+            TrajectoryError: when a turn's parent is not before it.
         """
         tree = json.loads(line)
         turns = [
@@ -268,7 +304,7 @@ class Trajectory:
         for index, turn in enumerate(turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
                 raise TrajectoryError(
-                    "inconsistent_turn", f"turn {index}'s parent {turn.parent} is none before it"
+                    "inconsistent_turn", f"turn {index}: parent {turn.parent} is not before it"
                 )
         tree["events"] = Counter(tree["events"])
         trajectory = cls(turns=turns, **tree)
@@ -281,10 +317,10 @@ class Trajectory:
 
 
 def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
-    """The sum of the ids, and the sum of each id times its position from 1.
+    """Return the sum of the ids, and the sum of each id times its position from 1.
 
-    Two sums tell of one changed id where it is and what it was: the first differs by the change,
-    the second by the change times the position.
+    Together they locate one changed id and restore it: the first sum differs by the change, the
+    second by the change times the position.
     """
     return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
 
@@ -295,14 +331,14 @@ def fingerprint(
     logprobs: Sequence[float],
     weight_versions: Sequence[int],
 ) -> tuple[int, int, int]:
-    """The prompt's length, the sum of its ids, and a checksum of all that was sampled."""
+    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
     sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
     sampled += array("d", logprobs).tobytes()
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many ids, or characters, two sequences share at their beginnings."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of ids or characters."""
     length, step = 0, 64
     limit = min(len(a), len(b))
     while length < limit:
@@ -316,8 +352,8 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return length
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """A dataclass as a dictionary of its own fields (`asdict` would copy every list)."""
+def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
+    """Return a dataclass as a dictionary of its public fields (`asdict` would copy every list)."""
     return {
         item.name: getattr(record, item.name)
         for item in fields(record)
@@ -330,9 +366,12 @@ def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
     Raises:
         TurnwiseError: when it cannot be written.
+
+    Example:
+        write_jsonl(Path("trajectories.jsonl"), group.trajectories)
     """
     temporary = path.with_suffix(".tmp")
-    with told_when_unwritable(path):
+    with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             for trajectory in trajectories:
@@ -341,7 +380,12 @@ def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[Trajectory]:
-    """Read what `write_jsonl` wrote."""
+    """Yield the trajectories of a file that `write_jsonl` wrote.
+
+    Example:
+        for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
+            print(trajectory.problem_id, trajectory.reward)
+    """
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield Trajectory.from_json(line)

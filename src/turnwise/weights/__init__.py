@@ -1,4 +1,4 @@
-"""Trainer to engine: the manifest of an update, its transports, and the check after it."""
+"""Weights from trainer to engine: the manifest of an update, its transports, and its check."""
 
 BACKEND = "turnwise"
-WORKER_EXTENSION = "turnwise.weights.vllm_extension.WorkerExtension"
+WORKER_EXTENSION = "turnwise.weights.vllm_worker.WorkerExtension"

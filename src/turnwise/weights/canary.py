@@ -1,11 +1,12 @@
 """The canary: after each update the engine must score a fixed prompt as the trainer does.
 
-It finds what no checksum can: tensors that arrived whole and were then packed, tied or cached
+It finds errors that checksums cannot: tensors that arrived intact but were packed, tied or cached
 wrongly inside the engine.
 """
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Engine
@@ -15,8 +16,22 @@ _LENGTH = 32
 _SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The log-probs that a version of the weights gives to a fixed prompt.
+
+    Example:
+        Canary(canary_prompt(vocab_size), logprobs)
+    """
+
+    prompt_token_ids: list[int]
+    """T token ids."""
+    logprobs: list[float]
+    """The trainer's log-probs of tokens 1..T-1, in nats."""
+
+
 def canary_prompt(vocab_size: int) -> list[int]:
-    """The same few token ids for every run of a vocabulary."""
+    """Return 32 token ids, the same in every run with this size of vocabulary."""
     generator = random.Random(vocab_size)
     return [generator.randrange(vocab_size) for _ in range(_LENGTH)]
 
@@ -34,7 +49,10 @@ async def check_canary(
         The mean and the largest absolute difference, in nats.
 
     Raises:
-        WeightUpdateError: when it exceeds the tolerance; the message names it.
+        WeightUpdateError: when the largest exceeds the tolerance; the message names it.
+
+    Example:
+        mean, largest = await check_canary(engine, prompt, logprobs, 1e-3, version=4)
     """
     completion = await engine.generate(prompt_token_ids, _SAMPLING, f"canary-{version}")
     scored = (completion.prompt_logprobs or [])[1:]

@@ -1,9 +1,9 @@
 """The `disk` transport: safetensors files in a folder that trainer and engines see.
 
 A version is a folder of shards of bounded size, in the model's order. It is written under a
-temporary name and then renamed, so what stands there is whole; the last two versions are kept.
-Engines read one tensor at a time. Cheaper transports exist for every layout; this one asks for
-nothing but a common file system.
+temporary name and then renamed, so a visible version is complete; the last two are kept. Engines
+read one tensor at a time. The other transports are cheaper; this one needs only a common file
+system.
 """
 
 import json
@@ -18,30 +18,56 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.manifest import Manifest
-from turnwise.weights.stream import (
-    Chunk,
-    NamedTensors,
-    check_exhausted,
-    check_next,
-    chunk_bytes,
-    plan_chunks,
-    taken_whole,
+from turnwise.weights.chunks import Source, check_exhausted, check_next, drained
+from turnwise.weights.manifest import Chunk, Manifest, NamedTensors, chunk_bytes, plan_chunks
+from turnwise.weights.transport import (
+    EngineWorker,
+    Receiver,
+    SenderOptions,
+    StoredReceiver,
+    Transport,
+    WeightSender,
 )
 
 SHARD_BYTES = 512 * 2**20
-"""Bound of a file, unless a tensor is larger."""
+"""Maximum size of a file, unless a tensor is larger."""
 _KEPT = 2
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What safetensors calls torch's types."""
+"""safetensors' names of torch's types."""
 
 
-class DiskSender:
+class DiskTransport(Transport):
+    """Files in a folder that trainer and engines see.
+
+    Example:
+        find_transport("disk").make_sender(options)  # writes to options.folder
+    """
+
+    lasting = True
+
+    def make_sender(self, options: SenderOptions) -> WeightSender:
+        return DiskSender(options.tensors, options.dtype, options.folder)
+
+    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+        validate(manifest)
+
+    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+        return StoredReceiver(manifest.version, load(manifest))
+
+
+class DiskSender(WeightSender):
     """Writes named tensors, in the engines' `dtype`, as versions in a folder.
+
+    Example:
+        sender = DiskSender(model.named_parameters(), torch.bfloat16, "/shared/weights")
+        sender.publish(1, model.named_parameters()).path
+        '/shared/weights/version-1'
 
     Raises:
         InputError: when the folder cannot be written to.
     """
+
+    transport = "disk"
 
     def __init__(
         self,
@@ -64,23 +90,23 @@ class DiskSender:
         except OSError as error:
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
 
-    def write(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Write a version, one tensor at a time, and describe it.
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Write a version, one tensor at a time.
 
         Raises:
-            WeightUpdateError: when the disk is full or fails, or names, order or shapes are not
-                those of the constructor; the versions before it stay.
+            WeightUpdateError: when the disk is full or fails, or names, order or shapes differ
+                from the constructor's; earlier versions are kept.
         """
         final = self._folder / f"version-{version}"
         temporary = final.with_name(f"{final.name}.tmp")
-        with taken_whole(tensors) as source:
+        with drained(tensors) as source:
             try:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 for number, shard in enumerate(self._shards, start=1):
                     _write(temporary / f"shard-{number:05}.safetensors", shard, source)
                 check_exhausted(source)
-                if final.exists():  # of a run before this one
+                if final.exists():  # from an earlier run
                     shutil.rmtree(final)
                 temporary.rename(final)
             except BaseException as error:
@@ -92,7 +118,8 @@ class DiskSender:
                 ) from error
         self._remove_old(final)
         entries = tuple(entry for shard in self._shards for entry in shard)
-        return Manifest(version, "disk", str(final), sum(map(chunk_bytes, self._shards)), entries)
+        nbytes = sum(map(chunk_bytes, self._shards))
+        return Manifest(version, self.transport, str(final), nbytes, entries)
 
     def _remove_old(self, newest: Path) -> None:
         versions = [path for path in self._folder.glob("version-*") if path.suffix != ".tmp"]
@@ -100,12 +127,9 @@ class DiskSender:
         for path in versions[:-_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def close(self) -> None:
-        """The last versions stay for engines that come later."""
 
-
-def _write(path: Path, shard: Chunk, source: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """A safetensors file: the length of its header, the header, the tensors' bytes."""
+def _write(path: Path, shard: Chunk, source: Source) -> None:
+    """Write a safetensors file: the length of its header, the header, the tensors' bytes."""
     header = {
         entry.name: {
             "dtype": _TYPES[entry.dtype],
@@ -130,30 +154,38 @@ def _put(file: int, data: object) -> None:
         rest = rest[os.write(file, rest) :]
 
 
-def refusal(manifest: Manifest) -> str:
-    """Why the files of a version cannot be loaded, or "" when they are all there and whole."""
+def validate(manifest: Manifest) -> None:
+    """Check that the files of a version are complete and hold its tensors.
+
+    Raises:
+        WeightUpdateError: when they are not, or do not.
+    """
     wanted = {entry.name: entry for entry in manifest.tensors}
     where = f"{manifest.path} of version {manifest.version}"
     if not (shards := _shards(manifest)):
-        return f"{where} cannot be read here: trainer and engine must see the same folder"
+        raise WeightUpdateError(
+            f"{where} cannot be read here: trainer and engine must see the same folder"
+        )
     for path in shards:
         try:
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                for name in file.keys():  # noqa: SIM118 (not a dictionary)
                     entry, found = wanted.pop(name, None), file.get_slice(name)
                     if entry is None:
-                        return f"{name} was not expected in {where}"
+                        raise WeightUpdateError(f"{name} was not expected in {where}")
                     if tuple(found.get_shape()) != entry.shape:
-                        return f"{name} is {tuple(found.get_shape())} in {where}"
+                        shape = tuple(found.get_shape())
+                        raise WeightUpdateError(f"{name} is {shape} in {where}")
                     if found.get_dtype() != _TYPES[entry.dtype]:
-                        return f"{name} is {found.get_dtype()} in {where}"
+                        raise WeightUpdateError(f"{name} is {found.get_dtype()} in {where}")
         except (OSError, SafetensorError) as error:
-            return f"{path.name} in {where} is not whole: {error}"
-    return f"{next(iter(wanted))} is missing from {where}" if wanted else ""
+            raise WeightUpdateError(f"{path.name} in {where} is incomplete: {error}") from error
+    if wanted:
+        raise WeightUpdateError(f"{next(iter(wanted))} is missing from {where}")
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version, one at a time, in the trainer's order."""
+    """Yield the tensors of a version, one at a time, in the trainer's order."""
     for path in _shards(manifest):
         with safe_open(path, "pt") as file:
             for name in file.offset_keys():

@@ -1,16 +1,24 @@
-"""The in-process transport: the engine's worker reads the trainer's own tensors.
+"""The `in_process` transport: the engine's worker reads the trainer's own tensors.
 
-For a worker that lives in the trainer's process. Nothing is copied on the way, so the tensors must
-stay as they were published until the update has landed; an update that finds one changed fails.
+It serves workers inside the trainer's process. Nothing is copied, so the tensors must not change
+between their publication and the end of the update; an update that finds a changed tensor fails.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.manifest import Manifest, TensorEntry
+from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry, dtype_name
+from turnwise.weights.transport import (
+    EngineWorker,
+    Receiver,
+    SenderOptions,
+    StoredReceiver,
+    Transport,
+    WeightSender,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +32,73 @@ class _Published:
 _published: _Published | None = None
 
 
-class InProcessSender:
-    """Publishes named tensors to the worker in this process; what it published last counts."""
+class InProcessTransport(Transport):
+    """Memory of the trainer's process; every rank serves the worker in its own.
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Remember the tensors, without a copy, and describe them."""
+    Example:
+        find_transport("in_process").make_sender(options)
+    """
+
+    def sends_from(self, rank: int, device: torch.device) -> bool:
+        return True
+
+    def make_sender(self, options: SenderOptions) -> "InProcessSender":
+        return InProcessSender()
+
+    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+        validate(manifest.version)
+
+    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+        return StoredReceiver(manifest.version, iter(published(manifest.version).items()))
+
+
+class InProcessSender(WeightSender):
+    """Publishes named tensors, in their own type, to the worker in this process.
+
+    Only the last version is available. Tensors that are gathered from shards amount to a full copy
+    of the model, which is kept until the next version.
+
+    Example:
+        manifest = InProcessSender().publish(1, model.named_parameters())
+    """
+
+    transport = "in_process"
+
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Keep references to the tensors, without a copy."""
         global _published
         named = {name: tensor.detach() for name, tensor in tensors}
         changes = {name: tensor._version for name, tensor in named.items()}
         _published = _Published(version, named, changes)
         entries = tuple(
-            TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0, t.nbytes)
+            TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), 0, t.nbytes)
             for name, t in named.items()
         )
-        return Manifest(version, "in_process", "", sum(t.nbytes for t in named.values()), entries)
+        return Manifest(version, self.transport, "", sum(e.nbytes for e in entries), entries)
 
     def close(self) -> None:
         global _published
         _published = None
 
 
-def refusal(version: int) -> str:
-    """Why a worker in this process cannot load a version, or "" when it can."""
-    if _published is None or _published.version != version:
-        return f"version {version} is not published in the process of the worker"
-    for name, tensor in _published.tensors.items():
-        if tensor._version != _published.changes[name]:
-            return f"{name} has changed since version {version} was published"
-    return ""
+def validate(version: int) -> None:
+    """Check that a worker in this process can load a version.
+
+    Raises:
+        WeightUpdateError: when it cannot.
+    """
+    published(version)
 
 
 def published(version: int) -> Mapping[str, torch.Tensor]:
-    """The tensors of a version, by name.
+    """Return the tensors of a version, by name.
 
     Raises:
-        WeightUpdateError: when they cannot be loaded.
+        WeightUpdateError: when they are not published, or have changed since.
     """
-    if why := refusal(version):
-        raise WeightUpdateError(why)
-    assert _published is not None
+    if _published is None or _published.version != version:
+        raise WeightUpdateError(f"version {version} is not published in the process of the worker")
+    for name, tensor in _published.tensors.items():
+        if tensor._version != _published.changes[name]:
+            raise WeightUpdateError(f"{name} has changed since version {version} was published")
     return _published.tensors

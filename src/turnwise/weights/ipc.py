@@ -1,13 +1,14 @@
 """The `ipc` transport: trainer and engine share a host, and on GPUs the device.
 
-The trainer packs tensors into two buffers in turn and sends over ZMQ where they lie; each engine
+The trainer packs tensors into two buffers in turn and sends their location over ZMQ; each engine
 worker answers once it has used a buffer, and when all have, that buffer is written again. A
-worker that fails is left out, and the others go on. On a CPU a buffer is nameless shared memory,
-on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol is the same.
+worker that fails is left out, and the others continue. On a CPU a buffer is nameless shared
+memory, on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol is the
+same. Rank 0 on CPUs, and each rank on GPUs, serves the workers on its device.
 
     engine                      trainer
     hello                  ->
-                           <-   header
+                           <-   manifest
     accepted or error      ->
                            <-   chunk: index, handle of its buffer
     used                   ->   (while the next one is packed)
@@ -16,101 +17,103 @@ on a GPU it is memory that the engine opens by its CUDA IPC handle; the protocol
 """
 
 import errno
-import glob
-import itertools
 import json
 import math
 import os
-import socket
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import zmq
 
-from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError
+from turnwise.core.deadlines import deadline_error
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
+from turnwise.weights.chunks import Source, check_exhausted, pack, unpack
+from turnwise.weights.ipc_address import (
+    device_address,
+    device_name,
+    is_answering,
+    private_address,
+    socket_path,
+)
 from turnwise.weights.ipc_buffer import Buffer, CpuBuffer, CudaBuffer
+from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo
 from turnwise.weights.stream import (
+    ANSWER_SHARE,
+    StreamReceiver,
+    StreamSender,
+    require_cpu_or_gpu,
+)
+from turnwise.weights.transport import (
     BUFFER_BYTES,
     WAIT_SECONDS,
-    Header,
-    NamedTensors,
-    Receiver,
-    Sender,
-    StateDictInfo,
-    check_exhausted,
-    pack,
-    unpack,
+    EngineWorker,
+    SenderOptions,
+    Transport,
 )
 
-_FOLDER = f"/tmp/turnwise-{os.getuid()}"
-_PRIVATE = "trainer"
-_addresses = itertools.count()
 _LINGER_MS = 1000
 _PING_SECONDS = 1.0
-"""How soon a trainer learns that its engine died."""
+"""Interval at which a trainer checks that its engines are alive."""
 
 
-def device_address(device: torch.device, rank: int = 0) -> str:
-    """Where the trainer on a device meets the engine's worker on it; on CPUs ranks tell them apart.
+class IpcTransport(Transport):
+    """ZMQ and memory that both sides map, on one host; on GPUs, one device.
 
-    Raises:
-        InputError: when the folder for sockets belongs to another user.
+    Example:
+        find_transport("ipc").make_sender(options)
     """
-    return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
+
+    streamed = True
+
+    def sends_from(self, rank: int, device: torch.device) -> bool:
+        return rank == 0 or device.type == "cuda"
+
+    def make_sender(self, options: SenderOptions) -> "IpcSender":
+        require_cpu_or_gpu("ipc", options.device)
+        return IpcSender(
+            options.tensors,
+            options.dtype,
+            address=private_address() if options.device.type == "cpu" else "",
+            buffer_bytes=options.buffer_bytes,
+            device=options.device,
+            timeout=options.timeout * ANSWER_SHARE,
+        )
+
+    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+        address = manifest.path or device_address(worker.device, worker.rank)
+        if (path := socket_path(address)) and not os.path.exists(path):
+            raise WeightUpdateError(
+                f"no trainer listens at {address}: trainer and engine must share a host, or a GPU"
+            )
+
+    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> "IpcReceiver":
+        address = manifest.path or device_address(worker.device, worker.rank)
+        return IpcReceiver(address, worker.require_expected(), worker.device, seconds)
 
 
-def private_address() -> str:
-    """An address that no other trainer of this user binds; raises as `device_address` does.
-
-    Sockets of trainers that were killed are removed on the way.
-    """
-    address = _address(f"{_PRIVATE}-{os.getpid()}-{next(_addresses)}")
-    for path in glob.glob(f"{_FOLDER}/{_PRIVATE}-*"):
-        if not os.path.exists(f"/proc/{path.split('-')[-2]}") and not _answers(path):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-    return address
-
-
-def device_name(device: torch.device) -> str:
-    """What has to be the same at both ends: the GPU, by its UUID, or the host of CPUs."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return socket.gethostname()
-
-
-def _address(name: str) -> str:
-    os.makedirs(_FOLDER, mode=0o700, exist_ok=True)
-    if os.stat(_FOLDER).st_uid != os.getuid():
-        raise InputError(f"{_FOLDER} belongs to another user; give the transport an address")
-    return f"ipc://{_FOLDER}/{name}"
-
-
-def refusal(address: str) -> str:
-    """Why no trainer can be there, or "" when one can."""
-    if address.startswith("ipc://") and not os.path.exists(address.removeprefix("ipc://")):
-        return f"no trainer is at {address}: trainer and engine must share a host, or a GPU"
-    return ""
-
-
-class IpcSender(Sender):
-    """The trainer's side; serves those engine workers that asked first.
+class IpcSender(StreamSender):
+    """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
     Args:
-        tensors: What every update will bring.
+        tensors: The tensors of every update.
         dtype: The type that the engine loads.
         address: ZMQ's address to bind; by default that of `device`.
-        buffer_bytes: Bound of each of the two buffers; a larger tensor enlarges them.
-        device: Where the buffers are: that of the engine.
-        timeout: Seconds that the engine has for each answer.
+        buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
+        device: Device of the buffers: that of the engine.
+        timeout: Seconds for each answer of the engine.
 
     Raises:
         InputError: when the address is taken, or the buffers do not fit.
+
+    Example:
+        sender = IpcSender(model.named_parameters())
+        sender.send(1, model.named_parameters())  # while the engine loads
     """
+
+    transport = "ipc"
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class IpcSender(Sender):
         super().__init__(tensors, dtype, buffer_bytes)
         device = device or torch.device("cpu")
         self.address = address or device_address(device)
+        self._device = device
         self._timeout = timeout
         self._socket = _bind(self.address)
         make = CudaBuffer if device.type == "cuda" else CpuBuffer
@@ -140,45 +144,47 @@ class IpcSender(Sender):
             self.close()
             raise
 
-    def send(self, version: int, tensors: NamedTensors, workers: int = 1) -> None:
-        """Bring the tensors to so many workers at once; otherwise as any sender does.
+    def _path(self) -> str:
+        return self.address if self._device.type == "cpu" else ""
 
-        When a worker fails the others are served all the same, and then its error is raised.
+    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
+        """Serve the workers on this device side by side; one worker if no devices are given.
+
+        When a worker fails, the others are still served before its error is raised.
         """
-        self._due = workers
-        super().send(version, tensors)
-
-    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]]) -> None:
-        header = Header(version, self._chunks)
-        self._greet(header)
-        use = f"use chunk {{}} of {len(header.chunks)} of version {version}"
+        self._due = list(devices).count(device_name(self._device)) if devices else 1
+        if not self._due:
+            return
+        self._offer(manifest)
+        version, chunks = manifest.version, self._chunks
+        use = f"use chunk {{}} of {len(chunks)} of version {version}"
         try:
-            handles: list[dict[str, Any]] = []
-            for index, chunk in enumerate(header.chunks):
+            handles: list[JsonObject] = []
+            for index, chunk in enumerate(chunks):
                 buffer = self._buffers[index % 2]  # its last use was acknowledged a round ago
                 pack(chunk, buffer.bytes, source)
-                buffer.settle()
+                buffer.synchronize()
                 if index:
                     self._await(use.format(index))
                 if index < 2:
                     handles.append(buffer.handle())
-                self._tell({"chunk": index, "handle": handles[index % 2]})
+                self._post_to_all({"chunk": index, "handle": handles[index % 2]})
             check_exhausted(source)
-            self._await(use.format(len(header.chunks)))
+            self._await(use.format(len(chunks)))
         except BaseException as error:
             for peer in self._peers:
-                self._post(peer, {"abort": _words(error)})
+                self._post(peer, {"abort": text_of(error)})
             raise
-        self._tell({"complete": version})
+        self._post_to_all({"complete": version})
         self._await(f"load version {version}")
         if self._failures:
             raise self._failures[0]
 
-    def _greet(self, header: Header) -> None:
-        """Offer the header to those who asked first, until as many have accepted as are due.
+    def _offer(self, manifest: Manifest) -> None:
+        """Offer the manifest to waiting workers, in order, until the expected number accept.
 
-        One that leaves before it answers has given up, maybe just before this update began, and
-        the next one takes its place.
+        A worker that disconnects before it answers has given up, maybe before this update began,
+        and the next one takes its place.
         """
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
@@ -186,7 +192,7 @@ class IpcSender(Sender):
         while (answers := len(self._peers) + len(self._failures)) < self._due:
             if self._callers and len(offered) + answers < self._due:
                 peer = self._callers.popleft()
-                if self._post(peer, {"header": header.to_dict()}):
+                if self._post(peer, {"manifest": manifest.to_dict()}):
                     offered.add(peer)
             elif self._readable(deadline):
                 peer, message = self._receive()
@@ -195,17 +201,19 @@ class IpcSender(Sender):
                     self._peers.add(peer)
                     self._check_answer(peer, message)
             elif time.monotonic() > deadline:
-                late = self._late(f"{'accept' if offered else 'ask for'} version {header.version}")
+                late = self._late(
+                    f"{'accept' if offered else 'request'} version {manifest.version}"
+                )
                 for peer in offered:
                     self._drop(peer, late)
                 self._failures.append(late)
                 break
             else:
-                offered = {peer for peer in offered if self._post(peer, {"ping": "a header"})}
+                offered = {peer for peer in offered if self._post(peer, {"ping": "a manifest"})}
         self._check_anyone()
 
     def _await(self, what: str) -> None:
-        """Wait until every worker has answered; one that does not is left out."""
+        """Wait until every worker has answered; drop those that do not in time."""
         deadline = time.monotonic() + self._timeout
         answered: set[bytes] = set()
         while waiting := self._peers - answered:
@@ -218,25 +226,23 @@ class IpcSender(Sender):
                 for peer in waiting:
                     self._drop(peer, self._late(what))
             else:
-                self._tell({"ping": what})
+                self._post_to_all({"ping": what})
         self._check_anyone()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _post_to_all(self, message: JsonObject) -> None:
         for peer in list(self._peers):
             if not self._post(peer, message):
-                why = f"the engine at {self.address} left in the middle of an update"
+                why = f"the engine at {self.address} disconnected during an update"
                 self._drop(peer, WeightUpdateError(why))
         self._check_anyone()
 
-    def _check_answer(self, peer: bytes, answer: dict[str, Any]) -> None:
+    def _check_answer(self, peer: bytes, answer: JsonObject) -> None:
         if answer["error"]:
             why = f"the engine at {self.address} refused: {answer['error']}"
             self._drop(peer, WeightUpdateError(why))
 
     def _late(self, what: str) -> DeadlineError:
-        return DeadlineError(
-            f"the engine at {self.address} did not {what} within {self._timeout:g} s"
-        )
+        return deadline_error(self._timeout, f"the engine at {self.address} did not {what}")
 
     def _drop(self, peer: bytes, error: TurnwiseError) -> None:
         self._peers.discard(peer)
@@ -252,16 +258,16 @@ class IpcSender(Sender):
         wait = min(_PING_SECONDS, deadline - time.monotonic())
         return bool(self._socket.poll(_milliseconds(wait)))
 
-    def _receive(self) -> tuple[bytes, dict[str, Any]]:
-        """The next message, and whose it is."""
+    def _receive(self) -> tuple[bytes, JsonObject]:
+        """Return the next message, and its sender."""
         peer, body = self._socket.recv_multipart()
-        message: dict[str, Any] = json.loads(body)
+        message: JsonObject = json.loads(body)
         if "hello" in message:
             self._callers.append(peer)
         return peer, message
 
-    def _post(self, peer: bytes, message: dict[str, Any]) -> bool:
-        """Whether the peer is still there to be told."""
+    def _post(self, peer: bytes, message: JsonObject) -> bool:
+        """Send a message; return whether the peer is still connected."""
         try:
             self._socket.send_multipart([peer, json.dumps(message).encode()])
         except zmq.ZMQError as error:
@@ -277,8 +283,12 @@ class IpcSender(Sender):
         self._buffers = []
 
 
-class IpcReceiver(Receiver):
-    """The engine's side of one update."""
+class IpcReceiver(StreamReceiver):
+    """Receiver of one update in an engine's worker.
+
+    Example:
+        receiver = IpcReceiver(address, expected, device, seconds=120.0)  # then as `Receiver`
+    """
 
     def __init__(
         self, address: str, expected: StateDictInfo, device: torch.device, seconds: float
@@ -297,48 +307,48 @@ class IpcReceiver(Receiver):
         except zmq.ZMQError as error:
             self._socket.disable_monitor()
             self._socket.close()
-            raise InputError(f"{address} is no address to connect to: {error}") from error
+            raise InputError(f"cannot connect to {address}: {error}") from error
         self._reply({"hello": os.getpid()})
 
     def poll(self) -> int | None:
         while self._first is None:
-            if self.header is None:
-                if not (message := self._receive("a header", wait=False)):
+            if self.manifest is None:
+                if not (message := self._receive("a manifest", wait=False)):
                     return None
-                self._accept(Header.from_dict(message["header"]))
+                self._accept(Manifest.from_dict(message["manifest"]))
                 self._reply({"error": ""})
             else:
                 if not (message := self._receive(self._chunk_name(0), wait=False)):
                     return None
                 self._first = self._open(message, 0)
-        assert self.header is not None
-        return self.header.version
+        assert self.manifest is not None
+        return self.manifest.version
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.header is not None
+        assert self.manifest is not None
         assert self._first is not None
         buffer = self._first
-        for index, chunk in enumerate(self.header.chunks):
+        for index, chunk in enumerate(self._chunks):
             if index:
                 buffer = self._open(self._receive(self._chunk_name(index)), index)
             yield unpack(chunk, buffer)
-            self._settle()
+            self._synchronize()
             self._reply({"error": ""})
-        self._receive(f"the end of version {self.header.version}")
+        self._receive(f"the end of version {self.manifest.version}")
 
     def end(self, error: str = "") -> None:
-        if self.header is not None:
+        if self.manifest is not None:
             self._reply({"error": error})
         self._socket.disable_monitor()
         self._socket.close()
         self._opened, self._first = {}, None
 
-    def _receive(self, what: str, *, wait: bool = True) -> dict[str, Any]:
-        """The next message; empty when none is there and it should not be waited for."""
+    def _receive(self, what: str, *, wait: bool = True) -> JsonObject:
+        """Return the next message; empty if there is none and `wait` is False."""
         while True:
             ready = dict(self._poller.poll(_milliseconds(self._seconds_left) if wait else 0))
             if self._socket in ready:
-                message: dict[str, Any] = json.loads(self._socket.recv())
+                message: JsonObject = json.loads(self._socket.recv())
                 if "abort" in message:
                     raise WeightUpdateError(
                         f"the trainer at {self._address} gave up: {message['abort']}"
@@ -348,16 +358,16 @@ class IpcReceiver(Receiver):
             elif ready:
                 raise DeadlineError(f"the trainer at {self._address} died before it sent {what}")
             elif not self._seconds_left:
-                raise DeadlineError(
-                    f"the trainer at {self._address} did not send {what} within {self._seconds:g} s"
+                raise deadline_error(
+                    self._seconds, f"the trainer at {self._address} did not send {what}"
                 )
             elif not wait:
                 return {}
 
-    def _reply(self, message: dict[str, Any]) -> None:
+    def _reply(self, message: JsonObject) -> None:
         self._socket.send(json.dumps(message).encode())
 
-    def _open(self, message: dict[str, Any], index: int) -> torch.Tensor:
+    def _open(self, message: JsonObject, index: int) -> torch.Tensor:
         if message["chunk"] != index:
             raise WeightUpdateError(
                 f"chunk {message['chunk'] + 1} came instead of {self._chunk_name(index)}"
@@ -370,8 +380,8 @@ class IpcReceiver(Receiver):
 
 
 def _bind(address: str) -> "zmq.Socket[bytes]":
-    if address.startswith("ipc://") and _answers(address.removeprefix("ipc://")):
-        raise InputError(f"another trainer is at {address}: give each its own address")
+    if (path := socket_path(address)) and is_answering(path):
+        raise InputError(f"another trainer uses {address}: give each its own address")
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -382,19 +392,5 @@ def _bind(address: str) -> "zmq.Socket[bytes]":
     return router
 
 
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
 def _milliseconds(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
-
-
-def _answers(path: str) -> bool:
-    """ZMQ itself would silently take the place of whoever listens there."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True

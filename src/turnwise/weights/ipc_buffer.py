@@ -1,14 +1,15 @@
-"""Memory that another process of this host opens by a handle: shared memory, or a GPU's.
+"""Memory that another process on this host opens by a handle: shared memory, or a GPU's.
 
-The GPU's half, `CudaBuffer`, was never run.
+The half for GPUs, `CudaBuffer`, has never been run.
 """
 
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.shm import open_nameless
 
@@ -26,35 +27,44 @@ _CUDA_HANDLE = (
 
 
 class Buffer(Protocol):
+    """A flat tensor of bytes that another process can open.
+
+    Example:
+        buffer = CpuBuffer(2**20, torch.device("cpu"))
+        same = CpuBuffer.open(buffer.handle(), torch.device("cpu"))  # in the other process
+    """
+
     bytes: torch.Tensor
 
-    def handle(self) -> dict[str, Any]:
-        """What another process opens it by, for one update."""
+    def handle(self) -> JsonObject:
+        """Return the handle by which another process opens the buffer, for one update."""
         ...
 
-    def settle(self) -> None:
-        """Wait until what was written is there."""
+    def synchronize(self) -> None:
+        """Wait until all writes are done."""
         ...
 
     def close(self) -> None: ...
 
 
 class CpuBuffer:
+    """Nameless shared memory."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._file = open_nameless(nbytes)
         self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> JsonObject:
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def close(self) -> None:
         os.close(self._file)
 
     @staticmethod
-    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
         try:
             file = os.open(handle["path"], os.O_RDWR)
         except OSError as error:
@@ -69,24 +79,26 @@ class CpuBuffer:
 
 
 class CudaBuffer:
+    """Memory of a GPU, opened by its CUDA IPC handle."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> JsonObject:
         fields = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return {
             name: value.hex() if isinstance(value, bytes) else value
             for name, value in zip(_CUDA_HANDLE, fields, strict=True)
         }
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self.bytes.device).synchronize()
 
     def close(self) -> None:
         pass
 
     @staticmethod
-    def open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+    def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
         fields = [
             bytes.fromhex(value) if isinstance(value, str) else value
             for value in map(handle.__getitem__, _CUDA_HANDLE[1:])

@@ -1,9 +1,9 @@
 """The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
-While an engine still reads one buffer the next version goes into the other, so a buffer is
-never rewritten under a reader as long as at most one update is under way. The files have no name
-once they are open: engines reach them through this process's descriptors, and nothing stays in
-/dev/shm however the process ends. Works between processes of one host and one user.
+While an engine still reads one buffer the next version goes into the other, so a buffer is never
+rewritten under a reader as long as at most one update is in progress. The files have no name once
+they are open: engines reach them through this process's descriptors, and nothing stays in /dev/shm
+however the process ends. Works between processes of one host and one user.
 """
 
 import mmap
@@ -13,20 +13,53 @@ from collections.abc import Iterator
 
 import torch
 
-from turnwise.errors import InputError
-from turnwise.weights.manifest import Manifest, lay_out
-from turnwise.weights.stream import NamedTensors, check_exhausted, pack, taken_whole
+from turnwise.errors import InputError, WeightUpdateError
+from turnwise.weights.chunks import check_exhausted, drained, pack
+from turnwise.weights.manifest import Manifest, NamedTensors, lay_out
+from turnwise.weights.transport import (
+    EngineWorker,
+    Receiver,
+    SenderOptions,
+    StoredReceiver,
+    Transport,
+    WeightSender,
+)
 
 SHARED_MEMORY = "/dev/shm"
 _MIB = 2**20
 
 
-class ShmSender:
+class ShmTransport(Transport):
+    """Shared memory of one host.
+
+    Example:
+        find_transport("shm").make_sender(options)
+    """
+
+    lasting = True
+
+    def make_sender(self, options: SenderOptions) -> "ShmSender":
+        return ShmSender(options.tensors, options.dtype)
+
+    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+        validate(manifest)
+
+    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+        return StoredReceiver(manifest.version, load(manifest))
+
+
+class ShmSender(WeightSender):
     """Publishes named tensors, in the engines' `dtype`, to the engines of this host.
+
+    Example:
+        sender = ShmSender(model.named_parameters(), torch.bfloat16)
+        manifest = sender.publish(1, model.named_parameters())
 
     Raises:
         InputError: when shared memory cannot hold two copies of the tensors.
     """
+
+    transport = "shm"
 
     def __init__(
         self,
@@ -42,19 +75,19 @@ class ShmSender:
         ]
         self._writes = 0
 
-    def write(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Copy the tensors, one at a time, into the buffer that no engine reads; describe it.
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        """Copy the tensors, one at a time, into the buffer that no engine reads.
 
         Raises:
             WeightUpdateError: when names, order or shapes are not those of the constructor.
         """
         index = self._writes % 2
         self._writes += 1
-        with taken_whole(tensors) as source:
+        with drained(tensors) as source:
             pack(self._entries, self._buffers[index], source)
             check_exhausted(source)
         path = f"/proc/{os.getpid()}/fd/{self._files[index]}"
-        return Manifest(version, "shm", path, self._nbytes, self._entries)
+        return Manifest(version, self.transport, path, self._nbytes, self._entries)
 
     def close(self) -> None:
         for file in self._files:
@@ -62,32 +95,38 @@ class ShmSender:
         self._files, self._buffers = [], []
 
 
-def refusal(manifest: Manifest) -> str:
-    """Why the buffer of a version cannot be loaded here, or "" when it can."""
+def validate(manifest: Manifest) -> None:
+    """Check that the buffer of a version can be loaded here.
+
+    Raises:
+        WeightUpdateError: when it cannot.
+    """
     what = f"the buffer of version {manifest.version}"
     for entry in manifest.tensors:
         if entry.offset + entry.nbytes > manifest.nbytes:
-            return f"{entry.name} lies beyond {what}"
+            raise WeightUpdateError(f"{entry.name} lies beyond {what}")
     try:
         size = os.stat(manifest.path).st_size
     except OSError as error:
-        return f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
-    return f"{what} is {size} bytes, not {manifest.nbytes}" if size < manifest.nbytes else ""
+        raise WeightUpdateError(
+            f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
+        ) from error
+    if size < manifest.nbytes:
+        raise WeightUpdateError(f"{what} is {size} bytes, not {manifest.nbytes}")
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version where they lie, without a copy."""
+    """Map the buffer of a version, and return its tensors as views of it."""
     file = os.open(manifest.path, os.O_RDWR)
     try:
         buffer = mmap.mmap(file, manifest.nbytes)
     finally:
         os.close(file)
-    for entry in manifest.tensors:
-        yield entry.name, entry.view(buffer)
+    return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
 
 
 def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:
-    """A descriptor of `nbytes` of shared memory that vanish with their last user.
+    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user.
 
     Raises:
         InputError: when the directory cannot hold two of them.

@@ -27,7 +27,7 @@ from turnwise.training.algorithms import (
     objective,
     reward_penalty,
 )
-from turnwise.training.batching import MicroBatch, Share, make_micro_batch, plan
+from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
 from turnwise.training.tokens import Tokens
@@ -168,10 +168,12 @@ def config_of(**algorithm: Any) -> Config:
     )
 
 
-def micro_batches(tables: Tables, config: Config) -> list[tuple[list[Sample], MicroBatch, Share]]:
+def micro_batches(
+    tables: Tables, config: Config
+) -> list[tuple[list[Sample], MicroBatch, RankBatches]]:
     made = make_samples(tables.groups, config, 1)
     assert made.report.violations == 0
-    ((share,),) = plan(made.samples, 1, 1, 40, packed=False)
+    ((share,),) = plan_micro_batches(made.samples, 1, 1, 40, packed=False)
     assert len(share.micro_batches) > 1
     return [
         (own, make_micro_batch(own, share.trajectory_tokens, 1, False, torch.device("cpu")), share)
@@ -189,7 +191,7 @@ def picked(table: Table, samples: list[Sample]) -> torch.Tensor:
 
 
 def spread(
-    tables: Tables, batches: list[tuple[list[Sample], MicroBatch, Share]], config: Config
+    tables: Tables, batches: list[tuple[list[Sample], MicroBatch, RankBatches]], config: Config
 ) -> None:
     """From a trajectory's advantages, or rewards, to its tokens', as the policy does it."""
     algorithm = config.algorithm

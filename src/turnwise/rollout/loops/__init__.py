@@ -1,4 +1,4 @@
-"""The agent loops that come with turnwise, by name."""
+"""Built-in agent loops, by name."""
 
 from turnwise.config import LOOP_NAMES
 from turnwise.rollout.agent_loop import AgentLoop
@@ -22,6 +22,13 @@ LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 
 
 def load_loop(name: str) -> AgentLoop:
-    """The loop of a short name or of `package.module:Class`."""
+    """Build the loop with a short name, or of the class `package.module:Class`.
+
+    Raises:
+        InputError: when the class cannot be imported.
+
+    Example:
+        loop = load_loop("single_turn")
+    """
     loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
     return loop

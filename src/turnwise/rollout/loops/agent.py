@@ -1,10 +1,10 @@
-"""An agent that knows nothing of turnwise: it gets a base URL and a problem, and talks HTTP.
+"""The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
 
-It is a function `package.module:name(base_url, problem)`, async or not, or a command. A command
-gets the row as JSON on standard input and, unless it is long, as TURNWISE_PROBLEM, and an
-environment of the usual variables, those of `rollout.agent_env`, OPENAI_BASE_URL, OPENAI_MODEL and
-OPENAI_API_KEY. What it samples through the base URL becomes the trajectory. The URL holds a random
-name that nobody else knows, so no agent reaches another's trajectory.
+An agent is a function `package.module:name(base_url, problem)`, async or not, or a command. A
+command gets the row as JSON on standard input and, unless it is long, as TURNWISE_PROBLEM. Its
+environment holds the usual variables, those of `rollout.agent_env`, OPENAI_BASE_URL, OPENAI_MODEL
+and OPENAI_API_KEY. The requests to the base URL become the trajectory's turns. The URL contains a
+secret random name, so an agent cannot reach another's trajectory.
 """
 
 import asyncio
@@ -17,39 +17,55 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from turnwise.deadlines import StallClock
+from turnwise.core.aio import run_in_thread
+from turnwise.core.deadlines import StallClock
+from turnwise.core.user_code import call_user_code
+from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment, load_object
-from turnwise.tasks import call_user_code, run_in_thread
-from turnwise.watchdog import waiting
+from turnwise.rollout.problems import Row
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
-_SAID = 500
-"""Characters of a failed command's output in its message."""
-_SAID_BYTES = 4 * _SAID
+_OUTPUT_CHARS = 500
+"""Number of characters of a failed command's output in the error message."""
+_OUTPUT_BYTES = 4 * _OUTPUT_CHARS
 _OUTPUT_SECONDS = 5.0
-"""For the last output of a command that has ended; a process that left its group may hold it."""
-_LONG_ROW = 65_536
-"""Bytes of a row that is left out of the environment, where Linux takes 128 KiB."""
+"""Time to wait for the last output of a command that has exited; a process that left its group may
+keep the pipe open."""
+_MAX_ROW_BYTES = 65_536
+"""Maximum size of a row in an environment variable; Linux allows 128 KiB."""
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+"
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|NODE_PATH|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
 )
-"""What an agent's command inherits: nothing that is likely to be a secret."""
+"""Variables that an agent's command inherits; none is likely to be a secret."""
 
 
 class HttpAgentLoop:
+    """Passes the URL of a session to an agent, and waits until it returns or exits.
+
+    Example:
+        rollout:
+          loop: agent
+          agent: python my_agent.py      # or my_package.my_module:run
+    """
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run the agent of one trajectory; its requests become the turns.
+
+        Raises:
+            TrajectoryError: `agent_error`, when a command fails; `agent_silent`, when nothing was
+                sampled.
+        """
         agent, server, rollout = context.rollout.agent, context.server, context.rollout
         if agent is None:
             raise InputError(
-                "rollout.loop agent wants rollout.agent: package.module:function, or a command"
+                "rollout.loop agent needs rollout.agent: package.module:function, or a command"
             )
         if server is None:
-            raise InputError("rollout.loop agent wants the OpenAI server, which is not running")
+            raise InputError("rollout.loop agent needs the OpenAI server, which is not running")
         session = server.sessions.open_private(
             context.trajectory,
             sampling=context.sampling,
@@ -63,8 +79,8 @@ class HttpAgentLoop:
                 if _FUNCTION.fullmatch(agent):
                     await _call_function(agent, base_url, context.row)
                 else:
-                    given = _environment(rollout.agent_env, base_url, server.model_name)
-                    await _run_command(agent, given, context.row, context.clock)
+                    variables = _environment(rollout.agent_env, base_url, server.model_name)
+                    await _run_command(agent, variables, context.row, context.clock)
         finally:
             server.sessions.close(session.id)
         session.finish()
@@ -76,17 +92,17 @@ class HttpAgentLoop:
             )
 
 
-async def _call_function(agent: str, base_url: str, problem: dict[str, Any]) -> None:
+async def _call_function(agent: str, base_url: str, row: Row) -> None:
     function = await run_in_thread(lambda: load_object(agent, "rollout.agent"))
-    # The environment keeps the row itself, to judge by.
-    await call_user_code(function, base_url, copy.deepcopy(problem), name=f"the agent {agent}")
+    # A copy: the environment computes the reward from the original row.
+    await call_user_code(function, base_url, copy.deepcopy(row), name=f"the agent {agent}")
 
 
 def _environment(more: Sequence[str], base_url: str, model: str) -> dict[str, str]:
-    """The environment of an agent's command.
+    """Return the environment of an agent's command.
 
     Raises:
-        InputError: when a variable that it should have is not set.
+        InputError: when a variable of `rollout.agent_env` is not set.
     """
     for name in more:
         if name not in os.environ:
@@ -104,17 +120,17 @@ def _environment(more: Sequence[str], base_url: str, model: str) -> dict[str, st
 
 
 async def _run_command(
-    command: str, given: dict[str, str], problem: dict[str, Any], clock: StallClock
+    command: str, environment: dict[str, str], row: Row, clock: StallClock
 ) -> None:
-    """Run a command to its end; it is killed when the trajectory's time is over.
+    """Run a command to its end; it is killed if this call is cancelled.
 
     Raises:
-        InputError: when there is no such command.
-        TrajectoryError: when it fails; the message holds the end of its output.
+        InputError: when the command does not exist.
+        TrajectoryError: when it fails; the message contains the end of its output.
     """
-    row = json.dumps(problem).encode()
-    if len(row) <= _LONG_ROW:
-        given = given | {"TURNWISE_PROBLEM": row.decode()}
+    problem = json.dumps(row).encode()
+    if len(problem) <= _MAX_ROW_BYTES:
+        environment = environment | {"TURNWISE_PROBLEM": problem.decode()}
     try:
         transport, process = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Command(clock),
@@ -122,7 +138,7 @@ async def _run_command(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=given,
+            env=environment,
             start_new_session=True,
         )
     except (FileNotFoundError, PermissionError, ValueError) as error:
@@ -132,11 +148,11 @@ async def _run_command(
     try:
         stdin = transport.get_pipe_transport(0)
         assert isinstance(stdin, asyncio.WriteTransport)
-        stdin.write(row)
+        stdin.write(problem)
         stdin.write_eof()
         await process.exited.wait()
     finally:
-        with suppress(ProcessLookupError):  # its children too, which may hold its output open
+        with suppress(ProcessLookupError):  # also its children, which may keep its output open
             os.killpg(transport.get_pid(), signal.SIGKILL)
         try:
             async with asyncio.timeout(_OUTPUT_SECONDS):
@@ -146,7 +162,7 @@ async def _run_command(
         finally:
             transport.close()
     if status := transport.get_returncode():
-        text = process.end.decode(errors="replace").strip()[-_SAID:]
+        text = process.end.decode(errors="replace").strip()[-_OUTPUT_CHARS:]
         raise TrajectoryError("agent_error", f"{command} exited with {status}: {text}")
 
 
@@ -158,11 +174,11 @@ class _Command(asyncio.SubprocessProtocol):
         self.end = b""
         self.exited = asyncio.Event()
         self.read = asyncio.Event()
-        """All of its output was read."""
+        """Set when all of its output has been read."""
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._clock.moved()
-        self.end = (self.end + data)[-_SAID_BYTES:]
+        self.end = (self.end + data)[-_OUTPUT_BYTES:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:

@@ -1,22 +1,31 @@
-"""A conversation that a class of the user's holds by callbacks (`rollout.chat_scheduler`)."""
+"""The loop for conversations led by callbacks of a user's class (`rollout.chat_scheduler`)."""
 
 import copy
 
+from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
-from turnwise.watchdog import waiting
 
 
 class ChatSchedulerLoop:
+    """Passes a problem to the chat scheduler, whose requests become the turns.
+
+    Example:
+        rollout:
+          loop: chat_scheduler
+          chat_scheduler: my_package.my_module:MyScheduler
+    """
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run one trajectory's conversation."""
         if context.chats is None:
             raise InputError(
-                "rollout.loop chat_scheduler wants a ChatBackend, which is not running"
+                "rollout.loop chat_scheduler needs a ChatBackend, which is not running"
             )
-        # The environment keeps the row itself, to judge by.
+        # A copy: the environment computes the reward from the original row.
         row, messages = copy.deepcopy((context.row, list(context.problem)))
         config = context.chats.config
         batch = DataProto.from_conversations(
@@ -36,17 +45,20 @@ class ChatSchedulerLoop:
 
 
 def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
-    """The class that `rollout.chat_scheduler` names; its base where it names none.
+    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`.
 
     Raises:
-        InputError: when it cannot be imported, or is no `ChatCompletionScheduler`.
+        InputError: when it cannot be imported, or is not a `ChatCompletionScheduler`.
+
+    Example:
+        scheduler = load_chat_scheduler("my_package.my_module:MyScheduler")
     """
     if path is None:
         return ChatCompletionScheduler
     found = load_object(path, "rollout.chat_scheduler")
     if not (isinstance(found, type) and issubclass(found, ChatCompletionScheduler)):
         raise InputError(
-            f"rollout.chat_scheduler: {path} is no subclass of "
+            f"rollout.chat_scheduler: {path} is not a subclass of "
             "turnwise.serving.chat_scheduler.ChatCompletionScheduler"
         )
     return found

@@ -1,7 +1,7 @@
-"""Tools inside one assistant turn: sampling stops at a closing tag, and continues after the result.
+"""Tools inside one assistant turn: sampling stops at a closing tag and continues after the result.
 
-The result's tokens are part of the assistant's turn but were not sampled, so the response mask
-leaves them out. The tags are those of `rollout.tool_parser`, or the user's own.
+The result's tokens are part of the assistant's turn but were not sampled, so their response mask
+is 0. The tags are those of `rollout.tool_parser`, or the configuration's own.
 """
 
 from dataclasses import replace
@@ -13,7 +13,18 @@ from turnwise.rollout.loops.tool_calling import MALFORMED, answer_calls
 
 
 class InterleavedLoop:
+    """Inserts tool results into the assistant's turn.
+
+    Example:
+        rollout:
+          loop: interleaved
+          call_start: <search>
+          call_end: </search>
+          call_tool: search
+    """
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Sample, answer the call, and continue, until no call follows."""
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
         tools = context.toolbox.schemas
         tagged = TaggedCalls.configured(rollout)
@@ -41,13 +52,13 @@ class InterleavedLoop:
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(close_tag)]
                 parsed = parser.parse(call, tools)
-                if not parsed.calls:  # the closing tag says that a call was meant
+                if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
                 advice = tagged.advice if tagged else MALFORMED
                 results = await answer_calls(parsed, context, turn, advice)
-                said = [str(message["content"]) for message in results]
+                texts = [str(message["content"]) for message in results]
                 form = rollout.result_format
-                answer["content"] += "".join(form.format(result=text) for text in said)
-                shown = "".join(form.format(result=template.escape(text)) for text in said)
-                prompt = [*prompt, *completion.token_ids, *await context.encode(shown)]
+                answer["content"] += "".join(form.format(result=text) for text in texts)
+                escaped = "".join(form.format(result=template.escape(text)) for text in texts)
+                prompt = [*prompt, *completion.token_ids, *await context.encode(escaped)]
         trajectory.status = "max_turns"

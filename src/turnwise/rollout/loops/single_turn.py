@@ -5,7 +5,15 @@ from turnwise.rollout.environment import Environment
 
 
 class SingleTurnLoop:
+    """Samples one answer to the problem.
+
+    Example:
+        rollout:
+          loop: single_turn
+    """
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Sample the answer and record it."""
         trajectory = context.trajectory
         trajectory.messages = [dict(message) for message in context.problem]
         completion = await context.sample(await self.prompt(context))
@@ -16,5 +24,5 @@ class SingleTurnLoop:
         trajectory.status = "length" if completion.finish_reason == "length" else "completed"
 
     async def prompt(self, context: RolloutContext) -> list[int]:
-        """The ids that the engine is asked with."""
+        """Return the ids of the prompt."""
         return await context.first_prompt(context.trajectory.messages)

@@ -1,28 +1,35 @@
-"""Calls between tags of the user's own, such as `<code>` and `</code>`, without a vLLM parser."""
+"""Calls between configured tags such as `<code>` and `</code>`, without a parser of vLLM."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import RolloutConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollout.tools import encodable
-from turnwise.serving.tool_parser import ParsedText, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Reads one call from the text between two tags; has `ToolParser`'s methods."""
+    """Reads one call from the text between two tags; has the methods of `ToolParser`.
+
+    Example:
+        >>> parser = TaggedCalls("<call>", "</call>")
+        >>> text = 'Let me see. <call>{"name": "look_up", "arguments": {"city": "Oslo"}}</call>'
+        >>> parser.parse(text, []).calls[0].name
+        'look_up'
+    """
 
     start: str
     end: str
     tool: str | None = None
-    """The tool whose one argument is the text; None reads a JSON object from it."""
+    """Tool that gets the text as its only argument; None parses the text as a JSON object."""
 
     @classmethod
     def configured(cls, rollout: RolloutConfig) -> "TaggedCalls | None":
-        """The configuration's own tags; None where it has none."""
+        """Return a parser of the configured tags; None if there are none."""
         if not (rollout.call_start and rollout.call_end):
             return None
         return cls(rollout.call_start, rollout.call_end, rollout.call_tool)
@@ -37,7 +44,7 @@ class TaggedCalls:
         """Return the opening and the closing tag of a call."""
         return self.start, self.end
 
-    def parse(self, text: str, schemas: Sequence[dict[str, Any]]) -> ParsedText:
+    def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
         """Read the call in a text that ends with the closing tag.
 
         Raises:
@@ -60,8 +67,8 @@ class TaggedCalls:
             return unreadable
         return ParsedText(before, [ToolCall(name, arguments)], malformed=False)
 
-    def _argument(self, schemas: Sequence[dict[str, Any]]) -> str:
-        """The name of the tool's argument that gets the text."""
+    def _argument(self, schemas: Sequence[JsonObject]) -> str:
+        """Return the name of the tool's argument that gets the text."""
         functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
         if self.tool not in functions:
             known = ", ".join(functions) or "none"

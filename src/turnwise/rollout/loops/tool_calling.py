@@ -1,21 +1,30 @@
-"""Turn by turn: the model answers, its tool calls run together, it reads the results."""
+"""The default loop: the model answers, its tool calls run together, and it reads the results."""
 
 import asyncio
 import json
-from typing import Any
 
+from turnwise.chat.tool_parser import ParsedText, ToolCall
+from turnwise.core.json_types import JsonObject
+from turnwise.core.watchdog import waiting
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.tools import encodable
-from turnwise.serving.tool_parser import ParsedText, ToolCall
 from turnwise.trajectory import Message
-from turnwise.watchdog import waiting
 
 MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"
 
 
 class ToolCallingLoop:
+    """Alternates between the model's turns and tool results until a turn calls no tool.
+
+    Example:
+        rollout:
+          loop: tool_calling
+          max_turns: 8
+    """
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run one trajectory, at most `rollout.max_turns` turns."""
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=tools)
@@ -43,8 +52,15 @@ class ToolCallingLoop:
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str = MALFORMED
 ) -> list[Message]:
-    """Run the calls of one turn together; one tool message each, in their order, or `advice` where
-    they cannot be read."""
+    """Run the calls of one turn together; return a tool message for each, in their order.
+
+    Args:
+        advice: Content of the one message that is returned if the calls cannot be parsed.
+
+    Example:
+        parsed = context.tool_parser.parse(text, context.toolbox.schemas)
+        context.trajectory.messages += await answer_calls(parsed, context, turn)
+    """
     if parsed.malformed:
         context.count("tool_malformed")
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": advice}]
@@ -58,7 +74,7 @@ async def answer_calls(
 
 
 def _call_id(turn: int, index: int) -> str:
-    """Nine letters and digits, which is what the templates that print it ask for."""
+    """Return nine letters and digits, as templates that print the id require."""
     return f"call{turn % 1000:03d}{index % 100:02d}"
 
 
@@ -74,7 +90,7 @@ async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
 
 
 def _assistant_message(parsed: ParsedText, turn: int) -> Message:
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
             {
@@ -87,9 +103,9 @@ def _assistant_message(parsed: ParsedText, turn: int) -> Message:
     return message
 
 
-def _arguments(call: ToolCall) -> Any:
-    """A call's arguments; an escape of half a character (a lone surrogate) is replaced."""
-    arguments = json.loads(call.arguments)
+def _arguments(call: ToolCall) -> JsonObject:
+    """Return a call's arguments; an escape of half a character (a lone surrogate) is replaced."""
+    arguments: JsonObject = json.loads(call.arguments)
     if "\\ud" in call.arguments.lower():
         arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
     return arguments

@@ -1,20 +1,20 @@
-"""Importance weights for the difference between the engine's policy and the trainer's.
+"""Importance weights for the mismatch between the engine's policy and the trainer's.
 
-    w_t = pi_old(t) / pi_engine(t)        old: the trainer's own, from before the step
+    w_t = pi_old(t) / pi_engine(t)        old: the trainer's policy before the step
     token_tis:     min(w_t, high)
     sequence_tis:  min(product of w over the sequence, high), for all its tokens
     mask:          1 where low <= w_t <= high, else 0
 
 Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training" (2025), after Ionides (2008). What differs:
+Off-Policy RL Training" (2025), after Ionides (2008). Differences:
 
-- With `stale_only`, tokens of the version that begins the step weigh 1 in all of its updates and
-  have no part in their sequence's product.
-- A sequence is the trained tokens of one branch. What it shares with an earlier branch, and tokens
-  that are too old to train, are its context and have no part in its product.
-- `mask` leaves tokens out one by one by a band around their own weight, and gives those inside
-  weight 1. IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855) and TRL's mask modes keep the
-  weight of those inside. Masked tokens still count in the totals that a reduction divides by.
+- With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all of
+  its updates and are excluded from their sequence's product.
+- A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and tokens
+  that are too old to train, are context and excluded from the product.
+- `mask` drops each token whose own weight is outside the band, and gives those inside weight 1.
+  IcePop (Ling team, "Every Step Evolves", arXiv 2510.18855) and TRL's mask modes keep the weight of
+  those inside. Masked tokens still count in the totals that a reduction divides by.
 - The KL penalty is not multiplied by the weight.
 """
 
@@ -25,7 +25,7 @@ from turnwise.training.tokens import Tokens
 
 
 def correction_weights(tokens: Tokens, config: CorrectionConfig) -> torch.Tensor:
-    """What each token's loss is multiplied by: [N], without gradient."""
+    """Return the factor of each token's loss: [N], without gradient."""
     log_weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).detach()
     if config.name == "none":
         return torch.ones_like(log_weight_N)

@@ -4,9 +4,9 @@
     loss of a pair = -log sigmoid(beta * (h(chosen) - h(rejected)))
 
 Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290), eq. 7; online: Guo et al.,
-"Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792). What differs: the
-trajectory's reward judges, where the paper asks a language model to compare two answers, and the
-pair is the best and the worst of a group, where the paper samples two.
+"Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792). Differences: pairs
+are ranked by reward, where the paper asks a language model to compare two answers, and a pair is
+the best and worst of a group, where the paper samples two.
 """
 
 from collections.abc import Sequence
@@ -15,31 +15,33 @@ import torch
 
 from turnwise.config import Dpo
 from turnwise.training.algorithms.dapo import has_signal
-from turnwise.training.algorithms.ratio import importance_ratio
+from turnwise.training.algorithms.loss import Loss
 from turnwise.training.tokens import TokenLoss, Tokens
 
 
 def choose_pairs(rewards: Sequence[float]) -> tuple[int, int] | None:
-    """The places of the best and the worst of a group, the first of equals; None where all
-    rewards are equal or there are fewer than two."""
+    """Return the indices of a group's best and worst reward, the first of ties; None if all rewards
+    are equal or there are fewer than two."""
     if not has_signal(rewards):
         return None
-    places = range(len(rewards))
-    return max(places, key=rewards.__getitem__), min(places, key=rewards.__getitem__)
+    indices = range(len(rewards))
+    return max(indices, key=rewards.__getitem__), min(indices, key=rewards.__getitem__)
 
 
-def loss(tokens: Tokens, config: Dpo) -> TokenLoss:
-    """Each pair's loss on every token of both, so that `sequence_mean` is the mean over pairs.
+class DpoLoss(Loss):
+    """Each pair's loss on all tokens of both sequences; `sequence_mean` is the mean over pairs."""
 
-    Sequence 2i is chosen and 2i + 1 rejected. Advantages and old log-probs are not used.
-    """
-    assert tokens.sequences % 2 == 0, f"{tokens.sequences} sequences are not pairs"
-    assert tokens.reference_logprobs_N is not None, "DPO needs the reference model's log-probs"
-    gain_S = tokens.sums_S(tokens.logprobs_N - tokens.reference_logprobs_N)
-    pair_loss_P = -torch.nn.functional.logsigmoid(config.beta * (gain_S[0::2] - gain_S[1::2]))
-    log_ratio_N = (tokens.logprobs_N - tokens.old_logprobs_N).detach()
-    return TokenLoss(
-        loss_N=pair_loss_P[tokens.sequence_N // 2],
-        ratio_N=importance_ratio(log_ratio_N),
-        clipped_N=torch.zeros_like(tokens.sequence_N, dtype=torch.bool),
-    )
+    needs_reference = True
+    needs_pairs = True
+
+    def __init__(self, config: Dpo) -> None:
+        self._config = config
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        """Return the loss of each token; advantages and old log-probs are not used."""
+        assert tokens.sequences % 2 == 0, f"{tokens.sequences} sequences are not pairs"
+        assert tokens.reference_logprobs_N is not None, "DPO needs the reference model's log-probs"
+        gain_S = tokens.sums_S(tokens.logprobs_N - tokens.reference_logprobs_N)
+        margin_P = gain_S[0::2] - gain_S[1::2]
+        pair_loss_P = -torch.nn.functional.logsigmoid(self._config.beta * margin_P)
+        return self.unclipped(tokens, pair_loss_P[tokens.sequence_N // 2])

@@ -3,23 +3,23 @@
     d = log pi_ref(t) - log pi(t)
     k1 = -d      k2 = d^2 / 2      k3 = exp(d) - d - 1
 
-Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html, 2020). k1 and k3 have the
-divergence's value on average, k3 is never negative. As a loss, k2's gradient is the divergence's
-on average and k1's is zero on average. What differs: k3 bounds d to at most 20 (see `ratio`) and
-has no gradient beyond.
+Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html, 2020). k1 and k3 are
+unbiased estimates of the divergence, and k3 is never negative. As a loss, k2 has the divergence's
+gradient on average, and k1 a zero gradient on average. Differences: k3 bounds d to at most 20 (see
+`ratio`) and has no gradient beyond.
 
-The averages are over tokens that the policy itself sampled. On tokens of an older policy a penalty
-in the loss has no weight for that by default; `kl.importance_weight` multiplies it by
+The averages are over tokens that the policy itself sampled. By default, a penalty in the loss is
+not reweighted for tokens of an older policy; `kl.importance_weight` multiplies it by
 pi(t) / pi_old(t) (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and TRL's default),
 which with k3 has the divergence's gradient on average too.
 
-In the reward (REINFORCE++, Hu et al., arXiv 2501.03262) a token's advantage pays for itself and
-for everything after it:
+In the reward (REINFORCE++, Hu et al., arXiv 2501.03262) the penalty on a token's advantage
+sums the divergence of that token and all later ones:
 
     A_t = A - coef * sum_{i >= t} kl_i
 
-It comes off after the advantages are made: no part of it is in the baseline of RLOO or of any
-other, where TRL's RLOO takes it off the rewards first.
+It is subtracted after the advantages are computed, so it is never part of a baseline; TRL's RLOO
+subtracts it from the rewards first.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def kl_N(
     reference_logprobs_N: torch.Tensor,
     estimator: Literal["k1", "k2", "k3"],
 ) -> torch.Tensor:
-    """The estimate at each token, with the gradient of `logprobs_N`: [N]."""
+    """Return the estimate at each token, with the gradient of `logprobs_N`: [N]."""
     difference_N = reference_logprobs_N - logprobs_N
     match estimator:
         case "k1":
@@ -48,7 +48,8 @@ def kl_N(
 
 
 def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.Tensor:
-    """What comes off the advantage of each trained token of one sequence, in order: [T], without
-    gradient. For whole trajectories' advantages; GAE takes `coef * kl` off each token's reward."""
+    """Return the penalty on the advantage of each trained token of a sequence, in order: [T],
+    without gradient. For trajectory-level advantages; GAE subtracts `coef * kl` from each token's
+    reward."""
     later_T = torch.as_tensor(kl_T).detach().flip(0).cumsum(0).flip(0)
     return coef * later_T

@@ -2,7 +2,7 @@
 
 Log ratios are clamped to +-20 first, so that neither a ratio (at most 5e8) nor a product with it
 overflows: inf * 0 would make the whole batch's gradient NaN. Beyond the bound, where a ratio
-tells of a fault and not of a policy, `importance_ratio` has no gradient.
+indicates a fault rather than a change of the policy, `importance_ratio` has no gradient.
 """
 
 import torch
@@ -11,5 +11,5 @@ MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
-    """exp(log ratio), the log ratio clamped to +-20: [N]."""
+    """Return exp(log ratio), with the log ratio clamped to +-20: [N]."""
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""From per-token losses to the batch's: how much each token counts.
+"""Weights that reduce per-token losses to the batch's loss.
 
     loss of the batch = sum over micro-batches and ranks of sum_N(weight_N * loss_N)
 
@@ -6,9 +6,9 @@
     sequence_mean:  1 / (tokens of the trajectory * trajectories)   (GRPO, arXiv 2402.03300, eq. 3)
     constant:       1 / (trajectories * constant)                   (Dr. GRPO, arXiv 2503.20783)
 
-The papers' output is a whole trajectory: its branches share one weight, however many they are.
-The totals are the whole batch's, trajectories with advantage 0 included; a trajectory without
-trained tokens is none of them.
+An output in the papers is a whole trajectory here: its branches share one weight, regardless of
+their number. The totals are over the whole batch and include trajectories with advantage 0, but not
+trajectories without trained tokens.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ def token_weights(
     total_trajectories: int,
     constant: int,
 ) -> torch.Tensor:
-    """The weight of each token of a micro-batch: [N]."""
+    """Return the weight of each token of a micro-batch: [N]."""
     ones_N = torch.ones_like(tokens.logprobs_N, requires_grad=False)
     match reduction:
         case "token_mean":

@@ -1,0 +1,127 @@
+"""Make the reference pages from the code when the documentation is built (a hook of MkDocs).
+
+A comment alone on a line, `<!-- table: NAME -->`, marks the place of a table in a page. Importing
+`turnwise.config` needs only pydantic and PyYAML; the server's routes are read from its source,
+because importing it would need vLLM.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from turnwise.config import describe_keys  # noqa: E402
+
+_TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+_OPENAI = ROOT / "src" / "turnwise" / "serving" / "openai"
+_METHODS = ("get", "post", "delete")
+PROJECT_PAGES = {
+    name: f"{name.removesuffix('.md').upper()}.md"
+    for name in ("architecture.md", "contributing.md", "security.md", "changelog.md")
+}
+"""Files in the repository's root that become pages, by the page's name."""
+_VLLM_ROUTES = {
+    "/v1/chat/completions": "OpenAI's Chat Completions, with streaming, tools and `n`",
+    "/v1/completions": "OpenAI's Completions",
+    "/v1/responses": "OpenAI's Responses",
+    "/v1/responses/{response_id}": "One stored response",
+    "/v1/responses/{response_id}/cancel": "Cancel a response that runs in the background",
+    "/v1/messages": "Anthropic's Messages",
+    "/v1/messages/count_tokens": "Anthropic's token count",
+    "/v1/models": "The names of the model",
+    "/health": "200 while a worker can take requests",
+    "/version": "vLLM's version",
+    "/openapi.json": "The schema of all routes",
+    "/tokenize": "The ids of a text or of a conversation",
+    "/detokenize": "The text of ids",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each table's comment with the table."""
+    return _TABLE.sub(lambda found: TABLES[found[1]](), markdown)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages whose source is a file in the repository's root."""
+    from mkdocs.structure.files import File
+
+    for page, source in PROJECT_PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = text.replace("](docs/", "](").replace("](README.md)", "](index.md)")
+        text = re.sub(r"\]\(([A-Z]+)\.md", lambda found: f"]({found[1].lower()}.md", text)
+        text = re.sub(r"\[([^]]+)\]\(LICENSE\)", r"\1 (LICENSE)", text)
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def configuration() -> str:
+    """Return every key of the configuration by section: its type, default and meaning."""
+    lines: list[str] = []
+    section = None
+    for key in describe_keys():
+        head = key.name.partition(".")[0] if "." in key.name else "The run"
+        if head != section:
+            section = head
+            lines += ["", f"## {section}", "", "| key | type | default | meaning |"]
+            lines += ["|---|---|---|---|"]
+        kind = f" ({key.kind})" if key.kind else ""
+        default = "required" if key.default is None else f"`{key.default}`"
+        cells = (f"`{key.name}`{kind}", _cell(key.type), default, _cell(key.meaning))
+        lines += [f"| {' | '.join(cells)} |"]
+    return "\n".join(lines)
+
+
+def metrics() -> str:
+    """Return every metric of a step with its meaning."""
+    from turnwise.run import metrics as module
+
+    return str(module.table())
+
+
+def routes() -> str:
+    """Return the server's routes: Turnwise's own, then those of vLLM that it keeps."""
+    lines = ["| route | meaning |", "|---|---|"]
+    lines += [f"| `{route}` | {_cell(meaning)} |" for route, meaning in own_routes()]
+    own = {route.partition(" ")[2] for route, _ in own_routes()}
+    lines += ["", "## Served by vLLM", "", "| route | meaning |", "|---|---|"]
+    lines += [
+        f"| `{path}` | {_VLLM_ROUTES.get(path, '')} |" for path in sorted(vllm_routes() - own)
+    ]
+    return "\n".join(lines)
+
+
+def own_routes() -> list[tuple[str, str]]:
+    """Method and path of each route that Turnwise adds, with its handler's docstring."""
+    found = []
+    for node in ast.walk(ast.parse((_OPENAI / "routes.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AsyncFunctionDef):
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                    method, path = call.func.attr, ast.literal_eval(call.args[0])
+                    if method in _METHODS:
+                        meaning = ast.get_docstring(node) or ""
+                        found.append((f"{method.upper()} {path}", meaning))
+    return found
+
+
+def vllm_routes() -> set[str]:
+    """Paths of vLLM's application that the server keeps."""
+    for node in ast.parse((_OPENAI / "vllm_app.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROUTES":
+            kept: set[str] = ast.literal_eval(node.value)
+            return kept
+    raise LookupError("vllm_app.py defines no ROUTES")
+
+
+def _cell(text: str) -> str:
+    """A docstring as one cell of a table."""
+    text = " ".join(text.split()).replace("|", "\\|")
+    return re.sub(r"<([\w|/]+)>", r"&lt;\1&gt;", text)
+
+
+TABLES = {"configuration": configuration, "metrics": metrics, "routes": routes}

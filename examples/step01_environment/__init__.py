@@ -1,0 +1,1 @@
+"""Rung 1 of the ladder: your own environment."""

@@ -1,0 +1,1 @@
+"""Rung 2 of the ladder: the RL loop on one page."""

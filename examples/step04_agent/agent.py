@@ -1,0 +1,34 @@
+"""An agent that knows OpenAI's client and a problem, and nothing of turnwise.
+
+The base URL records what it asks: exact token ids, log-probs and weight versions.
+"""
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.calculator.conversations import TOOL_SCHEMA
+from examples.calculator.tool import calculate
+
+
+async def solve(base_url: str, problem: dict[str, Any], **sampling: Any) -> str:
+    """Ask, calculate, ask again; give up after five turns."""
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        model = (await client.models.list()).data[0].id
+        messages: list[Any] = [{"role": "user", "content": problem["question"]}]
+        for _ in range(5):
+            response = await client.chat.completions.create(
+                model=model, messages=messages, tools=[TOOL_SCHEMA], **sampling
+            )
+            message = response.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return message.content or ""
+            for call in message.tool_calls:
+                try:
+                    result = str(calculate(**json.loads(call.function.arguments)))
+                except Exception as error:  # the model's mistake, for the model to read
+                    result = f"error: {error}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""

@@ -1,0 +1,1 @@
+"""Rung 5 of the ladder: a pipeline."""

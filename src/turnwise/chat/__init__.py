@@ -1,0 +1,1 @@
+"""Chats as text: templates, tool calls in answers, and sessions."""

@@ -1,0 +1,165 @@
+"""Messages as clients send them: a canonical form for comparison, and a view for people.
+
+A client may send the same conversation in different notations: content as a list of parts, other
+white space in the arguments of a call, keys that are null. Digests of the canonical form show
+whether two conversations are the same, without storing them.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from turnwise.core.json_types import JsonObject
+from turnwise.trajectory import Message
+
+Answer = tuple[str, tuple[tuple[str, str], ...]]
+"""An assistant's turn: its text, and the name and canonical arguments of each call."""
+
+_VIEWED = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content")
+_VIEW_BYTES = 300
+"""Memory of a view's dictionary, in bytes."""
+
+
+@dataclass
+class Conversation:
+    """The messages and tools of one request, each digested once.
+
+    Example:
+        >>> asked = Conversation([{"role": "user", "content": "2 + 2?"}])
+        >>> len(asked.prefixes)
+        2
+    """
+
+    messages: Sequence[Message] = ()
+    tools: list[JsonObject] | None = None
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """Digests of the messages, one for each."""
+        return [_digest(_canonical(message)) for message in self.messages]
+
+    @cached_property
+    def prefixes(self) -> list[bytes]:
+        """Digests of the first 0, 1, 2 ... messages; one more than there are messages."""
+        prefixes = [b""]
+        for digest in self.digests:
+            prefixes.append(_joined(prefixes[-1], digest))
+        return prefixes
+
+    @cached_property
+    def tools_digest(self) -> bytes:
+        """Digest of the tools; no tools and an empty list are the same."""
+        return _digest(self.tools or None)
+
+
+def extended_by(prefix: bytes, said: Answer) -> bytes:
+    """Return the digest of a conversation whose next message is this answer."""
+    return _joined(prefix, _digest(_canonical_answer(said)))
+
+
+def plain(message: Message) -> Message:
+    """Return a message as templates take it: content as text, no keys that are None."""
+    result = {key: value for key, value in message.items() if value is not None}
+    result["content"] = _text(message.get("content"))
+    return result
+
+
+def view_of(message: Message) -> Message:
+    """Return a message for people to read: the known keys, with content as text."""
+    view = {key: message[key] for key in _VIEWED if message.get(key) is not None}
+    view["content"] = _text(message.get("content"))
+    if message["role"] == "assistant" and (calls := message.get("tool_calls")):
+        view["tool_calls"] = [
+            {
+                "id": call.get("id"),
+                "type": "function",
+                "function": {key: call["function"].get(key) for key in ("name", "arguments")},
+            }
+            for call in calls
+        ]
+    return view
+
+
+def answer_view(said: Answer) -> Message:
+    """Return an answer as a message."""
+    text, calls = said
+    message: Message = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in calls
+        ]
+    return message
+
+
+def bytes_of(view: Message) -> int:
+    """Estimate a view's memory, in bytes."""
+    return _VIEW_BYTES + sum(
+        sys.getsizeof(value if isinstance(value, str) else _canonical_json(value))
+        for value in view.values()
+    )
+
+
+def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
+    """Return an answer in its canonical form.
+
+    Args:
+        calls: Name and arguments of each call; arguments as JSON text or as an object.
+    """
+    return (text or "").strip(), tuple((name, _arguments(value)) for name, value in calls)
+
+
+def _canonical(message: Message) -> object:
+    """Return a value that is equal for messages of equal meaning."""
+    if message["role"] == "assistant":
+        return _canonical_answer(_answer_of(message))
+    rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+    return (message["role"], _text(message.get("content")), _canonical_json(rest))
+
+
+def _canonical_answer(said: Answer) -> object:
+    return ("assistant", said)
+
+
+def _answer_of(message: Message) -> Answer:
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return answer(
+        _text(message.get("content")), [(f["name"], f.get("arguments") or "") for f in functions]
+    )
+
+
+def _arguments(value: object) -> str:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value)
+    return _canonical_json(value)
+
+
+def _text(content: str | Sequence[str | JsonObject] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part if isinstance(part, str) else part.get("text") for part in content]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return _canonical_json(list(content))
+
+
+def _canonical_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _digest(value: object) -> bytes:
+    return _hash(_canonical_json(value).encode("utf-8", "surrogatepass"))
+
+
+def _joined(prefix: bytes, digest: bytes) -> bytes:
+    return _hash(prefix + digest)
+
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()

@@ -1,0 +1,293 @@
+"""The next prompt of a conversation: continue a turn, render the messages, or refuse.
+
+This decision is made only here. Agent loops call `next_prompt`. The OpenAI server and the chat
+scheduler have only text: their sessions find the turn that a request continues and call
+`continue_turn`, and vLLM renders conversations that continue no turn.
+
+- Continue: a bridge leads from the turn's ids to the next prompt, and no id changes.
+- Render: where no bridge is exact, the chat template renders the whole conversation, and the
+  next turn begins a branch with the bridge's reason.
+- Refuse: the template raises, or silently leaves out a message that the model has to read.
+"""
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.chat.messages import Conversation, plain
+from turnwise.chat.template import in_thread_if_long
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
+
+_CACHED_TOKENS = 2**24
+"""Tokens of all cached prompts, at 4 bytes each."""
+
+Tools = Sequence[JsonObject]
+
+
+class RefusedParameter(InputError):
+    """A parameter of a request that cannot be served; the message gives the reason.
+
+    Example:
+        >>> raise RefusedParameter("n", "n=1000 is more than 128: ask several times")
+    """
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True, slots=True)
+class NextPrompt:
+    """The next turn's prompt, or the reason why it continues no turn."""
+
+    token_ids: list[int] | None
+    """Exact ids that continue a turn; None where the conversation has to be rendered."""
+    fork_reason: str | None = None
+    """Reason for a branch; None if a turn is continued, and for a session's first prompt.
+
+    `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
+    later message differs. `history_rewritten`: the template changes the history, and
+    `rollout.history=template` uses its rendering. All other reasons are those of
+    `Bridge.fork_reason`.
+    """
+    covered: int = 0
+    """Number of messages that the continued turn covers, including its answer."""
+
+
+def continue_turn(
+    template: ChatTemplate,
+    *,
+    prompt_token_ids: Sequence[int],
+    completion_token_ids: Sequence[int],
+    new_messages: Sequence[Message],
+    tools: Tools | None,
+    refuse_dropped: bool = True,
+) -> NextPrompt:
+    """Continue a turn with new messages, keeping its ids.
+
+    Args:
+        refuse_dropped: Raise if the template leaves out a new message; if False, that is a fork
+            reason like the others.
+
+    Raises:
+        TrajectoryError: `message_dropped`, when the template leaves out a new message.
+    """
+    bridged = bridge(
+        template,
+        prompt_token_ids=prompt_token_ids,
+        completion_token_ids=completion_token_ids,
+        new_messages=new_messages,
+        tools=tools,
+    )
+    if refuse_dropped and bridged.fork_reason == "message_dropped":
+        raise TrajectoryError("message_dropped", bridged.detail)
+    return NextPrompt(bridged.token_ids, bridged.fork_reason)
+
+
+async def next_prompt(
+    template: ChatTemplate,
+    *,
+    prompt_token_ids: Sequence[int],
+    completion_token_ids: Sequence[int],
+    new_messages: Sequence[Message],
+    conversation: Sequence[Message],
+    tools: Tools | None,
+    history: Literal["exact", "template"] = "exact",
+) -> tuple[list[int], str | None]:
+    """Return the ids of the next prompt, and the reason if they begin a branch.
+
+    Args:
+        new_messages: The messages after the turn.
+        conversation: All messages, the new ones included; rendered where no bridge is exact.
+        history: With `template`, the rendering is also used where the template changes the history.
+
+    Raises:
+        TrajectoryError: `message_dropped`, when the template leaves out a new message;
+            `template_refuses`, when it raises.
+
+    Example:
+        >>> ids, fork_reason = await next_prompt(
+        ...     template,
+        ...     prompt_token_ids=prompt,
+        ...     completion_token_ids=completion.token_ids,
+        ...     new_messages=[{"role": "tool", "content": "42"}],
+        ...     conversation=messages,
+        ...     tools=None,
+        ... )
+    """
+    continued = await in_thread_if_long(
+        new_messages,
+        lambda: continue_turn(
+            template,
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=completion_token_ids,
+            new_messages=new_messages,
+            tools=tools,
+        ),
+    )
+    own, fork_reason = continued.token_ids, continued.fork_reason
+    if own is not None and history == "exact":
+        return own, None
+
+    def render() -> tuple[list[int], str | None]:
+        try:
+            rendered = template.render(conversation, tools=tools)
+        except Exception as error:  # a template may raise anything
+            raise TrajectoryError("template_refuses", f"{type(error).__name__}: {error}") from error
+        if own is not None and template.decode_all(own) == template.decode_all(rendered):
+            return own, None
+        return rendered, fork_reason or "history_rewritten"
+
+    return await in_thread_if_long(conversation, render)
+
+
+def echoed_prompt(
+    template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
+) -> NextPrompt | None:
+    """Continue the last assistant message that contains its ids, as the server's answers do.
+
+    Returns:
+        None when no message contains ids.
+
+    Raises:
+        RefusedParameter: when a message's ids are not a list of token ids.
+        TrajectoryError: see `continue_turn`.
+    """
+    for index in range(len(asked.messages) - 2, -1, -1):
+        message = asked.messages[index]
+        if message["role"] == "assistant" and message.get("generation_token_ids"):
+            return continue_turn(
+                template,
+                prompt_token_ids=token_ids_of(message, "prompt_token_ids"),
+                completion_token_ids=token_ids_of(message, "generation_token_ids"),
+                new_messages=[plain(m) for m in asked.messages[index + 1 :]],
+                tools=asked.tools,
+                refuse_dropped=refuse_dropped,
+            )
+    return None
+
+
+def spliced_prompt(
+    template: ChatTemplate, asked: Conversation, required: Sequence[int]
+) -> list[int]:
+    """Render a conversation, with `required` in place of its ids up to the last assistant turn.
+
+    Raises:
+        RefusedParameter: when `required` does not fit the messages.
+    """
+    messages = [plain(message) for message in asked.messages]
+    ends = [i for i, m in enumerate(messages, start=1) if m["role"] == "assistant"]
+    before = messages[: ends[-1]] if ends else []
+    try:
+        return replace_prefix_tokens(
+            template.tokenizer,
+            required,
+            template.render(before, tools=asked.tools, add_generation_prompt=False)
+            if before
+            else [],
+            template.render(messages, tools=asked.tools),
+        )
+    except TrajectoryError as error:
+        name = "required_prefix_token_ids"
+        raise RefusedParameter(name, f"{name}: {error}") from error
+
+
+def must_escape(template: ChatTemplate, asked: Conversation) -> bool:
+    """Return whether a message of a user or tool holds a special token that has to be escaped."""
+    return any(
+        template.escape(content) != content
+        for message in asked.messages
+        if message["role"] != "assistant" and (content := plain(message)["content"])
+    )
+
+
+def render(template: ChatTemplate, asked: Conversation) -> list[int]:
+    """Render a request's conversation with its generation prompt."""
+    return template.render([plain(message) for message in asked.messages], tools=asked.tools)
+
+
+def token_ids_of(tree: JsonObject, name: str) -> list[int]:
+    """Return `tree[name]`, checked.
+
+    Raises:
+        RefusedParameter: when it is not a list of token ids.
+    """
+    value = tree.get(name)
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise RefusedParameter(name, f"{name} must be a list of token ids")
+    return value
+
+
+def response_room(trajectory: Trajectory, prompt_length: int, most: int) -> int:
+    """Return the number of tokens left of `rollout.max_response_tokens`.
+
+    Everything after the trajectory's first prompt counts: completions and the messages between
+    them.
+
+    Args:
+        prompt_length: Tokens of the next prompt.
+        most: `rollout.max_response_tokens`.
+    """
+    turns = trajectory.turns
+    first = len(turns[0].added_token_ids) if turns else prompt_length
+    return first + most - prompt_length
+
+
+class PromptCache:
+    """Renders each first prompt once for all trajectories that begin with it.
+
+    The least recently used prompt is dropped first. Threads may share a cache.
+
+    Args:
+        cached_tokens: Tokens of all prompts together.
+
+    Example:
+        >>> prompts = PromptCache(template)
+        >>> ids = prompts.render([{"role": "user", "content": "2 + 2?"}], tools=None)
+    """
+
+    def __init__(self, template: ChatTemplate, cached_tokens: int = _CACHED_TOKENS) -> None:
+        self.rendered = 0
+        """Number of conversations that the template rendered."""
+        self._template = template
+        self._room = cached_tokens
+        self._cached: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        """Return the ids of a conversation with its generation prompt.
+
+        Raises:
+            Exception: anything that the template raises.
+        """
+        key = _key(messages, tools)
+        with self._lock:
+            if key is not None and (cached := self._cached.get(key)) is not None:
+                self._cached.move_to_end(key)
+                return cached.tolist()
+        ids = self._template.render(messages, tools=tools)
+        with self._lock:
+            self.rendered += 1
+            if key is not None and key not in self._cached:
+                self._cached[key] = array("I", ids)
+                self._room -= len(ids)
+                while self._room < 0:
+                    _, oldest = self._cached.popitem(last=False)
+                    self._room += len(oldest)
+        return ids
+
+
+def _key(messages: Sequence[Message], tools: Tools | None) -> bytes | None:
+    """Return a conversation's key; None if it cannot be written as JSON."""
+    try:
+        text = json.dumps([list(messages), tools])
+    except (TypeError, ValueError):
+        return None
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

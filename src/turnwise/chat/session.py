@@ -1,0 +1,266 @@
+"""A session: the server's side of one trajectory.
+
+An agent sends its whole conversation with each request, as text. A session stores the ids of every
+turn that was sampled in it, finds the turn that the conversation continues, and returns the exact
+ids of the next prompt. A conversation that continues no turn begins a branch, with a reason.
+
+Memory grows with the amount of new text, not with the number of times it is sent: each message is
+stored once, as a view for people, and conversations are compared by digests.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from turnwise.chat.messages import (
+    Answer,
+    Conversation,
+    answer_view,
+    bytes_of,
+    extended_by,
+    plain,
+    view_of,
+)
+from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
+from turnwise.config import SamplingConfig
+from turnwise.core.deadlines import StallClock
+from turnwise.core.json_types import JsonObject
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
+
+NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
+"""Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
+clients like `..`."""
+NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
+_NAME = re.compile(NAME_PATTERN)
+_SESSION_BYTES = 2_000
+_POINTER_BYTES = 8
+_PROMPT_TOKEN_BYTES = 48
+"""An id in its turn's list and in the last path."""
+_SAMPLED_TOKEN_BYTES = 90
+"""The same, a log-prob and a weight version."""
+
+
+def valid_name(name: str) -> bool:
+    """Return whether a client may give a session this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(slots=True, eq=False)
+class _RecordedTurn:
+    """The conversation that led to a turn, and the turn's answer, as digests."""
+
+    length: int
+    """Number of messages that were sent for the turn."""
+    prefix: bytes
+    """Digest of these messages."""
+    opening: bytes
+    """Digest of the first message."""
+    tools: bytes
+    """Digest of the tools that were sent with the messages."""
+    read: Callable[[], Answer] | None
+    """Function that reads the answer; None once called, since it keeps the whole request alive."""
+    answer: Answer | None = None
+    """The answer; None before it is read, and after a later turn is settled."""
+    _answered: bytes = b""
+
+    @property
+    def answered(self) -> bytes:
+        """Digest of the messages and the answer after them."""
+        if self.read is not None:
+            self.answer, self.read = self.read(), None
+            self._answered = extended_by(self.prefix, self.answer)
+        return self._answered
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One trajectory in progress, made by an agent that only sees text.
+
+    Example:
+        >>> session = store.open("weather-1")
+        >>> prompt = session.next_prompt(Conversation(messages), template)
+        >>> session.finish().turns
+        []
+    """
+
+    id: str
+    sampling: SamplingConfig | None = None
+    """Sampling that the trainer assumes in a training session; None in other sessions."""
+    group: str = ""
+    """Sessions of one group begin with the same prompt."""
+    trajectory: Trajectory = field(default_factory=lambda: Trajectory(""))
+    private: bool = False
+    """True for the session of a rollout, whose random id is a secret of its agent."""
+    agent_rewards: bool = False
+    """True if the agent of a private session may read, reward and close it."""
+    created: float = field(default_factory=time.time)
+    """Unix time."""
+    lost_turns: int = 0
+    """Number of turns whose client disconnected before the answer."""
+    clock: StallClock | None = None
+    """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
+    max_response_tokens: int | None = None
+    """Maximum number of tokens after the first prompt; None means no limit."""
+    closed: bool = False
+    """True once nothing more is recorded."""
+    size: int = _SESSION_BYTES
+    """Estimated memory in bytes."""
+    used: float = 0.0
+    """End of the last request, by the monotonic clock."""
+    requests: int = 0
+    """Number of requests in flight."""
+    completions: list[str] = field(default_factory=list)
+    """Ids by which a later request can refer to the session."""
+    _turns: list[_RecordedTurn] = field(default_factory=list)
+    _unsettled: list[_RecordedTurn] = field(default_factory=list)
+    """Turns recorded since the last `settle`, and the turn before them."""
+    _views: dict[bytes, Message] = field(default_factory=dict)
+    """Views of all messages, by digest; turns share them."""
+    _sent: list[Message] = field(default_factory=list)
+    """Views of the messages of the last turn."""
+
+    def next_prompt(self, asked: Conversation, template: ChatTemplate) -> NextPrompt:
+        """Return the exact ids of a conversation that continues a turn of this session.
+
+        Raises:
+            TrajectoryError: `message_dropped`, in a training session whose template leaves out a
+                new message.
+        """
+        if not self._turns:
+            return NextPrompt(None)
+        index = self._turn_before(asked)
+        if index is None:
+            opening = asked.prefixes[:2][-1]
+            started = any(turn.opening == opening for turn in self._turns)
+            return NextPrompt(None, "history_changed" if started else "new_conversation")
+        covered = self._turns[index].length + 1
+        continued = continue_turn(
+            template,
+            prompt_token_ids=self.trajectory.prompt_token_ids(index),
+            completion_token_ids=self.trajectory.turns[index].completion_token_ids,
+            new_messages=[plain(message) for message in asked.messages[covered:]],
+            tools=asked.tools,
+            refuse_dropped=self.sampling is not None,
+        )
+        if continued.token_ids is None:
+            return continued
+        return NextPrompt(continued.token_ids, covered=covered)
+
+    def _turn_before(self, asked: Conversation) -> int | None:
+        """Return the turn that a request continues: the longest one, the latest among equals."""
+        prefixes, tools = asked.prefixes, asked.tools_digest
+        best, longest = None, -1
+        for index, turn in enumerate(self._turns):
+            length = turn.length
+            if (
+                len(asked.messages) > length + 1
+                and length >= longest
+                and prefixes[length] == turn.prefix
+                and turn.tools == tools
+                and turn.answered == prefixes[length + 1]
+            ):
+                best, longest = index, length
+        return best
+
+    def record(
+        self,
+        prompt_token_ids: Sequence[int],
+        token_ids: list[int],
+        logprobs: list[float],
+        weight_versions: list[int],
+        finish_reason: str,
+        *,
+        asked: Conversation,
+        answer: Callable[[], Answer],
+        prompt: NextPrompt,
+    ) -> None:
+        """Add a turn.
+
+        Args:
+            asked: The request's conversation.
+            answer: Function that reads the answer's text; called once, later.
+            prompt: The result of `next_prompt` for the request.
+        """
+        if self.closed:
+            self.lost_turns += 1
+            return
+        self._sent = [
+            self._shared_view(digest, message)
+            for digest, message in zip(asked.digests, asked.messages, strict=True)
+        ]
+        new = self._sent[prompt.covered :]
+        turn = self.trajectory.add_turn(
+            prompt_token_ids,
+            token_ids,
+            logprobs,
+            weight_versions,
+            finish_reason,
+            fork_reason=prompt.fork_reason,
+            messages=new,
+        )
+        prefixes = asked.prefixes
+        recorded = _RecordedTurn(
+            len(asked.messages), prefixes[-1], prefixes[:2][-1], asked.tools_digest, answer
+        )
+        self._turns.append(recorded)
+        self._unsettled.append(recorded)
+        self.size += (
+            len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
+            + len(token_ids) * _SAMPLED_TOKEN_BYTES
+            + len(new) * _POINTER_BYTES
+        )
+
+    def _shared_view(self, digest: bytes, message: Message) -> Message:
+        """Return the message's view, or an equal one that is stored already."""
+        view = view_of(message)
+        held = self._views.get(digest)
+        if held == view:
+            return held
+        self._views[digest] = view
+        self.size += bytes_of(view)
+        return view
+
+    def room(self, prompt_length: int) -> int | None:
+        """Return how many tokens may follow a prompt; None means no limit."""
+        if self.max_response_tokens is None:
+            return None
+        return response_room(self.trajectory, prompt_length, self.max_response_tokens)
+
+    def settle(self) -> None:
+        """Read all unread answers, which frees their requests; keep only the text of the last."""
+        for turn in self._unsettled:
+            _ = turn.answered
+        for turn in self._unsettled[:-1]:
+            turn.answer = None
+        del self._unsettled[:-1]
+
+    def finish(self) -> Trajectory:
+        """Return the trajectory, with the messages of its last turn as its view."""
+        trajectory = self.trajectory
+        if self._turns:
+            last = self._turns[-1]
+            _ = last.answered
+            assert last.answer is not None
+            trajectory.messages = [*map(dict, self._sent), answer_view(last.answer)]
+        trajectory.status = "completed"
+        return trajectory
+
+    def summary(self) -> JsonObject:
+        """Return the session as JSON, without its tokens."""
+        return {
+            "id": self.id,
+            "training": self.sampling is not None,
+            "group": self.group,
+            "created": int(self.created),
+            "turns": len(self.trajectory.turns),
+            "sampled_tokens": self.trajectory.sampled_tokens,
+            "lost_turns": self.lost_turns,
+            "reward": self.trajectory.reward,
+            "forked": [t.fork_reason for t in self.trajectory.turns if t.fork_reason],
+        }
+
+    def describe(self) -> JsonObject:
+        """Return the session as JSON, with its trajectory."""
+        return {**self.summary(), "trajectory": json.loads(self.trajectory.to_json())}

@@ -1,0 +1,226 @@
+"""The sessions of a server, found by name or completion and forgotten when idle for too long."""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from turnwise.chat.session import Session
+from turnwise.config import Config, SamplingConfig
+from turnwise.errors import InputError
+from turnwise.trajectory import Trajectory
+
+_REMEMBERED_NAMES = 16_384
+"""Maximum number of names of closed and forgotten sessions."""
+_COMPLETION_BYTES = 250
+
+
+class SessionStore:
+    """The sessions of a server.
+
+    Private sessions, which rollouts open, stay open until they are closed. Sessions of clients also
+    end when they are idle for `idle_seconds`; if they exceed `max_bytes`, the ones idle for longest
+    end first. A request that names no session gets a new one under the same rules, so that the
+    next request can refer to its completion. Requests to a closed or forgotten
+    session are refused until it is opened again.
+
+    Args:
+        sampling: Sampling of training sessions.
+        idle_seconds: Seconds without a request after which a session ends.
+        max_bytes: Estimated memory of all sessions that are not private.
+
+    Example:
+        >>> store = SessionStore(SamplingConfig())
+        >>> session = store.open("weather-1", training=True)
+        >>> store.close("weather-1")
+        >>> store.gone("weather-1")
+        'is closed'
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        *,
+        idle_seconds: float = 14_400.0,
+        max_bytes: int = 512 << 20,
+    ) -> None:
+        self._sampling = sampling
+        self._idle_seconds = idle_seconds
+        self._max_bytes = max_bytes
+        self._named: dict[str, Session] = {}
+        self._by_completion: dict[str, Session] = {}
+        self._idle: OrderedDict[Session, int] = OrderedDict()
+        """Sizes of the sessions without a request, the longest idle first; none is private."""
+        self._bytes = 0
+        """Memory of the sessions in `_idle`, in bytes."""
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        """Reason for the end of a session, by its name."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> "SessionStore":
+        """Return an empty store with a run's sampling and limits."""
+        return cls(
+            config.sampling,
+            idle_seconds=config.serving.session_idle,
+            max_bytes=config.serving.session_memory_mb << 20,
+        )
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate over the sessions that clients opened or named."""
+        return (session for session in self._named.values() if not session.private)
+
+    def open(
+        self,
+        session_id: str | None = None,
+        *,
+        training: bool = False,
+        group: str = "",
+    ) -> Session:
+        """Begin a client's session, under a random name if it gives none.
+
+        Raises:
+            InputError: when a session of that name is open.
+        """
+        session_id = session_id or secrets.token_hex(16)
+        if session_id in self._named:
+            raise InputError(f"the session {session_id} is already open")
+        session = Session(session_id, self._sampling if training else None, group)
+        session.trajectory.problem_id = group or session_id
+        self._add(session)
+        self._set_idle(session)
+        return session
+
+    def open_private(
+        self,
+        trajectory: Trajectory,
+        *,
+        sampling: SamplingConfig,
+        group: str = "",
+        agent_rewards: bool = False,
+        max_response_tokens: int | None = None,
+    ) -> Session:
+        """Begin the session of a rollout: a training session that fills `trajectory`."""
+        session = Session(
+            secrets.token_hex(16),
+            sampling,
+            group,
+            trajectory,
+            private=True,
+            agent_rewards=agent_rewards,
+            max_response_tokens=max_response_tokens,
+        )
+        self._add(session)
+        return session
+
+    def get(self, session_id: str) -> Session | None:
+        """Return the open session of this name, or None."""
+        self._forget_old()
+        return self._named.get(session_id)
+
+    def gone(self, session_id: str) -> str | None:
+        """Return why the session of this name ended; None if it is open or never existed."""
+        self._forget_old()
+        return self._gone.get(session_id)
+
+    def of_request(self, session_id: str | None, previous: str | None) -> Session:
+        """Return the session of a request.
+
+        Args:
+            session_id: Name of a session, which is opened if it does not exist.
+            previous: Id of the previous completion, for a request that names no session.
+        """
+        self._forget_old()
+        if session_id:
+            return self._named.get(session_id) or self.open(session_id)
+        return self._by_completion.get(_bare(previous or "")) or Session(secrets.token_hex(16))
+
+    def has_completion(self, completion_id: str) -> bool:
+        """Return whether a request may still refer to this completion."""
+        self._forget_old()
+        return _bare(completion_id) in self._by_completion
+
+    @contextmanager
+    def request(self, session_id: str | None, previous: str | None) -> Iterator[Session]:
+        """Hold the session of a request (see `of_request`) while the request runs."""
+        session = self.of_request(session_id, previous)
+        session.requests += 1
+        self._set_busy(session)
+        try:
+            with session.clock.held() if session.clock is not None else nullcontext():
+                yield session
+        finally:
+            session.requests -= 1
+            if not session.requests:
+                session.settle()
+                self._set_idle(session)
+
+    def remember_completion(self, completion_id: str, session: Session) -> None:
+        """Let a later request refer to this completion."""
+        if session.private or session.closed:
+            return
+        completion_id = _bare(completion_id)
+        self._by_completion[completion_id] = session
+        session.completions.append(completion_id)
+        session.size += _COMPLETION_BYTES
+        if not session.requests:
+            self._set_busy(session)
+            self._set_idle(session)
+
+    def close(self, session_id: str) -> Session | None:
+        """End a session; requests that name it are refused until it is opened again."""
+        session = self._named.get(session_id)
+        if session is not None:
+            self._remove(session, "is closed")
+        return session
+
+    def _add(self, session: Session) -> None:
+        self._gone.pop(session.id, None)
+        self._named[session.id] = session
+
+    def _set_busy(self, session: Session) -> None:
+        self._bytes -= self._idle.pop(session, 0)
+
+    def _set_idle(self, session: Session) -> None:
+        reachable = session.completions or self._named.get(session.id) is session
+        if session.private or session.closed or not reachable:
+            return
+        session.used = time.monotonic()
+        self._idle[session] = session.size
+        self._bytes += session.size
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Forget the sessions idle for too long, and the longest idle ones while memory is full."""
+        now = time.monotonic()
+        while self._idle:
+            oldest = next(iter(self._idle))
+            if now - oldest.used > self._idle_seconds:
+                why = f"{self._idle_seconds:g} s without a request (serving.session_idle)"
+            elif self._bytes > self._max_bytes:
+                why = (
+                    f"sessions took more than {self._max_bytes >> 20} MB of memory "
+                    "(serving.session_memory_mb)"
+                )
+            else:
+                return
+            self._remove(oldest, f"was forgotten: {why}")
+
+    def _remove(self, session: Session, why: str) -> None:
+        self._set_busy(session)
+        session.closed = True
+        for completion_id in session.completions:
+            self._by_completion.pop(completion_id, None)
+        if self._named.get(session.id) is session:
+            del self._named[session.id]
+            self._gone[session.id] = why
+            if len(self._gone) > _REMEMBERED_NAMES:
+                self._gone.popitem(last=False)
+
+
+def _bare(completion_id: str) -> str:
+    """Return an id without OpenAI's prefix, which clients may send or leave out."""
+    return completion_id.removeprefix("chatcmpl-")

@@ -1,0 +1,93 @@
+"""Typed configuration of a run: its sections, and the functions that load and explain it.
+
+Every key either has a default or is required. Its docstring is its documentation, which `turnwise
+config` prints, and a test checks that the code reads it. This package imports neither torch, vLLM
+nor Ray, and only `errors` from the rest of turnwise.
+"""
+
+from turnwise.config.algorithm import (
+    AlgorithmConfig,
+    Cispo,
+    CorrectionConfig,
+    Dpo,
+    DrGrpo,
+    Gae,
+    Grpo,
+    Gspo,
+    KlConfig,
+    OwnAdvantage,
+    OwnLoss,
+    PpoClip,
+    ReinforcePP,
+    Rloo,
+)
+from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
+from turnwise.config.base import NO_DEADLINE, Section, Tree
+from turnwise.config.data import DataConfig, ModelConfig, OtherModel
+from turnwise.config.explain import CHOICES, Key, describe_keys, explain_config, known_keys
+from turnwise.config.load import (
+    apply_override,
+    current_key,
+    dump_config,
+    load_config,
+    make_config,
+    parse_config,
+    set_key,
+    with_current_names,
+)
+from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
+from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
+from turnwise.config.schema import Config
+from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
+from turnwise.config.training import TrainingConfig
+
+__all__ = [
+    "ALIASES",
+    "CHOICES",
+    "FORMER_KEYS",
+    "LOOP_NAMES",
+    "NO_DEADLINE",
+    "REPLACED_KEYS",
+    "AlgorithmConfig",
+    "Cispo",
+    "Config",
+    "CorrectionConfig",
+    "DataConfig",
+    "Dpo",
+    "DrGrpo",
+    "EngineConfig",
+    "EvalConfig",
+    "Gae",
+    "Grpo",
+    "Gspo",
+    "Key",
+    "KlConfig",
+    "ModelConfig",
+    "OtherModel",
+    "OwnAdvantage",
+    "OwnLoss",
+    "PpoClip",
+    "ProcessorCall",
+    "ReinforcePP",
+    "RewardConfig",
+    "Rloo",
+    "RolloutConfig",
+    "SamplingConfig",
+    "Section",
+    "ServingConfig",
+    "TrainingConfig",
+    "Tree",
+    "WeightsConfig",
+    "apply_override",
+    "asks_for_nothing",
+    "current_key",
+    "describe_keys",
+    "dump_config",
+    "explain_config",
+    "known_keys",
+    "load_config",
+    "make_config",
+    "parse_config",
+    "set_key",
+    "with_current_names",
+]

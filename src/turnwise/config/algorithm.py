@@ -1,0 +1,238 @@
+"""The section `algorithm`: advantage, loss, KL penalty, corrections."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from turnwise.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from turnwise.config.data import OtherModel
+
+
+class Grpo(Section):
+    """(r - mean) / std within the group."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpo(Section):
+    """r - mean within the group."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+
+
+class Rloo(Section):
+    """r - mean of the other rewards in the group."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class ReinforcePP(Section):
+    """r, minus the group mean if `baseline` is group, normalised over the batch."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    baseline: Literal["none", "group"] = "group"
+    """Baseline subtracted from each reward: the mean of its group (group), or none."""
+
+
+class Gae(Section):
+    """Generalised advantage estimation with a value model, as in PPO; normalised over the batch."""
+
+    name: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of GAE: 0 relies on the value model, 1 on the rewards."""
+    learning_rate: PositiveFloat = 1e-5
+    """Learning rate of the value model."""
+    clip: PositiveFloat = 0.2
+    """Largest change of a value in one step."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of initial training steps that train only the value model."""
+    model: OtherModel = OtherModel()
+    """Initial value model: a causal language model, to which a head that predicts 0 is added, or a
+    reward model (sequence classification, one output), which keeps its own head."""
+
+
+class PpoClip(Section):
+    """Clipped ratio per token."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound of the ratio where the advantage is negative; null sets no bound."""
+
+
+class Gspo(Section):
+    """Clipped ratio per sequence."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 3e-4
+    """The sequence's ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 4e-4
+    """The sequence's ratio is clipped above 1 + clip_high."""
+
+
+class Cispo(Section):
+    """Clipped importance weights; every token keeps its gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 1.0
+    """The weight is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The weight is clipped above 1 + clip_high."""
+
+
+class Dpo(Section):
+    """Online DPO: each group's best and worst trajectories form a pair; advantages are not used."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference model."""
+
+
+OWN_CLASS = "package.module:Class"
+"""Form of a name that refers to a user-defined class."""
+
+
+class OwnAdvantage(Section):
+    """Your own `Advantage`; all keys except name are passed to its constructor."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = OWN_CLASS
+
+
+class OwnLoss(Section):
+    """Your own `Loss`; all keys except name are passed to its constructor."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = OWN_CLASS
+
+
+def _kind_of(part: object) -> str | None:
+    """Return a built-in part's name, `OWN_CLASS` for a user-defined one, None for anything else."""
+    name = part.get("name") if isinstance(part, dict) else getattr(part, "name", None)
+    return OWN_CLASS if isinstance(name, str) and ":" in name else name
+
+
+class KlConfig(Section):
+    coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty towards the reference model."""
+    model: OtherModel = OtherModel()
+    """Reference model for the penalty and for dpo; loaded if either needs it, or if its path is
+    set."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence, in Schulman's notation."""
+    where: Literal["loss", "reward"] = "loss"
+    """Place of the penalty: added to the loss, or subtracted from each token's reward."""
+    importance_weight: bool = False
+    """Multiply a token's divergence in the loss by its importance ratio, which makes k3 and its
+    gradient unbiased for off-policy tokens."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "KlConfig":
+        if self.importance_weight and self.where != "loss":
+            raise ValueError("importance_weight needs the penalty in the loss: set where to loss")
+        if self.coef and self.estimator == "k1" and self.where == "loss":
+            raise ValueError(
+                "estimator k1 in the loss has zero gradient on average: set estimator to k2 or k3, "
+                "or where to reward"
+            )
+        return self
+
+
+class CorrectionConfig(Section):
+    name: Literal["none", "token_tis", "sequence_tis", "mask"] = "none"
+    """Correction for the mismatch between engine and trainer. none computes the importance ratio
+    against the engine's log-probs. The others compute it against the trainer's log-probs before the
+    step, and weight each token by trainer / engine: truncated at `high` (token_tis), the same per
+    sequence (sequence_tis), or 1 between `low` and `high` and 0 outside (mask)."""
+    low: PositiveFloat = 0.5
+    """Smallest trainer / engine ratio that `mask` keeps."""
+    high: PositiveFloat = 2.0
+    """Largest weight of token_tis and sequence_tis; largest trainer / engine ratio that `mask`
+    keeps."""
+    stale_only: bool = False
+    """Correct only tokens sampled from weights older than those at the start of the step."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CorrectionConfig":
+        if not self.low <= 1 <= self.high:
+            raise ValueError(f"low {self.low:g} must be at most 1, high {self.high:g} at least 1")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """Advantage, loss, KL penalty and corrections.
+
+    Example:
+        AlgorithmConfig(loss="gspo", kl=KlConfig(coef=0.01))
+    """
+
+    advantage: Annotated[
+        Annotated[Grpo, Tag("grpo")]
+        | Annotated[DrGrpo, Tag("dr_grpo")]
+        | Annotated[Rloo, Tag("rloo")]
+        | Annotated[ReinforcePP, Tag("reinforce_pp")]
+        | Annotated[Gae, Tag("gae")]
+        | Annotated[OwnAdvantage, Tag(OWN_CLASS)],
+        Discriminator(_kind_of),
+    ] = Grpo()
+    """Estimator of each token's advantage from the rewards."""
+    loss: Annotated[
+        Annotated[PpoClip, Tag("ppo_clip")]
+        | Annotated[Gspo, Tag("gspo")]
+        | Annotated[Cispo, Tag("cispo")]
+        | Annotated[Dpo, Tag("dpo")]
+        | Annotated[OwnLoss, Tag(OWN_CLASS)],
+        Discriminator(_kind_of),
+    ] = PpoClip()
+    """Loss that the trainer minimises."""
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Reduction of token losses to the batch's loss: the mean over tokens (DAPO); the mean over
+    trajectories of the mean of each (GRPO; dpo always uses it); or the sum divided by the number of
+    trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    kl: KlConfig = KlConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards, overlong_penalty included, are all equal with groups of other
+    problems (DAPO). If false, such groups count in the batch's mean with advantage 0."""
+    overlong_tokens: NonNegativeInt = 0
+    """Number of tokens before model.max_length over which a penalty rises to overlong_penalty
+    (DAPO); 0 disables the penalty."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Penalty subtracted from the reward of a trajectory of model.max_length tokens."""
+
+    def other_models(self) -> dict[str, str]:
+        """Return the paths that are set for models other than the policy, by key."""
+        models = {"algorithm.kl.model": self.kl.model.path}
+        if isinstance(self.advantage, Gae):
+            models["algorithm.advantage.model"] = self.advantage.model.path
+        return {key: path for key, path in models.items() if path is not None}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AlgorithmConfig":
+        if isinstance(self.loss, Dpo):
+            if isinstance(self.advantage, Gae):
+                raise ValueError("loss dpo compares trajectories and cannot use advantage gae")
+            if self.correction.name != "none":
+                raise ValueError(
+                    "loss dpo has no importance ratio to correct: set correction.name to none"
+                )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, tree: object) -> object:
+        """Accept a bare name for a part, and give a part without a name the default's."""
+        if not isinstance(tree, dict):
+            return tree
+        named = dict(tree)
+        for key, name in (("advantage", "grpo"), ("loss", "ppo_clip")):
+            if isinstance(part := tree.get(key), dict):
+                named[key] = {"name": name, **part}
+            elif isinstance(part, str):
+                named[key] = {"name": part}
+        return named

@@ -1,0 +1,107 @@
+"""Base class of all sections, number and deadline types, and former names of keys."""
+
+import logging
+from collections.abc import Container
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+from turnwise.config.aliases import FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
+
+logger = logging.getLogger(__name__)
+
+Tree = dict[str, Any]
+"""Keys and plain values, as loaded from a YAML file."""
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+NO_DEADLINE = 20 * 24 * 3600.0
+"""Seconds for a deadline set to null: 20 days, which every clock and library accepts."""
+
+Seconds = Annotated[
+    float,
+    Field(gt=0, le=NO_DEADLINE),
+    BeforeValidator(lambda value: NO_DEADLINE if value is None else value),
+    PlainSerializer(lambda value: None if value == NO_DEADLINE else value),
+]
+"""A deadline in seconds; null means no deadline."""
+NEEDED = "needed"
+"""Marker of an optional field that must be set unless the caller provides its value otherwise."""
+Needed = Annotated[str | None, NEEDED]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, docstrings are the help text."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, tree: object) -> object:
+        """Accept the former names of renamed keys."""
+        if not isinstance(tree, dict):
+            return tree
+        return use_current_names(tree, cls.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, tree: object) -> object:
+        """Treat as unset a required key or a section with nothing after its colon, and a key of
+        another system whose value has no effect."""
+        if not isinstance(tree, dict):
+            return tree
+
+        def is_set(key: str, value: object) -> bool:
+            field = cls.model_fields.get(key)
+            if field is None:
+                return key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+            return value is not None or not (field.is_required() or sections(field.annotation))
+
+        return {key: value for key, value in tree.items() if is_set(key, value)}
+
+
+def use_current_names(tree: Tree, names: Container[str]) -> Tree:
+    """Return a section's keys with former names (`FORMER_KEYS`) replaced by current ones.
+
+    Args:
+        tree: Keys and values of one section.
+        names: Current keys of the section.
+
+    Raises:
+        ValueError: when a key is set under both names.
+    """
+    for former, current in FORMER_KEYS.items():
+        old, new = former.rpartition(".")[2], current.rpartition(".")[2]
+        if new not in names or old not in tree:
+            continue
+        if new in tree:
+            raise ValueError(f"{former} is the former name of {current}: set {current} alone")
+        warn_of_former_name(former, current)
+        tree = {new if key == old else key: value for key, value in tree.items()}
+    return tree
+
+
+@cache
+def warn_of_former_name(former: str, current: str) -> None:
+    """Log, once per process, that a key has been renamed."""
+    logger.warning(
+        "the configuration key %s is now called %s; this version still accepts the old name",
+        former,
+        current,
+    )
+
+
+def sections(kind: object) -> list[type[Section]]:
+    """Return the section classes that a key's type allows; none where it is a plain value."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    members = tuple(get_args(m)[0] if get_origin(m) is Annotated else m for m in members)
+    if all(isinstance(member, type) and issubclass(member, Section) for member in members):
+        return list(members)
+    return []

@@ -1,0 +1,67 @@
+"""The sections `model` and `data`, and the section of models other than the policy."""
+
+from typing import Literal
+
+from turnwise.config.base import Needed, PositiveInt, Section, Tree
+
+
+class ModelConfig(Section):
+    """The model, its tokenizer and its context.
+
+    Example:
+        ModelConfig(path="Qwen/Qwen3-0.6B", max_length=8192)
+    """
+
+    path: str
+    """Folder or Hugging Face name of the model to start from, tokenizer included."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights, in the engine and in the trainer."""
+    max_length: PositiveInt = 4096
+    """Context length in tokens: the prompt plus everything sampled after it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model's weights."""
+    template_args: Tree = {}
+    """Extra variables for the chat template, such as {enable_thinking: false}."""
+    escape_special_tokens: bool = False
+    """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
+    tool result can end its turn and open another."""
+
+
+class OtherModel(Section):
+    """A model other than the policy, with the policy's tokenizer."""
+
+    path: str | None = None
+    """Folder or Hugging Face name; null uses model.path."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of its forward passes, float32 or bfloat16; null uses model.dtype."""
+
+
+class DataConfig(Section):
+    """Rows for training and evaluation.
+
+    Example:
+        DataConfig(path="train.jsonl", eval_path="test.jsonl")
+    """
+
+    path: Needed = None
+    """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, or
+    the name of a Hugging Face dataset. All values of a .csv or .tsv file are read as text."""
+    eval_path: str | None = None
+    """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
+    evaluate, and `turnwise eval` uses data.path."""
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset, such as `main` for GSM8K; null uses its
+    default."""
+    split: str = "train"
+    """Split of data.path when it is a Hugging Face dataset."""
+    eval_split: str = "test"
+    """Split of data.eval_path when it is a Hugging Face dataset."""
+    limit: PositiveInt | None = None
+    """Number of rows to use from the start of data.path; null uses all."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
+    Null skips none: a prompt that does not fit model.max_length is then an error."""
+    eval_limit: PositiveInt | None = None
+    """Number of rows to use from the start of data.eval_path; null uses all."""

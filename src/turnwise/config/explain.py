@@ -1,0 +1,228 @@
+"""Documentation of every key: its type, default and meaning, as records and as commented YAML."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import NoneType
+from typing import Annotated, Literal, get_args, get_origin
+
+import annotated_types
+import yaml
+from pydantic.fields import FieldInfo
+
+from turnwise.config.base import NEEDED, NO_DEADLINE, Section, Tree, sections
+from turnwise.config.schema import Config
+
+_BOUNDS = (
+    (annotated_types.Gt, "gt", ">"),
+    (annotated_types.Ge, "ge", "≥"),
+    (annotated_types.Lt, "lt", "<"),
+    (annotated_types.Le, "le", "≤"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the configuration, as shown in the reference.
+
+    Example:
+        for key in describe_keys():
+            print(key.name, key.type, key.default, key.meaning)
+    """
+
+    name: str
+    """The full name, such as `training.steps`."""
+    type: str
+    """The type in words, such as `int > 0` or `mask | drop`."""
+    default: str | None
+    """The default as YAML; None for a key that must be set."""
+    meaning: str
+    """One or more sentences, with the unit and the meaning of null."""
+    kind: str = ""
+    """The `name` of the section kind that has this key; empty if every kind has it."""
+
+
+def describe_keys() -> list[Key]:
+    """Return every key in the order of the configuration."""
+    return list(_keys(Config, None, ""))
+
+
+@cache
+def known_keys() -> dict[str, str]:
+    """Return every key as `section.key`, in order, with its meaning."""
+    return {key.name: key.meaning for key in _keys(Config, None, "")}
+
+
+def needed_keys() -> Sequence[str]:
+    """Return the keys that must be set unless a program provides their values otherwise."""
+    return _NEEDED_KEYS
+
+
+def explain_config(config: Config | None = None) -> str:
+    """Return a configuration as YAML, with a comment above each key that explains it.
+
+    Args:
+        config: None prints the defaults, with required keys marked and left empty.
+    """
+    lines: list[str] = []
+    _describe(Config, config, 0, config is None, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator[Key]:
+    """Yield the keys of a class of sections; the defaults are those of `section`."""
+    for name, field in kind.model_fields.items():
+        key, parts = prefix + name, sections(field.annotation)
+        value = _default(field) if section is None else getattr(section, name)
+        if len(parts) > 1 and isinstance(value, Section):
+            names = [_name(part) for part in parts]
+            meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
+            yield Key(f"{key}.name", " | ".join(names), _name(type(value)), meaning)
+        for part in parts:
+            below = _keys(part, value if isinstance(value, part) else None, f"{key}.")
+            if len(parts) == 1:
+                yield from below
+            else:
+                named = (k for k in below if k.name != f"{key}.name")
+                yield from (replace(k, kind=_name(part)) for k in named)
+        if not parts:
+            default = None if _is_needed(field) else _as_yaml(value)
+            yield Key(key, _type_name(field.annotation, field.metadata), default, _meaning(field))
+
+
+def _name(section: type[Section]) -> str:
+    """Return the name of one kind of a section."""
+    return str(section.model_fields["name"].default)
+
+
+def _choices(section: type[Section], prefix: str) -> Iterator[tuple[str, list[type[Section]]]]:
+    for name, field in section.model_fields.items():
+        parts = sections(field.annotation)
+        if len(parts) > 1:
+            yield prefix + name, parts
+        elif parts:
+            yield from _choices(parts[0], f"{prefix}{name}.")
+
+
+CHOICES = dict(_choices(Config, ""))
+"""Possible kinds of each key whose value is one of several sections, chosen by `name`."""
+
+
+def _needed(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if NEEDED in field.metadata:
+            yield prefix + name
+        for part in sections(field.annotation)[:1]:
+            yield from _needed(part, f"{prefix}{name}.")
+
+
+_NEEDED_KEYS = tuple(_needed(Config, ""))
+
+
+def _is_needed(field: FieldInfo) -> bool:
+    return field.is_required() or NEEDED in field.metadata
+
+
+def _default(field: FieldInfo) -> object:
+    """Return the default of a key; None if it has none, or is a deadline set to null."""
+    if field.is_required() or field.default == NO_DEADLINE:
+        return None
+    value: object = field.default
+    return value
+
+
+def _kinds(parts: Sequence[type[Section]]) -> list[str]:
+    """Return the names of a key's possible kinds, each with its meaning."""
+    return [f"{_name(part)}: {part.__doc__}" for part in parts]
+
+
+def _meaning(field: FieldInfo) -> str:
+    """Return a key's docstring on one line; add its possible values if it does not name them."""
+    text = " ".join((field.description or "").split())
+    values = [str(value) for value in _literals(field.annotation)]
+    if text and not all(re.search(rf"\b{value}\b", text) for value in values):
+        text += f" Values: {', '.join(values)}."
+    return text
+
+
+def _literals(kind: object) -> Iterator[object]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    else:
+        for part in get_args(kind):
+            yield from _literals(part)
+
+
+def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
+    """Return a key's type in words, with its bounds."""
+    if NEEDED in metadata:
+        return "str"
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is NoneType:
+        return "null"
+    if origin is Annotated:
+        return _type_name(arguments[0], arguments[1:])
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict or kind == Tree:
+        return "mapping"
+    if isinstance(kind, type) and not arguments:
+        name = "mapping" if issubclass(kind, Section) else kind.__name__
+        nullable = " | null" if any(type(m).__name__ == "PlainSerializer" for m in metadata) else ""
+        return name + _bounds(metadata) + nullable
+    return " | ".join(_type_name(part) for part in arguments)
+
+
+def _bounds(metadata: Sequence[object]) -> str:
+    """Return numeric bounds such as ` > 0, ≤ 1`; no bound of a deadline."""
+    found = []
+    for item in metadata:
+        for one in getattr(item, "metadata", None) or [item]:
+            for kind, attribute, sign in _BOUNDS:
+                if isinstance(one, kind) and (limit := getattr(one, attribute)) != NO_DEADLINE:
+                    found.append(f"{sign} {limit:g}")
+    return f" {', '.join(found)}" if found else ""
+
+
+def _as_yaml(value: object) -> str:
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)  # valid YAML too, and on one line
+    if value == NO_DEADLINE:
+        value = None
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("...").strip()
+
+
+def _describe(
+    kind: type[Section], section: Section | None, depth: int, marks: bool, lines: list[str]
+) -> None:
+    """Add a section's lines.
+
+    Args:
+        kind: The section's class.
+        section: Its values; None uses the defaults of the class.
+        marks: Whether to mark keys that must be set.
+    """
+    indent = "  " * depth
+    for name, field in kind.model_fields.items():
+        value = _default(field) if section is None else getattr(section, name)
+        meaning, parts = _meaning(field), sections(field.annotation)
+        if parts:
+            kinds = [f"  {text}" for text in _kinds(parts)] if len(parts) > 1 else []
+            lines += ["", *(f"{indent}# {text}" for text in (meaning, *kinds) if text)]
+            lines += [f"{indent}{name}:"]
+            below = value if isinstance(value, Section) else None
+            _describe(parts[0] if below is None else type(below), below, depth + 1, marks, lines)
+            continue
+        required = marks and _is_needed(field)
+        lines += [f"{indent}# {'(required) ' if required else ''}{meaning}"] if meaning else []
+        text = "" if required else _as_yaml(value)
+        lines += [f"{indent}{name}: {text}".rstrip()]
+    for name, value in (section.model_extra or {}).items() if section else ():
+        lines += [f"{indent}{name}: {_as_yaml(value)}"]  # an argument of a user-defined class

@@ -1,0 +1,152 @@
+"""The section `rollout`: agent loop, tools, rewards, limits."""
+
+from typing import Literal
+
+from pydantic import field_validator, model_validator
+
+from turnwise.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler")
+"""Names of the built-in agent loops, which `rollout.loops` implements."""
+
+
+class RewardConfig(Section):
+    """One part of the reward: the environment's own, a function, or a reward model."""
+
+    function: str | None = None
+    """package.module:function(trajectory, row) -> number, sync or async; null uses no function."""
+    model: str | None = None
+    """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
+    model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the model's weights: float32, bfloat16, or auto for the saved precision."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs for the model's process, such as 0.5 for half of one; 0 computes on the CPU."""
+    name: str | None = None
+    """Name in metrics; null uses the name of the function or the model."""
+    weight: float = 1.0
+    """Factor of this part in the sum."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RewardConfig":
+        if self.function and self.model:
+            raise ValueError("a reward is either a function or a model: use two entries for both")
+        return self
+
+
+class RolloutConfig(Section):
+    """Agent loop, tools, rewards and limits.
+
+    Example:
+        RolloutConfig(prompts_per_step=8, max_turns=4)
+    """
+
+    loop: str = "tool_calling"
+    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, or
+    package.module:Class."""
+    agent: str | None = None
+    """For loop agent: a package.module:function or a command that receives an OpenAI base URL and a
+    problem."""
+    chat_scheduler: str | None = None
+    """package.module:Class, a ChatCompletionScheduler whose generate_sequences conducts each
+    trajectory's conversation. Setting it also sets loop to chat_scheduler."""
+    agent_rewards: bool = False
+    """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
+    the environment's. If false, an agent has no access to its reward."""
+    agent_env: list[str] = []
+    """Names of environment variables to pass to an agent's command, in addition to PATH, HOME,
+    PYTHON* and the like."""
+    prompts_per_step: PositiveInt = 16
+    """Problems, each with one group of trajectories, in one training step."""
+    concurrency: PositiveInt = 256
+    """Largest number of trajectories in flight."""
+    oversample: NonNegativeFloat = 0.0
+    """Share of extra groups to start for a step, which trains on the first groups to finish; 0.25
+    starts a quarter more."""
+    retries: NonNegativeInt = 0
+    """Number of times that a failed trajectory is retried."""
+    rewards: list[RewardConfig] = []
+    """Parts of the reward, which are summed. An entry with neither function nor model is the
+    environment's own reward; an empty list uses only the environment's reward."""
+    history: Literal["exact", "template"] = "exact"
+    """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
+    template renders (template), in a new branch where the two differ."""
+    max_turns: PositiveInt = 8
+    """Largest number of turns (calls to the engine) in one trajectory."""
+    max_response_tokens: PositiveInt | None = None
+    """Largest number of tokens in a trajectory after its first prompt, tool results included; null
+    sets no limit other than model.max_length. Does not apply to agents over HTTP."""
+    stall_timeout: Seconds = 300.0
+    """Deadline in seconds without any progress of a trajectory outside its turns and tools, which
+    engine.request_timeout and tool_timeout limit. Applies to the environment and the reward too."""
+    trajectory_timeout: Seconds = 21_600.0
+    """Deadline in seconds for a whole trajectory."""
+    max_failed_fraction: Fraction = 0.5
+    """Largest share of failed trajectories in a step or an evaluation; exceeding it ends the
+    run."""
+    tool_parser: str = "hermes"
+    """Tool-call format of the model: the name of a vLLM tool parser."""
+    tool_timeout: Seconds = 30.0
+    """Deadline in seconds for one tool call."""
+    tool_max_chars: PositiveInt = 8192
+    """Largest number of characters of a tool result; the rest is cut off."""
+    result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
+    """For loop interleaved: the text of a result within the assistant's turn."""
+    call_start: str | None = None
+    """For loop interleaved: the text that opens a call, such as <code>; null uses the format of
+    rollout.tool_parser. With it the chat template offers no tools: describe them in the prompt."""
+    call_end: str | None = None
+    """For loop interleaved: the text that closes a call, such as </code>; set with call_start."""
+    call_tool: str | None = None
+    """For loop interleaved: the tool that receives the text between call_start and call_end as its
+    only argument; null parses the text as a JSON object with name and arguments."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RolloutConfig":
+        if bool(self.call_start) != bool(self.call_end):
+            raise ValueError("call_start and call_end belong together: set both or neither")
+        if self.call_tool and not self.call_start:
+            raise ValueError("call_tool receives the text between the tags: set call_start")
+        if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
+            raise ValueError(f"call_start applies only to loop interleaved, not to {self.loop}")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loop_of_chat_scheduler(cls, tree: object) -> object:
+        if isinstance(tree, dict) and tree.get("chat_scheduler") and tree.get("loop") is None:
+            return {**tree, "loop": "chat_scheduler"}
+        return tree
+
+    @model_validator(mode="after")
+    def _with_chat_scheduler(self) -> "RolloutConfig":
+        if self.chat_scheduler and self.loop != "chat_scheduler":
+            raise ValueError(
+                f"loop {self.loop} does not use chat_scheduler: set loop to chat_scheduler"
+            )
+        if self.loop == "chat_scheduler" and not self.chat_scheduler:
+            raise ValueError(
+                "loop chat_scheduler needs chat_scheduler: package.module:Class, a "
+                "ChatCompletionScheduler"
+            )
+        if self.chat_scheduler and ":" not in self.chat_scheduler:
+            raise ValueError(
+                f"chat_scheduler must be package.module:Class, not {self.chat_scheduler!r}"
+            )
+        return self
+
+    @field_validator("loop")
+    @classmethod
+    def _known_loop(cls, loop: str) -> str:
+        if loop not in LOOP_NAMES and ":" not in loop:
+            raise ValueError(
+                f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
+            )
+        return loop

@@ -1,0 +1,118 @@
+"""The whole configuration: all sections, and the checks that involve several of them."""
+
+import re
+from typing import Literal
+
+from pydantic import model_validator
+
+from turnwise.config.algorithm import AlgorithmConfig
+from turnwise.config.aliases import REPLACED_KEYS
+from turnwise.config.base import Needed, Seconds, Section
+from turnwise.config.data import DataConfig, ModelConfig
+from turnwise.config.rollout import RolloutConfig
+from turnwise.config.sampling import EvalConfig, SamplingConfig
+from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
+from turnwise.config.training import TrainingConfig
+
+
+class Config(Section):
+    """The whole configuration of a run; `load_config` reads one from a file.
+
+    Example:
+        config = load_config("config.yaml", ["training.steps=10"])
+        print(config.training.steps, config.sampling.temperature)
+    """
+
+    name: str = "run"
+    """Name of the run's folder under output_dir."""
+    output_dir: str = "runs"
+    """Folder that contains the run folders."""
+    seed: int = 0
+    """Seed of the data order and of sampling; only deterministic runs repeat exactly."""
+    deterministic: bool = False
+    """Make runs repeat bit for bit; slow, because the engine computes one request at a time."""
+    exactness: Literal["stop", "warn"] = "stop"
+    """Reaction to a token that differs from the sampled one before training: end the run (stop), or
+    only report it (warn)."""
+    environment: Needed = None
+    """Environment that turns rows into problems, tools and rewards, as package.module:Class."""
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
+    """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
+    their packages must be installed."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Lowest level of turnwise's log lines on the terminal. The files in the run folder's `logs`
+    contain the lines of all processes, including vLLM's and Ray's, from level info up, or debug if
+    this is debug."""
+    watchdog_seconds: Seconds = 60.0
+    """Seconds without any progress after which the run reports what it is waiting for."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster, or `auto`; null starts Ray on this machine."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    serving: ServingConfig = ServingConfig()
+    weights: WeightsConfig = WeightsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        together = self.engine.max_num_batched_tokens
+        if together < self.model.max_length and (
+            self.engine.vllm_args.get("enable_chunked_prefill") is False
+        ):
+            raise ValueError(
+                f"engine.max_num_batched_tokens {together} is below model.max_length "
+                f"{self.model.max_length}, and engine.vllm_args.enable_chunked_prefill is false: "
+                "raise the first, lower the second, or remove the third"
+            )
+        if together < self.engine.max_num_seqs and not self.deterministic:
+            raise ValueError(
+                f"engine.max_num_batched_tokens {together} is below engine.max_num_seqs "
+                f"{self.engine.max_num_seqs}, and each sequence computes at least one token per "
+                "step: raise the first or lower the second"
+            )
+        for key in REPLACED_KEYS.keys() & self.engine.vllm_args.keys():
+            raise ValueError(f"engine.vllm_args.{key} is not supported: {REPLACED_KEYS[key]}")
+        allowed = self.engine.logits_processors_allowed
+        for key, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval.sampling)):
+            for one in sampling.logits_processors:
+                name = one if isinstance(one, str) else one.qualname
+                if allowed is None or not re.fullmatch(allowed, name):
+                    raise ValueError(
+                        f"{key}.logits_processors: engine.logits_processors_allowed does not match "
+                        f"{name!r}; set it to a pattern that matches the name"
+                    )
+        if self.algorithm.dynamic_sampling and self.sampling.n < 2:
+            raise ValueError(
+                "algorithm.dynamic_sampling compares the rewards within a group, and sampling.n 1 "
+                "has nothing to compare: raise sampling.n, or set algorithm.dynamic_sampling to "
+                "false"
+            )
+        if self.training.max_staleness and self.deterministic:
+            raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
+        for key in EngineConfig.model_fields.keys() & self.engine.vllm_args.keys():
+            raise ValueError(f"engine.vllm_args.{key} has its own key: set engine.{key} instead")
+        if self.engine.pipeline_parallel_size > 1 and (
+            self.training.colocated or self.serving.spread
+        ):
+            raise ValueError(
+                "engine.pipeline_parallel_size above 1 requires engines in separate processes: set "
+                "it to 1, or set training.colocated and serving.spread to false"
+            )
+        size, ranks = self.engine.tensor_parallel_size, self.training.ranks
+        if self.training.offload and not self.training.colocated:
+            raise ValueError(
+                "training.offload frees memory for engines in the trainer's processes: set "
+                "training.colocated to true"
+            )
+        if self.training.colocated and self.serving.workers * size != ranks:
+            raise ValueError(
+                f"training.colocated needs one rank per engine device: serving.workers "
+                f"{self.serving.workers} * engine.tensor_parallel_size {size} is not "
+                f"training.ranks {ranks}"
+            )
+        return self

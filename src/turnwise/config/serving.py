@@ -1,0 +1,164 @@
+"""The sections `engine`, `serving` and `weights`."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
+from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Tree
+
+TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
+"""Names of the built-in weight transports, which `weights.transport` implements."""
+
+
+class EngineConfig(Section):
+    """One engine: devices, memory, batches.
+
+    Example:
+        EngineConfig(tensor_parallel_size=2, max_num_seqs=64)
+    """
+
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices that share each layer of an engine's model. On a CPU each is a process."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Number of groups of such devices, each with some of the layers; GPUs only, and untested."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory for the KV cache in GiB; null uses 0.5 on a CPU and vLLM's default on a GPU."""
+    max_num_seqs: PositiveInt = 256
+    """Largest number of requests in one step of the engine."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Largest number of tokens in one step of the engine; longer prompts are computed in chunks."""
+    prefix_caching: bool = True
+    """Reuse the KV cache of shared prefixes."""
+    threads: PositiveInt = 1
+    """Number of CPU threads of the engine; more than one per core is slower."""
+    logits_processors: list[str] = []
+    """Logits processors for every request, each as package.module:name: a callable (token_ids,
+    logits) -> logits, or a vLLM logits processor class; classes run first. The engine's log-probs
+    are those of the processed distribution, the trainer's those of the unprocessed model."""
+    logits_processors_allowed: str | None = None
+    """Regular expression for the names (package.module:function) that requests and `sampling` may
+    list in `logits_processors`; it must match the whole name. Clients can call anything in a
+    matched module with arguments of their choice: match only modules that contain nothing but
+    processors. Null allows none."""
+    metrics: bool | None = None
+    """Collect vLLM's statistics, which /metrics reports as vllm:* with a worker label; costs some
+    CPU time per token. Null collects them in `turnwise serve` and with serving.worker_servers."""
+    start_timeout: Seconds = 300.0
+    """Deadline in seconds for starting an engine."""
+    request_timeout: Seconds = 120.0
+    """Deadline in seconds for the next token of any request on a busy engine, and for its response
+    to a call. A single request may wait in the queue and take longer."""
+    vllm_args: Tree = {}
+    """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}."""
+
+    @field_validator("logits_processors_allowed")
+    @classmethod
+    def _is_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+        return pattern
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of one engine, which equals its number of compute processes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _in_use(cls, extra: Tree) -> Tree:
+        """Drop keys of older versions of vLLM whose value has no effect."""
+        return {
+            key: value
+            for key, value in extra.items()
+            if key not in REPLACED_KEYS or not asks_for_nothing(key, value)
+        }
+
+
+class ServingConfig(Section):
+    """The workers and the server in front of them.
+
+    Example:
+        ServingConfig(workers=2, port=0)
+    """
+
+    workers: PositiveInt = 1
+    """Number of engines, each in its own process."""
+    overload: Annotated[float, Field(ge=1)] = 1.5
+    """Load of a worker, relative to the mean, at which sessions are moved away immediately; a
+    lasting overload of 5 % moves them too."""
+    known_sessions: PositiveInt = 65_536
+    """Largest number of sessions and groups whose worker is remembered. Beyond it, the least
+    recently used one is forgotten, and its next turn goes to the least loaded worker."""
+    max_continuations: NonNegativeInt = 3
+    """Largest number of times that a turn continues on another worker after its own failed. A
+    request that crashes two workers on its own is refused for ten minutes."""
+    max_restarts: NonNegativeInt = 3
+    """Number of consecutive times that a dead worker is restarted immediately; later attempts
+    follow after one minute, then at growing intervals of up to ten minutes."""
+    health_every: PositiveFloat = 2.0
+    """Seconds between health checks of a worker."""
+    health_timeout: Seconds = 20.0
+    """Deadline in seconds for a health check; a worker that misses it is replaced."""
+    host: str = "127.0.0.1"
+    """Address that the OpenAI server listens on; with 0.0.0.0, base URLs use the node's
+    address."""
+    port: NonNegativeInt = 8000
+    """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
+    resources: dict[str, float] = {}
+    """Ray resources of each worker in addition to its GPU, such as {engines: 1}."""
+    spread: bool = False
+    """Run each device of an engine in its own actor, so that one engine can span nodes."""
+    worker_servers: bool = False
+    """Serve each worker's engine separately too, on a free port of `host`."""
+    api_key: str | None = None
+    """Key that clients must send as a bearer token; null uses the environment variable
+    TURNWISE_API_KEY, if set. It is not written to the run folder."""
+    served_model_name: str | None = None
+    """Name that /v1/models lists; null lists both model.path and its last part. Requests
+    may name any model."""
+    max_body_mb: PositiveInt = 16
+    """Largest body of a request in MB; a larger one is refused before it is read."""
+    session_idle: Seconds = 14_400.0
+    """Seconds without a request after which a client's session is deleted."""
+    session_memory_mb: PositiveInt = 512
+    """Memory of all clients' sessions in MB; beyond it, the session idle the longest is deleted."""
+    reasoning_parser: str | None = None
+    """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
+
+
+class WeightsConfig(Section):
+    """Weight updates from the trainer to the engines.
+
+    Example:
+        WeightsConfig(transport="disk", folder="/shared/weights")
+    """
+
+    update_timeout: Seconds = 120.0
+    """Deadline in seconds for one update and its check, including the wait for in_flight drain."""
+    transport: str = "shm"
+    """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
+    memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
+    folder that all hosts can read (disk); or package.module:Class, your own Transport."""
+    folder: str | None = None
+    """Folder for transport disk; null uses `weights` in the run folder."""
+    in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
+    """Treatment of turns in flight during an update: finish them first (drain); abort them and
+    continue them under the new weights (abort); or pause them, and then recompute their cache
+    (keep) or continue with the cache of the old weights (keep_cache)."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
+    in float32 and 0.2 in bfloat16."""
+
+    @field_validator("transport")
+    @classmethod
+    def _known_transport(cls, transport: str) -> str:
+        if transport not in TRANSPORT_NAMES and ":" not in transport:
+            raise ValueError(
+                f"transport must be {', '.join(TRANSPORT_NAMES)}, or package.module:Class, "
+                f"not {transport!r}"
+            )
+        return transport

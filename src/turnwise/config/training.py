@@ -1,0 +1,71 @@
+"""The section `training`: steps, ranks, optimizer, checkpoints."""
+
+from typing import Literal
+
+from turnwise.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+
+class TrainingConfig(Section):
+    """Training steps, ranks, optimizer and checkpoints.
+
+    Example:
+        TrainingConfig(steps=200, learning_rate=2e-6)
+    """
+
+    steps: PositiveInt = 100
+    """Number of training steps; each consumes rollout.prompts_per_step groups."""
+    max_staleness: NonNegativeInt = 0
+    """Largest number of steps that rollouts may run ahead of the trainer; 0 is synchronous."""
+    stale_policy: Literal["mask", "drop"] = "mask"
+    """Treatment of tokens older than max_staleness: exclude them from the loss (mask), or drop
+    their whole group (drop)."""
+    ranks: PositiveInt = 1
+    """Number of training processes, over which the model is sharded."""
+    colocated: bool = False
+    """Run the engines in the trainer's processes, taking turns. serving.workers *
+    engine.tensor_parallel_size must equal training.ranks."""
+    offload: list[Literal["params", "optimizer"]] = []
+    """Parts of a colocated trainer to offload while the engines run: params (including those of the
+    reference and value models) and optimizer (AdamW's moments). They move to host memory, or to
+    disk on a CPU."""
+    resources: dict[str, float] = {}
+    """Ray resources of each rank in addition to its GPU, such as {trainers: 1}."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """Layout of micro-batches: one row of concatenated sequences (packed), or rows of similar
+    length with padding (padded); auto is packed on GPUs and padded on CPUs."""
+    updates_per_step: PositiveInt = 1
+    """Number of optimizer steps per training step, each on an equal share of the samples."""
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW's learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of optimizer steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """Learning rate after warm-up: constant, or linear decay to 0 at the last step."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Largest number of tokens, padding included, in one forward and backward pass."""
+    threads: NonNegativeInt = 0
+    """Number of CPU threads of each rank; 0 uses one per core."""
+    step_timeout: Seconds = 1800.0
+    """Deadline in seconds for one call to the trainer, such as a training step."""
+    checkpoint_every: NonNegativeInt = 0
+    """Number of steps between checkpoints; 0 saves only the last step."""
+    keep_last: PositiveInt = 2
+    """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
+    restarts: NonNegativeInt = 0
+    """Number of automatic restarts from the last checkpoint after the trainer dies."""
+    max_skipped: PositiveInt = 3
+    """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
+    each such update is skipped."""

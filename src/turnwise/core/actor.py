@@ -1,0 +1,247 @@
+"""Handles of Ray actors: started with our environment, called with deadlines.
+
+Every error names the actor: `DeadlineError` when it did not answer in time, the `TurnwiseError`
+that it raised itself, and a type of the owner's choice when it raised anything else or died.
+"""
+
+import functools
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle as RayActor
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from turnwise.config import Config
+from turnwise.core import logs
+from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.errors import TurnwiseError
+
+_T = TypeVar("_T")
+_CPU_SHARE = 0.001
+"""Cores that a bundle reserves; the operating system divides the real ones among actors."""
+
+
+class ActorHandle:
+    """One Ray actor, held by the process that started it.
+
+    Args:
+        actor: Ray's handle; Ray ends the actor when its last handle is gone.
+        name: The actor's name in errors: "policy rank 0".
+        failure: Type of error for its death, and for exceptions that are not a `TurnwiseError`.
+
+    Example:
+        handle = ActorHandle.create(Scorer, path, name="the scorer", config=config, log="scorer")
+        with killed_on_failure(handle):
+            await handle.call("load", what="load its model", seconds=60.0)
+        score = await handle.call("score", text, what="score a text", seconds=5.0)
+        handle.kill()
+    """
+
+    def __init__(
+        self, actor: RayActor, name: str, failure: type[TurnwiseError] = TurnwiseError
+    ) -> None:
+        self.actor = actor
+        self.name = name
+        self._failure = failure
+
+    @classmethod
+    def create(
+        cls,
+        actor_class: type,
+        *arguments: object,
+        name: str,
+        config: Config,
+        log: str,
+        threads: int = 1,
+        num_gpus: float = 0,
+        placement: "PlacementGroupSchedulingStrategy | str" = "DEFAULT",
+        max_concurrency: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        failure: type[TurnwiseError] = TurnwiseError,
+    ) -> "ActorHandle":
+        """Start an actor, without waiting for its process.
+
+        Args:
+            actor_class: A plain class, whose constructor gets `arguments`.
+            log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
+            threads: Threads of its OpenMP pools.
+            num_gpus: GPUs that Ray reserves for it; less than 1 reserves a share of one.
+            placement: Ray's scheduling strategy, such as a bundle of a placement group.
+            max_concurrency: Calls that run at once; None leaves Ray's default, which is 1, or
+                1000 where the class has coroutines.
+            environment: Additional environment variables of its process.
+        """
+        variables = {
+            **logs.environment(config, log),
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            **(environment or {}),
+        }
+        options: dict[str, object] = {
+            "num_cpus": 0,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": placement,
+            "runtime_env": {"env_vars": variables},
+        }
+        if max_concurrency is not None:
+            options["max_concurrency"] = max_concurrency
+        actor = _remote(actor_class).options(**options).remote(*arguments)
+        return cls(actor, name, failure)
+
+    async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
+        """Call one of the actor's methods, and wait for its result.
+
+        Args:
+            what: The call in errors, after "did not" or "failed to": "score a text".
+            seconds: Time within which it must answer.
+
+        Raises:
+            DeadlineError: when it does not answer in time.
+            TurnwiseError: as `get_with_deadline` does.
+        """
+        reply = getattr(self.actor, method).remote(*arguments)
+        return await get_with_deadline(reply, self.name, what, seconds, self._failure)
+
+    def kill(self) -> None:
+        """End the actor's process at once."""
+        ray.kill(self.actor)
+
+
+@functools.cache
+def _remote(actor_class: type) -> RayActor:
+    return ray.remote(actor_class)
+
+
+@contextmanager
+def killed_on_failure(*handles: ActorHandle) -> Iterator[None]:
+    """Kill these actors if the block raises, such as during their setup."""
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            handle.kill()
+        raise
+
+
+async def create_placement_group(
+    count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
+) -> PlacementGroup:
+    """Reserve a bundle for each of `count` actors, on as few nodes as possible.
+
+    Args:
+        gpus: GPUs of each bundle.
+        resources: Ray's custom resources of each bundle, by name.
+        who: The actors in errors, in the plural: "workers".
+        key: Section of the configuration whose `resources` these are.
+        seconds: Time within which the cluster must have room for all.
+
+    Raises:
+        DeadlineError: when it has no room in time.
+    """
+    # Ray accepts no empty bundle.
+    bundle = {"CPU": _CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
+    group = placement_group([bundle] * count, strategy="PACK")
+    asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items() if name != "CPU")
+    what = f"a cluster with {asked or 'room'} for each of {count} {who}"
+    try:
+        await get_with_deadline(
+            group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
+        )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+async def get_with_deadline(
+    reply: Awaitable[_T],
+    who: str,
+    what: str,
+    seconds: float,
+    failure: type[TurnwiseError] = TurnwiseError,
+) -> _T:
+    """Wait for an actor's reply; errors read "`who` did not `what` within ...".
+
+    Raises:
+        DeadlineError: when it did not come within `seconds`.
+        TurnwiseError: the one that the actor raised; `failure` when it raised anything else,
+            or died.
+    """
+    try:
+        async with deadline(seconds, f"{who} did not {what}"):
+            return await reply
+    except RayTaskError as error:
+        if isinstance(error.cause, TurnwiseError):
+            raise error.cause from None
+        raise failure(f"{who} failed to {what}: {error.cause!r}") from error
+    except RayError as error:
+        raise failure(death(who, error)) from error
+
+
+def death(who: str, error: BaseException) -> str:
+    """Describe an actor's death in a clause, with the cause that Ray reports."""
+    why = next((why for kind, why in _DEATHS.items() if isinstance(error, kind)), "")
+    if "its node has died" in str(error):  # an ActorDiedError reports it in its message only
+        why = _DEATHS[NodeDiedError]
+    return f"the process of {who} died{why and f' ({why})'}"
+
+
+def is_death(error: BaseException | None) -> bool:
+    """Return whether one of the functions here raised this error because an actor died."""
+    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
+    return isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
+
+
+_DEATHS: dict[type[RayError], str] = {
+    OutOfMemoryError: "its node ran out of memory, and Ray ended it",
+    NodeDiedError: "its node is gone",
+    LocalRayletDiedError: "Ray's own process on its node is gone",
+    ActorUnschedulableError: "no node has room for it",
+    ActorUnavailableError: "it cannot be reached",
+}
+"""Causes of death by Ray's errors; every `RayError` except a `RayTaskError` is a death."""
+
+
+def get_all_with_deadline(
+    replies: Mapping[str, ray.ObjectRef], what: str, seconds: float, failure: type[TurnwiseError]
+) -> list[Any]:
+    """Wait, without an event loop, for the replies of several actors, keyed by name.
+
+    Raises:
+        DeadlineError: when one did not answer within `seconds`.
+        TurnwiseError: `failure`, as soon as one of them raised anything or died.
+    """
+    references = list(replies.values())
+    try:
+        return list(ray.get(references, timeout=seconds))
+    except GetTimeoutError:
+        _, late = ray.wait(references, num_returns=len(references), timeout=0)
+        who = ", ".join(name for name, reply in replies.items() if reply in late)
+        raise deadline_error(seconds, f"{who} did not {what}") from None
+    except RayError as error:
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
+        raise failure("; ".join(filter(None, causes)) or death("Ray", error)) from error
+
+
+def _cause(reply: ray.ObjectRef, who: str, what: str) -> str:
+    try:
+        ray.get(reply)
+    except RayTaskError as error:
+        return f"{who} failed to {what}: {error.cause!r}"
+    except RayError as error:
+        return death(who, error)
+    return ""

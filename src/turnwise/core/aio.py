@@ -1,0 +1,120 @@
+"""Small asyncio pieces that the standard library lacks: task groups, threads, garbage collection.
+
+Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
+"""
+
+import asyncio
+import contextlib
+import gc
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from turnwise.errors import ordinary_error
+
+_T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a `TaskGroup` that raises the first error itself, not a group around it.
+
+    Example:
+        async with task_group() as tasks:
+            first = tasks.create_task(work())
+            tasks.create_task(more_work())
+        result = first.result()
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+
+
+def is_cancelled() -> bool:
+    """Return whether the running task was cancelled.
+
+    If not, a CancelledError came from something that the task awaited.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def freeze_gc() -> None:
+    """Exempt all present objects (modules, models) from garbage collection.
+
+    Otherwise each full collection would stop the event loop for tenths of a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class ThreadSafeFuture(Generic[_T]):
+    """A future of the running event loop that any thread may resolve, once."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[_T] = self._loop.create_future()
+
+    def succeed(self, value: _T) -> None:
+        """Set the result; does nothing once the future is done."""
+        self._settle(lambda: self.future.set_result(value))
+
+    def fail(self, error: BaseException) -> None:
+        """Set the exception, as `ordinary_error`; does nothing once the future is done."""
+        self._settle(lambda: self.future.set_exception(ordinary_error(error)))
+
+    def _settle(self, set_outcome: Callable[[], None]) -> None:
+        def settle() -> None:
+            if not self.future.done():
+                set_outcome()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
+            self._loop.call_soon_threadsafe(settle)
+
+
+async def run_in_thread(function: Callable[[], _T]) -> _T:
+    """Run a blocking function in an idle daemon thread.
+
+    A function that never returns blocks neither other calls (as it would in a thread pool)
+    nor the exit of the program.
+
+    Example:
+        text = await run_in_thread(lambda: path.read_text())
+    """
+    reply = ThreadSafeFuture[_T]()
+
+    def work() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            reply.fail(error)
+        else:
+            reply.succeed(value)
+
+    start_in_thread(work)
+    return await reply.future
+
+
+_idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
+"""Inboxes of idle threads, reused because starting a thread blocks the event loop for a moment."""
+
+
+def start_in_thread(work: Callable[[], None]) -> None:
+    """Start a function that raises nothing in an idle daemon thread, and return at once."""
+    try:
+        inbox = _idle_threads.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=[inbox], daemon=True, name="turnwise-call").start()
+    inbox.put(work)
+
+
+def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        inbox.get()()
+        _idle_threads.append(inbox)

@@ -1,0 +1,129 @@
+"""Bounded waits: by time (`deadline`), or by lack of progress (`StallClock`).
+
+Both raise `DeadlineError`, whose message says what did not happen, and within how many seconds.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from turnwise.errors import DeadlineError
+
+
+@asynccontextmanager
+async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIterator[None]:
+    """Raise DeadlineError from the block when it takes longer than `seconds`.
+
+    A TimeoutError that the block itself raises passes unchanged.
+
+    Args:
+        seconds: None waits indefinitely.
+        missed: Beginning of the message, in the past tense: "worker-0 did not start".
+        key: Configuration key of this deadline, which the message then names.
+
+    Example:
+        async with deadline(30.0, "worker-0 did not start", "engine.start_timeout"):
+            await started
+        # DeadlineError: worker-0 did not start within 30 s (engine.start_timeout)
+    """
+    try:
+        async with asyncio.timeout(seconds) as timeout:
+            yield
+    except TimeoutError:
+        if seconds is None or not timeout.expired():
+            raise
+        raise deadline_error(seconds, missed, key) from None
+
+
+def deadline_error(seconds: float, missed: str, key: str = "") -> DeadlineError:
+    """Return the error that `deadline` raises, for waits outside an event loop."""
+    return DeadlineError(f"{missed} within {seconds:g} s" + (f" ({key})" if key else ""))
+
+
+class StallClock:
+    """Ends waits that make no progress for `seconds`.
+
+    One clock serves any number of waits on one event loop, with a single timer.
+
+    Example:
+        clock = StallClock(120.0)
+        async with clock.watching("the engine sampled no token"):
+            await answer  # while other code calls `clock.moved()` for each token
+        # DeadlineError: the engine sampled no token within 120 s
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.stopped = False
+        """True while no progress is expected, such as while an engine sleeps."""
+        self._holds = 0
+        self._moved = 0.0
+        self._doubted = False
+        self._waits: set[asyncio.Timeout] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def moved(self) -> None:
+        """Record progress, which restarts the countdown."""
+        self._moved = asyncio.get_running_loop().time()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Stop the clock during a wait that has its own deadline."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self.moved()
+
+    @asynccontextmanager
+    async def watching(self, missed: str = "", key: str = "") -> AsyncIterator[asyncio.Timeout]:
+        """Raise from the block when there is no progress for `seconds`.
+
+        The error is `DeadlineError` with `missed` and `key`, as `deadline` raises it; without
+        `missed` it is TimeoutError.
+        """
+        try:
+            async with asyncio.timeout(None) as wait:
+                if not self._waits:
+                    self.moved()
+                self._waits.add(wait)
+                if self._timer is None:
+                    self._look_at(self._moved + self.seconds)
+                try:
+                    yield wait
+                finally:
+                    self._waits.discard(wait)
+                    # A pending timer would keep the event loop from dropping cancelled timers,
+                    # and the objects of their requests.
+                    if not self._waits and self._timer is not None:
+                        self._timer.cancel()
+                        self._timer = None
+                        self._doubted = False
+        except TimeoutError:
+            if not missed or not wait.expired():
+                raise
+            raise deadline_error(self.seconds, missed, key) from None
+
+    def _look_at(self, when: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._waits:
+            return
+        now = asyncio.get_running_loop().time()
+        if self.stopped or self._holds:
+            self.moved()
+        if now < self._moved + self.seconds:
+            self._doubted = False
+            self._look_at(self._moved + self.seconds)
+        elif not self._doubted:
+            # This process may itself have been stopped: let the loop read pending events first.
+            self._doubted = True
+            self._look_at(now + min(1.0, self.seconds / 10))
+        else:
+            self._doubted = False
+            waits, self._waits = self._waits, set()
+            for wait in waits:
+                wait.reschedule(now)

@@ -1,0 +1,356 @@
+"""A process that imports vLLM and torch once, and is forked for every worker.
+
+Importing them takes seconds of CPU time in each process; a fork shares the imported modules. The
+server starts with the program that needs it, and ends with it, as does every fork. Ray starts its
+workers through `fork_client`, and an engine's process is forked as well
+(`share_with_engines`).
+
+    program ── starts ──> fork server ── forks ──> Ray workers, engine processes
+       └── starts ──> raylet ── starts ──> fork_client ── asks ──> fork server
+
+Used on machines without a GPU: a process that has touched CUDA must not fork, and loading a model
+for a GPU takes longer than the imports. `TURNWISE_FORK_SERVER=off` disables it; a path
+names a server that is already running. Nothing here has been run on a GPU.
+"""
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import runpy
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from turnwise.core import logs
+from turnwise.core.json_types import JsonObject
+
+VARIABLE = "TURNWISE_FORK_SERVER"
+CLIENT = Path(__file__).with_name("fork_client.py")
+_PRELOADED = (
+    "turnwise.engine.preload",
+    "turnwise.serving.openai.server",
+    "turnwise.serving.worker",
+    "turnwise.training.rank",
+    "turnwise.run.trackers",
+    "typer",
+    "rich.live",
+    "setproctitle",
+)
+_NVIDIA = Path("/dev/nvidiactl")
+_MAX_REQUEST = 2**24
+_SENDING_SECONDS = 10.0
+_STREAMS = 3
+_FORKSERVER = "multiprocessing.forkserver"
+
+Job = Callable[[], None]
+
+
+class ForkServer:
+    """The server's process, owned by the program that starts it.
+
+    Example:
+        server = ForkServer()
+        subprocess.run([*command(server.address), "-m", "pytest"])
+        server.close()
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-fork-")
+        self.address = str(Path(self._folder.name) / "socket")
+        read, self._alive = os.pipe()
+        # Bound here, so that a client that connects before the imports are done waits for them.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(self.address)
+            listener.listen(128)
+            descriptors = (listener.fileno(), read)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "turnwise.core.fork_server", *map(str, descriptors)],
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "OMP_NUM_THREADS": "1",
+                    "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
+                    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the program
+            )
+        os.close(read)
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        """End the server and all of its forks."""
+        os.close(self._alive)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._folder.cleanup()
+
+
+_own: ForkServer | None = None
+
+
+def address() -> str | None:
+    """Return the address of this program's fork server, started on the first call; None if off."""
+    global _own
+    known = os.environ.get(VARIABLE)
+    if known == "off" or (known is None and _NVIDIA.exists()):
+        return None
+    if known is None and _own is None:
+        _own = ForkServer()
+        atexit.register(_close_at_exit, _own)
+    return known or (None if _own is None else _own.address)
+
+
+def _close_at_exit(server: ForkServer) -> None:
+    """End the server when the program ends; another Ctrl-C must not interrupt this."""
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.close()
+
+
+def command(server: str) -> list[str]:
+    """Return the words that replace `python` in a command line, so that the program is forked."""
+    return [sys.executable, "-I", "-S", str(CLIENT), server]
+
+
+def share_with_engines() -> bool:
+    """Let the server fork the engine processes of this process too, if this is a fork itself.
+
+    From then on, multiprocessing's start method `forkserver` forks from a fork of the server.
+    Returns False if there is no server.
+    """
+    own: Any = multiprocessing.forkserver._forkserver
+    if own._forkserver_address is not None:
+        return True
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    asking.settimeout(_SENDING_SECONDS)
+    try:
+        asking.connect(os.environ.get(VARIABLE, ""))
+    except OSError:
+        return False
+    place = str(Path(multiprocessing.util.get_temp_dir()) / "forkserver")
+    read, alive = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(place)
+        listener.listen()
+        body = json.dumps(
+            {"arguments": [_FORKSERVER], "cwd": os.getcwd(), "env": dict(os.environ)}
+        ).encode()
+        descriptors = array.array("i", [0, 1, 2, listener.fileno(), read])
+        asking.sendmsg(
+            [len(body).to_bytes(4, "big")],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
+        )
+        asking.sendall(body)
+        # The connection stays open: the fork ends with it.
+        own._fork_client = asking
+    os.close(read)
+    own._forkserver_address, own._forkserver_alive_fd = place, alive
+    own.ensure_running = lambda: None
+    return True
+
+
+def main() -> None:
+    """Run the server: `python -m turnwise.core.fork_server LISTENER ALIVE`, two descriptors."""
+    listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
+    gc.disable()
+    # Ray reads the environment when it is imported, so each fork imports it itself; vLLM imports
+    # it only if it is available.
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    del sys.modules["ray"]
+    gc.freeze()
+    if (job := _serve(listener, alive)) is not None:  # in a fork
+        os._exit(_exit_code(job))
+
+
+def _exit_code(job: Job) -> int:
+    """Run the job as an interpreter would, but skip freeing its memory, which takes seconds."""
+    code = 0
+    try:
+        job()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _serve(listener: socket.socket, alive: int) -> Job | None:
+    """Fork for each request until `alive` is closed; in each fork, return its job."""
+    children: dict[int, socket.socket] = {}
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    for watched in (listener, alive, woken):
+        selector.register(watched, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                if (request := _receive(connection)) is None:
+                    connection.close()
+                    continue
+                if (pid := os.fork()) == 0:
+                    for other in (listener, wake, woken, connection, *children.values()):
+                        other.close()
+                    os.close(alive)
+                    selector.close()
+                    return lambda: _run(*request)
+                for descriptor in request[1]:
+                    os.close(descriptor)
+                children[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
+                _reply(connection, pid)
+            elif key.fileobj is woken:
+                with contextlib.suppress(BlockingIOError):
+                    while woken.recv(4096):
+                        pass
+                for pid, status in _ended():
+                    if (waiting := children.pop(pid, None)) is not None:
+                        _reply(waiting, status)
+                        selector.unregister(waiting)
+                        waiting.close()
+            elif key.fileobj == alive:
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+                signal.set_wakeup_fd(-1)
+                return None
+            elif (asker := children.pop(key.data, None)) is not None:  # the client is gone
+                os.kill(key.data, signal.SIGKILL)
+                selector.unregister(asker)
+                asker.close()
+
+
+def _receive(connection: socket.socket) -> tuple[JsonObject, list[int]] | None:
+    """Return a request and the descriptors that came with it; None if it is incomplete."""
+    connection.settimeout(_SENDING_SECONDS)
+    descriptors: list[int] = []
+    try:
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, 8)
+        size = int.from_bytes(header, "big")
+        if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
+            raise ValueError("no request")
+        body = bytearray()
+        while len(body) < size:
+            if not (part := connection.recv(size - len(body))):
+                raise ValueError("cut short")
+            body += part
+        return json.loads(body), descriptors
+    except (OSError, ValueError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+
+def _reply(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(b"%d\n" % number)
+
+
+def _ended() -> list[tuple[int, int]]:
+    """Return the children that have ended, and their wait statuses."""
+    ended: list[tuple[int, int]] = []
+    with contextlib.suppress(ChildProcessError):
+        while (pair := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(pair)
+    return ended
+
+
+def _run(request: JsonObject, descriptors: list[int]) -> None:
+    """Become the requested process."""
+    import setproctitle
+
+    os.setsid()  # Ray ends its workers by their process groups
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    streams, rest = descriptors[:_STREAMS], descriptors[_STREAMS:]
+    for target, descriptor in enumerate(streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    # Not inherited by programs that the fork starts.
+    for descriptor in rest:
+        os.set_inheritable(descriptor, False)
+    os.chdir(request["cwd"])
+    _set_environment(request["env"])
+    logs.follow()
+    _adapt()
+    gc.enable()
+    first, *arguments = request["arguments"]
+    if first == _FORKSERVER:
+        listener, alive = rest
+        # An engine collects all garbage at its end, which would copy the memory that it shares.
+        setattr(gc, "unfreeze", lambda: None)  # noqa: B010
+        multiprocessing.forkserver.main(listener, alive, [])
+    elif first == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        _set_path("")
+        exec(arguments[0], {"__name__": "__main__"})
+    elif first == "-m":
+        setproctitle.setproctitle(shlex.join(["python", *request["arguments"]]))
+        sys.argv = arguments
+        _set_path("")
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        _set_path(str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    """Change only the variables that differ.
+
+    Process titles overwrite the environment's memory, which Ray and vLLM must be able to locate.
+    """
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _adapt() -> None:
+    """Apply the environment variables that libraries read only when they are imported."""
+    import numpy
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    numpy.random.seed()
+
+
+def _set_path(first: str) -> None:
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([first or os.getcwd(), *own, *sys.path])
+
+
+if __name__ == "__main__":
+    main()

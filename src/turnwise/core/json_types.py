@@ -1,0 +1,6 @@
+"""Types of parsed JSON: the contents of files, requests and tool calls."""
+
+from typing import Any
+
+JsonObject = dict[str, Any]
+"""A parsed JSON object; its values are checked where they are used."""

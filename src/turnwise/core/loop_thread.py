@@ -1,0 +1,202 @@
+"""An event loop in its own thread, for synchronous callers.
+
+One async context manager is open in it from `start` to `stop`, entered and exited by one task.
+Callers submit coroutine functions and wait for them with a deadline. When the context manager fails
+early, all current and later callers get its error.
+
+The thread is a daemon, and every wait has a deadline even when the event loop is stuck, so that no
+call of a user's code can block the program's exit. (anyio's blocking portal waits for a stuck loop
+without a deadline, and keeps other calls running after its context manager has failed.)
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, Generic, TypeVar
+
+from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.errors import TurnwiseError
+
+logger = logging.getLogger(__name__)
+
+_Opened = TypeVar("_Opened")
+_Result = TypeVar("_Result")
+Work = Callable[[], Coroutine[Any, Any, _Result]]
+_GRACE_SECONDS = 10.0
+"""Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
+
+
+class EventLoopThread(Generic[_Opened]):
+    """An async context manager that is open in an event loop on a separate thread.
+
+    Args:
+        context: Factory of the context manager.
+        name: Its name in errors: "the pipeline".
+
+    Example:
+        thread = EventLoopThread(open_database, "the database")
+        database = thread.start(30.0)
+        rows = thread.call(lambda: database.fetch("..."), 5.0, "the rows")
+        thread.stop(10.0)
+    """
+
+    def __init__(
+        self, context: Callable[[], AbstractAsyncContextManager[_Opened]], name: str
+    ) -> None:
+        self._context = context
+        self._name = name
+        self._began = threading.Event()
+        self._opened: Future[_Opened] = Future()
+        self._ended: Future[None] = Future()
+        self._calls: set[asyncio.Task[object]] = set()
+        self._leaving = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="turnwise-loop")
+
+    def start(self, seconds: float) -> _Opened:
+        """Open the context manager, and return its value.
+
+        Args:
+            seconds: Deadline.
+
+        Raises:
+            DeadlineError: when it takes longer.
+            BaseException: the error of the context manager; nothing is left open.
+        """
+        self._thread.start()
+        self._began.wait()
+        return self._result(self._opened, seconds, f"{self._name} to start")
+
+    def submit(self, work: Work[_Result]) -> "Future[_Result]":
+        """Start the coroutine that `work` makes, and return its future."""
+        self._raise_if_ended()
+        coroutine = self._tracked(work)
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop has closed since
+            coroutine.close()
+            self._ended.result()
+            raise
+
+    def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
+        """Run the coroutine that `work` makes, and return its result.
+
+        The coroutine is cancelled if the wait ends early.
+
+        Args:
+            seconds: Deadline.
+            who: Name of the result in errors: "the training step".
+
+        Raises:
+            DeadlineError: naming `who`.
+        """
+        future = self.submit(lambda: _within(work, seconds, who))
+        try:
+            return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
+        finally:
+            future.cancel()
+
+    def stop(self, seconds: float) -> None:
+        """Close the context manager; Ctrl-C is raised only after it has closed.
+
+        Args:
+            seconds: Deadline.
+
+        Raises:
+            DeadlineError: when it takes longer.
+            BaseException: the error that ended it earlier, or that closing it raised.
+        """
+        with suppress(RuntimeError):  # the loop has closed already
+            self._loop.call_soon_threadsafe(self._cancel)
+        interrupted: KeyboardInterrupt | None = None
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
+            try:
+                self._thread.join(left)
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+        if self._thread.is_alive():
+            raise deadline_error(seconds, f"{self._name} did not end")
+        self._ended.result()
+
+    def leave(self, seconds: float, error: BaseException | None) -> None:
+        """Stop at the end of a `with` block; a failure to stop never hides the block's own error.
+
+        Args:
+            error: The error that ended the block, if any.
+
+        Raises:
+            TurnwiseError: as `stop` does, if there is no `error`.
+        """
+        try:
+            self.stop(seconds)
+        except TurnwiseError as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                logger.warning("while %s ended: %s", self._name, failure)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._hold())
+        except asyncio.CancelledError:
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    async def _hold(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._loop = task, asyncio.get_running_loop()
+        self._began.set()
+        async with self._context() as opened:
+            self._opened.set_result(opened)
+            try:
+                await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
+            finally:
+                self._leaving = True
+                for call in self._calls:  # callers get the cause, not its consequences
+                    call.cancel()
+
+    def _cancel(self) -> None:
+        if not self._task.cancelling():
+            self._task.cancel()
+
+    async def _tracked(self, work: Work[_Result]) -> _Result:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._leaving:
+            raise asyncio.CancelledError
+        self._calls.add(task)
+        try:
+            return await work()
+        finally:
+            self._calls.discard(task)
+
+    def _result(self, future: "Future[_Result]", seconds: float, who: str) -> _Result:
+        end = time.monotonic() + seconds
+        either: list[Future[Any]] = [future, self._ended]
+        wait(either, seconds, FIRST_COMPLETED)
+        if future.done() and not future.cancelled():
+            return future.result()
+        if future.cancelled():
+            wait([self._ended], max(0.0, end - time.monotonic()))
+        self._raise_if_ended()
+        if future.cancelled():
+            raise TurnwiseError(f"{who} was cancelled")
+        raise deadline_error(seconds, f"waited for {who}: no answer")
+
+    def _raise_if_ended(self) -> None:
+        if self._ended.done():
+            self._ended.result()
+            raise TurnwiseError(f"{self._name} has ended")
+
+
+async def _within(work: Work[_Result], seconds: float, who: str) -> _Result:
+    async with deadline(seconds, f"waited for {who}: no answer"):
+        return await work()

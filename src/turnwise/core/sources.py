@@ -1,0 +1,128 @@
+"""Checks of the sources of models and data: this disk, the Hugging Face Hub, or its cache.
+
+A missing source is reported at once, before anything slow is imported. Without a network, Hugging
+Face's own libraries retry for half a minute; here one request of at most `_SECONDS` decides whether
+they use the Hub or only its cache.
+"""
+
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from turnwise.errors import InputError
+
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Suffixes of the names of data files."""
+_NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+_SECONDS = 3.0
+_TRUE = ("1", "ON", "YES", "TRUE")
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def check_model(path: str, key: str = "model.path") -> None:
+    """Check that a key names a model's folder, or a model that the Hub or its cache may have.
+
+    Raises:
+        InputError: when it is neither.
+    """
+    _check(path, "config.json", key, "model", "config.json, weights and tokenizer")
+
+
+def check_tokenizer(path: str) -> None:
+    """Check `model.tokenizer` in the same way; raises as `check_model` does."""
+    own = "tokenizer_config.json"
+    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
+
+
+def _check(path: str, file: str, key: str, what: str, files: str) -> None:
+    folder = Path(path).expanduser()
+    if (folder / file).is_file():
+        return
+    if folder.exists() or not may_be_on_hub(path):
+        raise InputError(
+            f"{key}: there is no {what} in {path} (a folder with {files}, or a Hugging Face name)"
+        )
+    if (offline := why_offline()) and not _is_cached(path, file):
+        raise InputError(
+            f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
+            f"this machine has no such {what}"
+        )
+
+
+def check_data(path: str) -> None:
+    """Check that a path of data is a file or folder, or a name that the Hub may have.
+
+    Raises:
+        InputError: when it is neither.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir() or (file.exists() and file.suffix in DATA_FILES):
+        return
+    if file.suffix in DATA_FILES:
+        raise InputError(f"there is no data file {path}")
+    kinds = f"{', '.join(DATA_FILES)}, a folder of a dataset, or a Hugging Face name"
+    if file.exists():
+        raise InputError(f"data: {path} is not a kind of file that can be read ({kinds})")
+    if not may_be_on_hub(path):
+        raise InputError(f"data: there is no {path} ({kinds})")
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Return whether a string has the form name or organisation/name."""
+    return _NAME.fullmatch(name) is not None and "--" not in name and ".." not in name
+
+
+def why_offline() -> str:
+    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers.
+
+    Once the Hub has not answered, this process and its children do not try again.
+    """
+    if any(os.environ.get(variable, "").upper() in _TRUE for variable in _OFFLINE):
+        return "HF_HUB_OFFLINE is set"
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if _answers(endpoint):
+        return ""
+    _go_offline()
+    return f"{endpoint} cannot be reached"
+
+
+def _is_cached(name: str, file: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache  # a third of a second to import
+
+    return isinstance(try_to_load_from_cache(name, file), str)
+
+
+def _answers(url: str) -> bool:
+    """Return whether a server answers at all; the environment's proxies are used."""
+    answers: list[bool] = []
+
+    def look() -> None:
+        try:
+            urlopen(Request(url, method="HEAD"), timeout=_SECONDS).close()
+        except HTTPError:
+            answers.append(True)
+        except URLError as error:
+            # An untrusted certificate is an answer too: the Hub's own client may trust it.
+            answers.append("CERTIFICATE" in str(error.reason).upper())
+        except OSError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    # Resolving a host's name has no timeout.
+    thread = threading.Thread(target=look, daemon=True, name="turnwise-hub")
+    thread.start()
+    thread.join(_SECONDS)
+    return any(answers)
+
+
+def _go_offline() -> None:
+    """Restrict Hugging Face's libraries to their cache, even those that are already imported."""
+    os.environ[_OFFLINE[0]] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

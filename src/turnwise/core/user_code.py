@@ -1,0 +1,394 @@
+"""Calls of user code (tools, environments, rewards, agents) outside the main event loop.
+
+User code is code that a configuration names. It never runs on the event loop that calls it: plain
+functions run in daemon threads, and coroutines on an event loop in one more daemon thread, so that
+clients can be shared between them. A call that ignores its deadline is abandoned: nothing waits for
+it any more, it counts as stuck until it returns, and no call begins while `MAX_STUCK` are stuck.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from turnwise.core.aio import ThreadSafeFuture, run_in_thread, start_in_thread
+from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.errors import TurnwiseError, describe_error, in_user_code, ordinary_error, short_path
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+MAX_STUCK = 256
+"""Maximum number of stuck calls; at this number, no call of user code begins."""
+GRACE_SECONDS = 2.0
+"""Time that a cancelled coroutine of user code has for its clean-up."""
+BLOCKED_SECONDS = 10.0
+"""Time without beginning a call after which a loop of user code is blocked, and is replaced."""
+STR_SECONDS = 1.0
+"""Deadline of an error's own `__str__`, which is user code."""
+_NAMED = 4
+"""Maximum number of calls that one line names."""
+
+
+async def call_user_code(
+    function: Callable[..., object],
+    /,
+    *arguments: object,
+    name: str,
+    seconds: float | None = None,
+) -> Any:
+    """Call a user's function, plain or async, outside this event loop.
+
+    Args:
+        name: The call in messages: "the tool search". Calls are counted by it.
+        seconds: Deadline; None sets none. Cancelling this call ends the wait too.
+
+    Raises:
+        DeadlineError: when it does not answer in time.
+        TurnwiseError: when too many calls are stuck for another to begin.
+        Exception: whatever the function raised. SystemExit, KeyboardInterrupt, StopIteration and
+            a CancelledError that it raised itself become a RuntimeError.
+
+    Example:
+        weather = await call_user_code(search, "Paris", name="the tool search", seconds=30.0)
+    """
+    if len(_stuck) >= MAX_STUCK:
+        raise TurnwiseError(f"{name} is not called, because {stuck_calls()}")
+    async with deadline(seconds, f"{name} did not answer"):
+        if inspect.iscoroutinefunction(function):
+            return await _on_user_loop(name, functools.partial(function, *arguments))
+        value = await _in_user_thread(name, functools.partial(function, *arguments))
+        if inspect.isawaitable(value):
+            return await _on_user_loop(name, lambda: value)
+        return value
+
+
+async def run_abandonable(make: Callable[[], Awaitable[_T]], name: str) -> _T:
+    """Run a user's coroutine that needs this event loop, in a separate task.
+
+    When cancelled, this call waits at most `GRACE_SECONDS` for that task.
+
+    Raises:
+        Exception: as `call_user_code` does.
+    """
+    coroutine = _Coroutine(name, make, asyncio.get_running_loop())
+    coroutine.begin()
+    return await coroutine.outcome()
+
+
+def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
+    """Call a user's plain function from a thread that may block.
+
+    Raises:
+        Exception: as `call_user_code` does.
+    """
+    answer: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
+    call = _Call(name)
+
+    def work() -> None:
+        try:
+            value = call.run(function)
+        except BaseException as error:
+            failure = ordinary_error(error)
+            answer.put(lambda: _raise(failure))
+        else:
+            answer.put(lambda: value)
+
+    start_in_thread(work)
+    try:
+        take = answer.get(timeout=seconds)
+    except queue.Empty:
+        call.abandon()
+        raise deadline_error(seconds, f"{name} did not answer") from None
+    return take()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+async def describe_user_error(error: Exception) -> str:
+    """Describe an error as `errors.describe_error` does, outside this event loop.
+
+    The error's `__str__` is user code; if it does not answer, only the type's name is returned.
+    """
+    if isinstance(error, TurnwiseError):
+        return str(error)
+    kind = type(error).__name__
+    try:
+        return str(
+            await call_user_code(
+                describe_error, error, name=f"the __str__ of {kind}", seconds=STR_SECONDS
+            )
+        )
+    except TurnwiseError:
+        return kind
+
+
+def stuck_calls() -> str:
+    """Describe the abandoned calls that have not returned in one clause; "" without any."""
+    return _describe(list(_stuck))
+
+
+def unreturned_calls() -> str:
+    """Describe all calls of user code that have not returned in one clause; "" without any."""
+    return _describe(list(_running))
+
+
+def _describe(calls: "list[_Call]") -> str:
+    if not calls:
+        return ""
+    names: dict[str, list[_Call]] = {}
+    for call in calls:
+        names.setdefault(call.name, []).append(call)
+    parts = []
+    for name, alike in list(names.items())[:_NAMED]:
+        times = f"{len(alike)} times" if len(alike) > 1 else ""
+        about = ", ".join(filter(None, [times, alike[0].where()]))
+        parts.append(f"{name} ({about})" if about else name)
+    if len(names) > _NAMED:
+        parts.append(f"{len(names) - _NAMED} more")
+    verb = "s have" if len(calls) > 1 else " has"
+    return f"{len(calls)} call{verb} not returned: {', '.join(parts)}"
+
+
+class _Call:
+    """One call of user code, registered until it returns."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.thread: int | None = None
+        """Identifier of the thread that runs it; None before it begins."""
+        _running[self] = None
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call the function in this thread."""
+        self.thread = threading.get_ident()
+        try:
+            return function()
+        finally:
+            self.returned()
+
+    def returned(self) -> None:
+        """Unregister the call."""
+        _running.pop(self, None)
+        _stuck.pop(self, None)
+
+    def abandon(self) -> None:
+        """Count the call as stuck until it returns."""
+        _stuck[self] = None
+        if self not in _running:  # it has returned in the meantime
+            _stuck.pop(self, None)
+
+    def where(self) -> str:
+        """Return the line of user code that runs now, as `at file:line`; "" if unknown."""
+        frame = None if self.thread is None else sys._current_frames().get(self.thread)
+        while frame is not None and not in_user_code(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        return f"at {short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_running: dict[_Call, None] = {}
+"""Calls that have not returned."""
+_stuck: dict[_Call, None] = {}
+"""Calls that have not returned and were abandoned."""
+
+
+async def _in_user_thread(name: str, function: Callable[[], _T]) -> _T:
+    call = _Call(name)
+    try:
+        return await run_in_thread(lambda: call.run(function))
+    except asyncio.CancelledError:
+        call.abandon()
+        raise
+
+
+class _Coroutine(_Call, Generic[_T]):
+    """A call that is a task on an event loop.
+
+    Args:
+        home: Event loop of the task; another loop may wait for its outcome.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(name)
+        self._make = make
+        self._home = home
+        self._reply = ThreadSafeFuture[_T]()
+        self._task: asyncio.Task[_T] | None = None
+        self._cancelled = False
+        self._permit = [None]
+        """Empty once the call has begun or was withdrawn: a list's `pop` is atomic."""
+
+    def begin(self) -> None:
+        """Start the task; called on the home loop."""
+        if self._take_permit():
+            self._task = self._home.create_task(self._run(), name=self.name)
+            self._task.add_done_callback(self._done)
+
+    async def outcome(self) -> _T:
+        """Wait for its result.
+
+        Raises:
+            _LoopBlockedError: when it has not begun within `BLOCKED_SECONDS`; it is withdrawn.
+        """
+        future = self._reply.future
+        try:
+            while not (await asyncio.wait([future], timeout=BLOCKED_SECONDS))[0]:
+                if self._take_permit():
+                    self.returned()
+                    raise _LoopBlockedError
+        except asyncio.CancelledError:
+            if self._take_permit():
+                self.returned()
+            else:
+                await self._end()
+            raise
+        return future.result()
+
+    async def _end(self) -> None:
+        future = self._reply.future
+        with contextlib.suppress(RuntimeError):  # its loop has closed
+            self._home.call_soon_threadsafe(self._cancel)
+        try:
+            await asyncio.wait([future], timeout=GRACE_SECONDS)
+        finally:
+            if not future.done():
+                self.abandon()
+                future.cancel()
+            elif not future.cancelled():
+                future.exception()  # or asyncio warns that it was not retrieved
+
+    def where(self) -> str:
+        """Return the line of user code while the loop runs this call; "" while it is suspended."""
+        return super().where() if asyncio.current_task(self._home) is self._task else ""
+
+    def _take_permit(self) -> bool:
+        try:
+            self._permit.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> _T:
+        self.thread = threading.get_ident()
+        try:
+            return await self._make()
+        except (KeyboardInterrupt, SystemExit) as error:  # would end the loop too
+            raise ordinary_error(error) from None
+        except asyncio.CancelledError as error:
+            if self._cancelled:
+                raise
+            raise ordinary_error(error) from None
+
+    def _done(self, task: "asyncio.Task[_T]") -> None:
+        self.returned()
+        if task.cancelled():
+            self._reply.fail(asyncio.CancelledError())
+        elif error := task.exception():
+            self._reply.fail(error)
+        else:
+            self._reply.succeed(task.result())
+
+
+class _LoopBlockedError(Exception):
+    """A call did not begin, because the loop of user code is blocked."""
+
+
+class _UserLoop:
+    """An event loop for user code, in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._asked: deque[float] = deque()
+        """Times, on `time.monotonic`, at which calls that have not begun were submitted."""
+        threading.Thread(target=self._serve, daemon=True, name="turnwise-user-code").start()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a call has been waiting to begin for `BLOCKED_SECONDS`."""
+        try:
+            return time.monotonic() - self._asked[0] >= BLOCKED_SECONDS
+        except IndexError:
+            return False
+
+    def begin(self, coroutine: "_Coroutine[_T]") -> None:
+        """Begin a call in the loop; thread-safe."""
+
+        def begin() -> None:
+            self._asked.popleft()
+            coroutine.begin()
+
+        self._asked.append(time.monotonic())
+        self.loop.call_soon_threadsafe(begin)
+
+    def retire(self) -> None:
+        """End the loop once it is no longer blocked and has nothing left to do."""
+        self.loop.call_soon_threadsafe(self._stop_when_idle)
+
+    def _stop_when_idle(self) -> None:
+        if asyncio.all_tasks(self.loop):
+            self.loop.call_later(1.0, self._stop_when_idle)
+        else:
+            self.loop.stop()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while True:
+            try:
+                self.loop.run_forever()
+            except BaseException as error:  # SystemExit in a task that user code started
+                logger.warning("user code raised %s in a background task", type(error).__name__)
+            else:
+                self.loop.close()
+                return
+
+
+_user_loop: _UserLoop | None = None
+_choosing = threading.Lock()
+
+
+async def _on_user_loop(name: str, make: Callable[[], Awaitable[_T]]) -> _T:
+    while True:
+        user_loop = _sound_loop()
+        coroutine = _Coroutine(name, make, user_loop.loop)
+        user_loop.begin(coroutine)
+        try:
+            return await coroutine.outcome()
+        except _LoopBlockedError:
+            continue
+
+
+def _sound_loop() -> _UserLoop:
+    """Return the loop of user code, replaced if it is blocked."""
+    global _user_loop
+    with _choosing:
+        if _user_loop is not None and _user_loop.blocked:
+            blocking = [call for call in list(_running) if call.where()]
+            logger.warning(
+                "the event loop of user code is blocked and was replaced (%s); an async function "
+                "should make blocking calls with asyncio.to_thread",
+                _describe([call for call in blocking if isinstance(call, _Coroutine)]),
+            )
+            _user_loop.retire()
+            _user_loop = None
+        if _user_loop is None:
+            _user_loop = _UserLoop()
+        return _user_loop

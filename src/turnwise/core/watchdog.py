@@ -1,0 +1,122 @@
+"""A registry of a run's waits, and a watchdog that lists them when there is no progress.
+
+Every wait is registered for as long as it lasts: `with waiting(who): await ...`. This costs a
+microsecond and sets no timeout; deadlines do that. There is one registry per process, because a
+wait in one part of a run may hold up another.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+_NAMED = 8
+"""Maximum number of kinds of waits that one line lists."""
+
+
+class _Progress:
+    """Time of the last progress, on `time.monotonic`'s clock."""
+
+    moved = 0.0
+
+
+_waits: "dict[waiting, None]" = {}
+
+
+class waiting:
+    """Registers a wait for the length of a `with` block; entering and leaving count as progress.
+
+    Args:
+        who: Object of "waiting for": "the trainer to train".
+        kind: Singular noun under which similar waits are listed together: "tool".
+
+    Example:
+        with waiting("the trainer to train"):
+            await trainer.train(samples)
+    """
+
+    __slots__ = ("kind", "since", "who")
+
+    def __init__(self, who: str, kind: str = "") -> None:
+        self.who = who
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        made_progress()
+        self.since = _Progress.moved
+        _waits[self] = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del _waits[self]
+        made_progress()
+
+
+def made_progress() -> None:
+    """Record progress: a wait ended, tokens arrived, a part was saved."""
+    _Progress.moved = time.monotonic()
+
+
+class Watchdog:
+    """Reports when there is no progress for `seconds` during its `async with` block.
+
+    It runs in a thread, so it also notices when the event loop itself is stuck.
+
+    Args:
+        seconds: Time without any progress.
+        report: Called with one line once per stall, in the watchdog's thread.
+
+    Example:
+        async with Watchdog(300.0, logger.warning):
+            await train()
+    """
+
+    def __init__(self, seconds: float, report: Callable[[str], None]) -> None:
+        self._seconds = seconds
+        self._report = report
+        self._ended = threading.Event()
+
+    async def __aenter__(self) -> "Watchdog":
+        made_progress()
+        threading.Thread(target=self._watch, daemon=True, name="turnwise-watchdog").start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        reported = None
+        pause = self._seconds
+        while not self._ended.wait(pause):
+            moved, now = _Progress.moved, time.monotonic()
+            pause = moved + self._seconds - now
+            if pause > 0:
+                continue
+            pause = self._seconds
+            if moved != reported:
+                reported = moved
+                self._report(f"no progress for {now - moved:.3g} s; {_describe(list(_waits), now)}")
+
+
+def _describe(waits: Iterable[waiting], now: float) -> str:
+    """List the waits in one clause, the longest first; those of one kind together."""
+    kinds: dict[tuple[str, str], list[waiting]] = {}
+    for wait in sorted(waits, key=lambda wait: wait.since):
+        kinds.setdefault((wait.kind, "" if wait.kind else wait.who), []).append(wait)
+    parts = [_describe_kind(alike, now) for alike in kinds.values()]
+    if len(parts) > _NAMED:
+        parts[_NAMED:] = [f"{len(parts) - _NAMED} more"]
+    return f"waiting for: {', '.join(parts)}" if parts else "no wait is registered"
+
+
+def _describe_kind(alike: list[waiting], now: float) -> str:
+    longest = alike[0]
+    seconds = f"{now - longest.since:.3g} s"
+    if not longest.kind:
+        return f"{longest.who} ({seconds})"
+    plural = "" if len(alike) == 1 else "s"
+    return f"{len(alike)} {longest.kind}{plural} ({longest.who} for {seconds})"

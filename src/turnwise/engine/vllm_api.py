@@ -1,0 +1,148 @@
+"""The names of vLLM that turnwise uses, except those of vLLM's HTTP server.
+
+Those are in `serving/openai/vllm_api.py`; nothing else in turnwise imports vLLM. They were checked
+against vLLM 0.32. When vLLM moves its names, change them in these two files. Importing them takes a
+fifth less time without the garbage collector.
+"""
+
+import gc
+from multiprocessing.context import BaseContext
+
+_collecting = gc.isenabled()
+gc.disable()
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.logprobs import PromptLogprobs
+from vllm.model_executor.layers import vocab_parallel_embedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.outputs import RequestOutput, WeightVersionSpan
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.sample import sampler
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+if _collecting:
+    gc.enable()
+
+
+PRELOAD_MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.llama",
+)
+"""Modules that an engine process on a CPU needs, imported once before it is forked."""
+
+
+def _compile_nothing() -> None:
+    """Replace two small functions, which torch compiles on their first call, by plain Python.
+
+    Compiling them costs each engine's first request seconds, and saves nothing on a CPU.
+    """
+    compiled = (
+        (sampler, "batched_count_greater_than"),
+        (vocab_parallel_embedding, "get_masked_input_and_mask"),
+    )
+    for module, name in compiled:
+        function = getattr(module, name)
+        setattr(module, name, getattr(function, "__wrapped__", function))
+
+
+if current_platform.is_cpu():
+    _compile_nothing()
+
+
+def use_process_context(context: BaseContext) -> None:
+    """Make vLLM start the processes of engines and shards from this multiprocessing context."""
+    engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
+
+
+async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
+    """Pause generation without the 20 ms that AsyncLLM.pause_generation sleeps at its end.
+
+    Requests end through their own streams, whose order does not matter here.
+    """
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersionSpan]:
+    """Return the versions of a running request's tokens; outputs carry them only at its end."""
+    processor = llm.output_processor
+    (internal,) = processor.external_req_ids[request_id]
+    spans: list[WeightVersionSpan] = processor.request_states[internal]._weight_version_spans()
+    return spans
+
+
+__all__ = [
+    "PRELOAD_MODULES",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BatchUpdate",
+    "ChatCompletionRequest",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "Executor",
+    "LogitsProcessor",
+    "MultiprocExecutor",
+    "ParallelLMHead",
+    "PrometheusStatLogger",
+    "PromptLogprobs",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ToolParserManager",
+    "VLLMValidationError",
+    "VllmConfig",
+    "WeightTransferConfig",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "WeightVersionSpan",
+    "WorkerWrapperBase",
+    "cleanup_dist_env_and_memory",
+    "current_platform",
+    "finalize_layerwise_reload",
+    "get_distributed_init_method",
+    "get_ip",
+    "get_open_port",
+    "initialize_layerwise_reload",
+    "process_dict_updates",
+    "run_method",
+    "tokens_input",
+    "use_process_context",
+    "weight_versions_so_far",
+]

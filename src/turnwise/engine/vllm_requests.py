@@ -1,0 +1,114 @@
+"""Requests in vLLM's terms: sampling parameters in, chunks out.
+
+Importing this module does not import vLLM, which takes seconds.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from turnwise.config import SamplingConfig
+from turnwise.engine.logits_processors import extra_args
+from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, FinishReason, Sampling
+from turnwise.errors import EngineError
+
+if TYPE_CHECKING:
+    from turnwise.engine.vllm_api import (
+        PromptLogprobs,
+        RequestOutput,
+        SamplingParams,
+        WeightVersionSpan,
+    )
+
+
+def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
+    """Return vLLM's parameters of a request that is streamed; vLLM's own are completed in place."""
+    from turnwise.engine import vllm_api as vllm  # seconds to import
+
+    if isinstance(sampling, SamplingConfig):
+        params = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop=sampling.stop or None,
+            stop_token_ids=sampling.stop_token_ids or None,
+            ignore_eos=sampling.ignore_eos,
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+            extra_args=extra_args(sampling) or None,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+        )
+        params.stream_interval = STREAM_INTERVAL
+    else:
+        params = sampling
+        params.logprobs = params.logprobs or 0
+        params.flat_logprobs = True
+        params.detokenize = bool(params.stop)
+    params.output_kind = vllm.RequestOutputKind.DELTA
+    return params
+
+
+def make_chunk(
+    output: "RequestOutput",
+    labels: Iterable["WeightVersionSpan"],
+    start: int,
+    prompt_logprobs: list[float | None] | None,
+) -> Chunk:
+    """Convert one output of vLLM.
+
+    Args:
+        labels: Spans of weight versions from the completion's start.
+        start: Tokens of the completion before this output.
+
+    Raises:
+        EngineError: when the request failed, or the output is not complete.
+    """
+    piece = output.outputs[0]
+    if piece.finish_reason == "error":
+        raise EngineError(f"vLLM failed in request {output.request_id}")
+    token_ids = list(piece.token_ids)
+    flat = piece.logprobs
+    logprobs: list[float] = []
+    alternatives: list[list[tuple[int, float, int]]] = []
+    if token_ids and flat is not None:
+        logprobs = [flat.logprobs[index] for index in flat.start_indices]
+        if len(flat.logprobs) > len(logprobs):
+            ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
+            bounds = zip(flat.start_indices, flat.end_indices, strict=True)
+            alternatives = [ranked[first:last] for first, last in bounds]
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
+    end = start + len(token_ids)
+    versions = [
+        _version(span.version)
+        for span in labels
+        for _ in range(max(span.start, start), min(span.end, end))
+    ]
+    if len(versions) != len(token_ids):
+        raise EngineError(
+            f"vLLM reported the weights of {len(versions)} of {len(token_ids)} tokens"
+        )
+    return Chunk(
+        token_ids,
+        logprobs,
+        versions,
+        cast(FinishReason | None, piece.finish_reason),
+        piece.stop_reason,
+        output.num_cached_tokens or 0,
+        prompt_logprobs,
+        alternatives,
+    )
+
+
+def read_prompt_logprobs(positions: "PromptLogprobs") -> list[float | None]:
+    """Return the log-prob of each prompt token; None for the first."""
+    return [next(iter(p.values())).logprob if p else None for p in positions]
+
+
+def _version(label: str) -> int:
+    """Return a label as a number; "default" is vLLM's label for weights that it loaded itself."""
+    return 0 if label == "default" else int(label)

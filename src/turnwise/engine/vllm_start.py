@@ -1,0 +1,154 @@
+"""From a configuration to a running vLLM engine: its arguments, its processes, and its errors.
+
+Importing this module does not import vLLM, which takes seconds.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from turnwise.config import EngineConfig, ModelConfig
+from turnwise.core import fork_server
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.logits_processors import ADAPTER, SETTINGS, load_processor
+from turnwise.errors import InputError
+
+if TYPE_CHECKING:
+    from turnwise.engine.vllm_api import AsyncLLM
+
+_ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
+_UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
+_FORKED_EXECUTOR = "turnwise.engine.forked_executor.ForkedExecutor"
+_CPU_KV_CACHE_GIB = 0.5
+_CPU_BLOCK_SIZE = 32
+
+
+def import_vllm() -> ModuleType:
+    """Import `vllm_api`, and prepare the process from which engines are forked."""
+    context = multiprocessing.get_context("forkserver")
+    if not fork_server.share_with_engines():
+        context.set_forkserver_preload(["turnwise.engine.preload"])
+        multiprocessing.forkserver.ensure_running()  # imports there while we import here
+    from turnwise.engine import vllm_api
+
+    vllm_api.use_process_context(context)
+    return vllm_api
+
+
+def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
+    """Start vLLM's engine.
+
+    Args:
+        path: The model, as errors name it.
+        arguments: Arguments of vLLM's AsyncEngineArgs.
+        metrics: Keep statistics for Prometheus.
+
+    Raises:
+        InputError: when vLLM refuses the model or an argument.
+    """
+    from turnwise.engine import vllm_api as vllm  # seconds to import
+
+    try:
+        # Given explicitly, because vLLM's default adds a logger that is not read.
+        loggers = [vllm.PrometheusStatLogger] if metrics else []
+        return vllm.AsyncLLM.from_engine_args(
+            vllm.AsyncEngineArgs(**arguments), stat_loggers=loggers
+        )
+    except (ValueError, TypeError, OSError) as error:
+        raise InputError(f"vLLM cannot serve {path}: {_first_sentence(error)}") from error
+    except RuntimeError as error:  # the engine's process failed: the reason is in its log
+        cause = _last_logged_error() or error
+        raise InputError(f"vLLM cannot serve {path}: {cause}") from error
+
+
+def engine_arguments(model: ModelConfig, engine: EngineConfig, deterministic: bool) -> JsonObject:
+    """Return the arguments of vLLM's AsyncEngineArgs for a configuration.
+
+    Example:
+        AsyncEngineArgs(**engine_arguments(config.model, config.engine, deterministic=False))
+
+    Raises:
+        InputError: when vLLM does not support this configuration on this machine.
+    """
+    from turnwise.engine import vllm_api as vllm  # seconds to import
+
+    classes, callables = _processors(engine.logits_processors)
+    adapted = bool(callables or engine.logits_processors_allowed is not None)
+    arguments: JsonObject = {
+        "model": model.path,
+        "tokenizer": model.tokenizer,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "max_model_len": model.max_length,
+        "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.prefix_caching and not deterministic,
+        "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
+        "logprobs_mode": "processed_logprobs",
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+    }
+    if engine.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
+    if vllm.current_platform.is_cpu():
+        if engine.pipeline_parallel_size > 1:
+            raise InputError(
+                "engine.pipeline_parallel_size: vLLM splits an engine's layers over GPUs only; "
+                "on a CPU set it to 1 and raise engine.tensor_parallel_size"
+            )
+        arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
+        arguments |= {
+            "block_size": _CPU_BLOCK_SIZE,
+            "enforce_eager": True,
+            "distributed_executor_backend": (
+                _UNIPROC_EXECUTOR if engine.devices == 1 else _FORKED_EXECUTOR
+            ),
+        }
+    elif vllm.current_platform.is_cuda():
+        arguments["enable_sleep_mode"] = True
+    arguments |= engine.vllm_args
+    if adapted:
+        settings = {"always": callables, "allowed": engine.logits_processors_allowed}
+        own = arguments.get("additional_config", {})
+        arguments["additional_config"] = {**own, SETTINGS: settings}
+    return arguments
+
+
+def _processors(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide names into those of vLLM's batch classes and those of callables.
+
+    Raises:
+        InputError: when one cannot be loaded, or is neither.
+    """
+    from turnwise.engine import vllm_api as vllm  # seconds to import
+
+    kinds: tuple[list[str], list[str]] = [], []
+    for name in names:
+        loaded = load_processor(name, "engine.logits_processors")
+        if not callable(loaded):
+            raise InputError(f"engine.logits_processors: {name} is not callable")
+        is_class = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
+        kinds[0 if is_class else 1].append(name)
+    return kinds
+
+
+def _last_logged_error() -> str:
+    """Return the last error in this process's log, to which the engine's process writes too."""
+    path = Path(os.readlink("/proc/self/fd/2"))
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
+    return next((text for text in errors if "root cause" not in text), "")
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return the first three lines of an error's message as one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__

@@ -1,0 +1,382 @@
+"""A module that samples: a model's prompts, its requests, and the shape of its outputs.
+
+Each method can be overridden alone. The defaults call each other as follows; an override that
+keeps a method's contract does not affect the others. Names, arguments and their order are
+those of ChatLearn's VLLMModule.
+
+    model_provider  the model; called once, before the engines start
+    setup           once, when the pipeline runs; may call load_checkpoint
+    build_dataset   prompts to problems
+    forward_step    problems to outputs: generate_vllm, then decode_internal
+    eval_forward    the same under eval.sampling
+    generate_vllm   problems to vLLM's outputs: _add_request, and a wait with a deadline
+    _add_request    begins the trajectories; _add_request_internal, those of token ids
+
+It does not train: a pipeline trains on the outputs of forward_step.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError
+from turnwise.pipeline.chatlearn import args_of
+from turnwise.pipeline.conversation import (
+    Conversation,
+    ConversationProblem,
+    PromptLoop,
+    TokenProblem,
+)
+from turnwise.pipeline.dataset import ProblemBuilder, Prompt, PromptFields
+from turnwise.pipeline.model_file import read_model_args, read_model_file
+from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
+from turnwise.pipeline.pipeline import Module, Pipeline
+from turnwise.pipeline.provided_model import ProvidedModel
+from turnwise.pipeline.yaml_file import Settings
+from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.trajectory import ChatTemplate
+
+Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
+"""Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
+
+
+class VLLMModule(Module):
+    """A model that samples with the pipeline's engines.
+
+    Args:
+        name: Appears in errors and requests' names; unique among the modules of a pipeline.
+        model_file: The model's YAML file (see `model_file`). It becomes part of the pipeline's
+            configuration, above the pipeline's own file and below its overrides.
+
+    Raises:
+        InputError: when the file cannot be read or has an unknown key.
+
+    Example:
+        class Policy(VLLMModule):
+            def decode_internal(self, batched_outputs):
+                answers = [done for output in batched_outputs for done in output.outputs]
+                return {"texts": [done.text for done in answers]}
+
+        policy = Policy("policy", "policy.yaml")
+        with Pipeline("pipeline.yaml", policy) as pipeline:
+            data = policy.build_dataset(["What is 3 + 4?", {"input_ids": [5, 6, 7]}])
+            outputs = policy.forward_step(data)
+            outputs["rewards"] = [float("7" in text) for text in outputs["texts"]]
+            pipeline.train(outputs)
+    """
+
+    def __init__(self, name: str, model_file: str | Path | None = None) -> None:
+        super().__init__(name)
+        self._given: Settings = {} if model_file is None else read_model_file(model_file)
+        self._args = {} if model_file is None else read_model_args(model_file)
+        self._numbers = itertools.count(1)
+
+    @property
+    def settings(self) -> Settings:
+        """Values for the configuration: those of the module's file, and its own model's."""
+        return self._given | self._own_model.settings
+
+    @cached_property
+    def _own_model(self) -> ProvidedModel:
+        return ProvidedModel(self.name, self.model_provider(), self._given.get("model.tokenizer"))
+
+    def join(self, pipeline: Pipeline) -> None:
+        super().join(pipeline)
+        # Every caller, including an override of forward_step, gets the groups to train on.
+        decode = keeping_groups(self.decode_internal, self.name)
+        self.decode_internal = decode  # type: ignore[assignment, method-assign]
+
+    @property
+    def model_args(self) -> Settings:
+        """The configuration under ChatLearn's names, and its file's other flat keys.
+
+        `num_inference_per_prompt` is 1: `n` holds it.
+        """
+        return args_of(self.config, self._args)
+
+    @property
+    def runner(self) -> Runner:
+        """Makes the trajectories of rows, with the configured environment and loop."""
+        return self.pipeline.runner
+
+    @cached_property
+    def conversations(self) -> Runner:
+        """Makes the trajectories of texts, messages and token ids: one turn, no tools."""
+        return self.runner.with_environment(Conversation, PromptLoop())
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template."""
+        return self.runner.template
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer; its `tokenizer` is itself, as in ChatLearn."""
+        tokenizer: Any = self.template.tokenizer
+        tokenizer.tokenizer = tokenizer
+        return tokenizer
+
+    @cached_property
+    def generator(self) -> Generator:
+        """The sampler that `generator_provider` returned."""
+        return self.generator_provider()
+
+    def is_last_rank(self) -> bool:
+        """Return True: a module is one process, whatever its engines' sizes."""
+        return True
+
+    def setup(self) -> None:
+        """Load what sampling needs; called once, inside the running pipeline.
+
+        Whatever an override does not load is loaded at its first use.
+        """
+        _ = self.generator, self.tokenizer, self.runner.tool_parser
+
+    def model_provider(self) -> object:
+        """Define the model; called once, before anything starts.
+
+        Returns:
+            A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or
+            its configuration, for random weights; or None, as here, for the model of `model.path`.
+            Engines and trainer both load it, with the tokenizer that it was saved with, or that
+            of the module's file.
+        """
+        return None
+
+    def generator_provider(self) -> Generator:
+        """Return the sampler: the pipeline's engines, which run in the pipeline's thread."""
+        return self.pipeline.generator
+
+    def load_checkpoint(self, iteration: int | str | Path) -> None:
+        """Resume from a pipeline's checkpoint: weights, optimizer and version.
+
+        The engines get the weights. May be called in `setup` and at any later time.
+
+        Args:
+            iteration: A folder that `save` wrote, or a number, for checkpoints/step-NNNN in the
+                run's folder.
+
+        Raises:
+            InputError: when it is no whole checkpoint, or one of another model.
+        """
+        self.pipeline.load(self._checkpoint(iteration))
+
+    def save_checkpoint(self, iteration: int | str | Path) -> Path:
+        """Write a checkpoint for `load_checkpoint`; returns its folder."""
+        return self.pipeline.save(self._checkpoint(iteration))
+
+    def _checkpoint(self, iteration: int | str | Path) -> Path:
+        run = Path(self.config.output_dir, self.config.name)
+        if isinstance(iteration, int):
+            return run / "checkpoints" / f"step-{iteration:04d}"
+        return Path(iteration)
+
+    def build_dataset(
+        self, train_prompts: Sequence[Prompt], is_eval: bool = False
+    ) -> list[Problem]:
+        """Make problems for `forward_step` and `eval_forward`, in the prompts' order.
+
+        Args:
+            train_prompts: Rows go through the configured environment, with its tools and reward.
+                Texts, messages and token ids, `{"input_ids": [...], "prompt": "text"}`, are
+                answered in one turn; their reward is 0, or that of `rollout.rewards`, which see
+                the other fields of such a mapping. Texts and token ids longer than
+                `longest_prompt` are cut at their end; rows and messages longer than
+                `data.max_prompt_tokens` are left out.
+            is_eval: Whether they are for `eval_forward`.
+
+        Raises:
+            InputError: naming the prompt that is empty or cannot be used.
+        """
+        name = f"{self.name}-eval" if is_eval else self.name
+        builder = self._builder(name, is_eval)
+        problems = builder.build(train_prompts)
+        rows = [problem for problem in problems if not isinstance(problem, ConversationProblem)]
+        kept = {problem.id for problem in self.runner.within_prompt_limit(rows)}
+        builder.warn(len(train_prompts))
+        return [p for p in problems if isinstance(p, ConversationProblem) or p.id in kept]
+
+    def longest_prompt(self, is_eval: bool = False) -> int:
+        """Return the maximum number of tokens of a prompt.
+
+        It is `data.max_prompt_tokens`, or the space that `sampling.max_tokens` leaves in the
+        context (all but one token if it leaves none).
+        """
+        room, own = self.config.model.max_length, self.config.data.max_prompt_tokens
+        if own is not None:
+            return min(own, room - 1)
+        left = room - self._sampling(is_eval).max_tokens
+        return left if left > 0 else room - 1
+
+    def begin(self, item: Problem, sampling: SamplingConfig) -> "Future[Group]":
+        """Begin `sampling.n` trajectories of one problem; return a future of its group.
+
+        Raises:
+            InputError: when `build_dataset` did not make it.
+        """
+        if not isinstance(item, Problem):
+            raise InputError(f"{self.name} got {repr(item)[:80]}, which build_dataset did not make")
+        runner = self.conversations if isinstance(item, ConversationProblem) else self.runner
+        tag = f"{self.name}{next(self._numbers)}"
+
+        async def run() -> Group:
+            group = await runner.run_group(self.generator, item, sampling, tag)
+            if isinstance(item, TokenProblem):
+                group.prompt = item.row["prompt"]
+            return group
+
+        return self.pipeline.submit(run)
+
+    def _add_request(self, data: Batch, is_eval: bool = False) -> "list[Future[Group]]":
+        """Begin the trajectories of all problems; return a future of each group.
+
+        Mappings with token ids and their text go through `_add_request_internal`.
+        """
+        ids, text = self._fields.token_ids, self._fields.text
+        if isinstance(data, Mapping):
+            return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
+        requests: list[Future[Group]] = []
+        sampling = self._sampling(is_eval)
+        # Adjacent prompts of one kind are grouped, so that one warning counts all cut prompts.
+        for tokens, items in itertools.groupby(data, lambda i: isinstance(i, Mapping) and ids in i):
+            given: list[Any] = list(items)
+            if tokens:
+                texts, token_ids = [i.get(text) for i in given], [i[ids] for i in given]
+                requests += self._add_request_internal(texts, token_ids, is_eval)
+            else:
+                requests += [self.begin(item, sampling) for item in given]
+        return requests
+
+    def _add_request_internal(
+        self,
+        prompt_list: Sequence[str | None],
+        prompt_token_id_list: Sequence[Sequence[int]],
+        is_eval: bool = False,
+    ) -> "list[Future[Group]]":
+        """Begin the trajectories of prompts given as token ids.
+
+        Args:
+            prompt_list: Their texts, which appear only in outputs; None means the decoded ids.
+            prompt_token_id_list: The prompts as the engine gets them, cut to `longest_prompt`.
+
+        Raises:
+            InputError: naming the prompt that is empty, or when the number of texts differs.
+        """
+        if len(prompt_list) != len(prompt_token_id_list):
+            raise InputError(
+                f"{self.name} got {len(prompt_list)} texts and token ids of "
+                f"{len(prompt_token_id_list)} prompts"
+            )
+        builder, sampling = self._builder(self.name, is_eval), self._sampling(is_eval)
+        problems = builder.build_token_prompts(prompt_list, prompt_token_id_list)
+        builder.warn(len(problems))
+        return [self.begin(problem, sampling) for problem in problems]
+
+    def generate_vllm(self, query: Batch, is_eval: bool = False) -> list[RequestOutput]:
+        """Answer all problems; return an output for each, in their order.
+
+        Raises:
+            DeadlineError: when the answers do not come in time.
+            StepError: when more than `rollout.max_failed_fraction` of the trajectories failed.
+        """
+        groups = self.wait(self._add_request(query, is_eval=is_eval))
+        check_failures(groups, self.config.rollout.max_failed_fraction, self.name)
+        return request_outputs(groups, self.template, self._sampling(is_eval).stop)
+
+    def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> Outputs:
+        """Return outputs as lists.
+
+        A pipeline trains on the sampled tokens and on `rewards`; other changes that an override
+        makes in the lists are for the program's own use.
+
+        Args:
+            batched_outputs: With the attributes of vLLM's (see `outputs`).
+
+        Returns:
+            Lists with an entry for each trajectory, in the outputs' order (for one with branches:
+            the branch that ends with its last turn). The dictionary that an override returns gets
+            `groups` as well, which a pipeline trains on.
+
+            trajectories          `Trajectory` each
+            problem_ids           the problem's name
+            str_prompts           text of the prompt, with its special tokens
+            str_outputs           text of the last assistant message
+            all_tokens            T ids: the prompt and everything after it, tools' answers too
+            no_padded_query_ids   ids of the prompt alone
+            loss_mask             T times 1 (sampled) or 0
+            logprobs              T floats, as sampled; 0.0 where the mask is 0
+            weight_versions       T versions; -1 where the mask is 0
+            prompt_token_length   ids before the first sampled one
+            response_token_length ids from there on
+            rewards               trained on; may be replaced before training
+            truncated             whether a limit of tokens or turns ended it
+        """
+        pairs = [(output, done) for output in batched_outputs for done in output.outputs]
+        return {
+            "trajectories": [done.trajectory for _, done in pairs],
+            "problem_ids": [done.trajectory.problem_id for _, done in pairs],
+            "str_prompts": [output.prompt for output, _ in pairs],
+            "str_outputs": [done.trajectory.final_text for _, done in pairs],
+            "all_tokens": [done.branch.token_ids for _, done in pairs],
+            "no_padded_query_ids": [output.prompt_token_ids for output, _ in pairs],
+            "loss_mask": [done.branch.response_mask for _, done in pairs],
+            "logprobs": [done.branch.logprobs for _, done in pairs],
+            "weight_versions": [done.branch.weight_versions for _, done in pairs],
+            "prompt_token_length": [done.prompt_length for _, done in pairs],
+            "response_token_length": [len(done.token_ids) for _, done in pairs],
+            "rewards": [done.trajectory.reward for _, done in pairs],
+            "truncated": [done.finish_reason != "stop" for _, done in pairs],
+        }
+
+    def forward_step(self, data: Batch, iteration: int = 0) -> Outputs:
+        """Answer all problems under `sampling`.
+
+        Args:
+            iteration: The caller's count; for overrides.
+
+        Returns:
+            The dictionary of `decode_internal`, with `groups`, which a pipeline trains on.
+
+        Raises:
+            DeadlineError, StepError: as `generate_vllm` does.
+        """
+        return self._forward(data, is_eval=False)
+
+    def eval_forward(self, data: Batch, iteration: int = 0) -> Outputs:
+        """Answer all problems under `eval.sampling`; otherwise as `forward_step`."""
+        return self._forward(data, is_eval=True)
+
+    def _forward(self, data: Batch, is_eval: bool) -> Outputs:
+        return self.decode_internal(self.generate_vllm(data, is_eval))
+
+    def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
+        """Return the groups of requests.
+
+        Each trajectory may take `rollout.trajectory_timeout` seconds.
+
+        Raises:
+            DeadlineError: when they are not done in time; all of them are cancelled.
+        """
+        rollout = self.config.rollout
+        trajectories = len(requests) * max(self.config.sampling.n, self.config.eval.sampling.n)
+        rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
+        seconds = rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
+        return self.pipeline.wait(requests, seconds, f"{len(requests)} groups of {self.name}")
+
+    def _sampling(self, is_eval: bool) -> SamplingConfig:
+        return self.config.eval.sampling if is_eval else self.config.sampling
+
+    @cached_property
+    def _fields(self) -> PromptFields:
+        names = "vllm_input_ids_key", "vllm_prompt_key", "prompt_key"
+        return PromptFields(*(self.model_args[name] for name in names))
+
+    def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
+        limit = self.longest_prompt(is_eval)
+        return ProblemBuilder(name, self.config, self.template, self._fields, limit)

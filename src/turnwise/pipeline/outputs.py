@@ -1,0 +1,219 @@
+"""Outputs of a module's requests, in the shape of vLLM's `RequestOutput`.
+
+Code that was written for vLLM's objects can read these: `output.outputs[i].logprobs[t][token_id]`.
+A trajectory of several turns is one completion: its ids are everything after the first prompt,
+tools' answers and templates included, so that prompt and completion together are the trained
+sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled, as in vLLM.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from itertools import groupby
+from typing import Any
+
+from turnwise.errors import InputError
+from turnwise.rollout import Group
+from turnwise.trajectory import Branch, ChatTemplate, Trajectory
+
+Outputs = dict[str, Any]
+"""Lists with an entry for each trajectory, by their names: the outputs of a `forward_step`."""
+Data = Mapping[str, Any]
+"""Outputs that another module reads."""
+_NO_TURNS = Branch(leaf=-1, token_ids=[], response_mask=[], logprobs=[], weight_versions=[])
+
+
+class Logprob(float):
+    """A token's log-prob: a number, with the attributes of vLLM's `Logprob`."""
+
+    __slots__ = ("_template", "_token_id")
+
+    rank: int | None = None
+    """Unknown: engines record only the sampled token's log-prob."""
+
+    def __new__(cls, value: float, token_id: int, template: ChatTemplate) -> "Logprob":
+        made = super().__new__(cls, value)
+        made._token_id, made._template = token_id, template
+        return made
+
+    _token_id: int
+    _template: ChatTemplate
+
+    @property
+    def logprob(self) -> float:
+        """The natural log of the probability."""
+        return float(self)
+
+    @property
+    def decoded_token(self) -> str:
+        """The token's text."""
+        return self._template.decode_all([self._token_id])
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionOutput:
+    """One trajectory after its first prompt: `T` tokens.
+
+    Example:
+        for output in policy.generate_vllm(problems):
+            for completion in output.outputs:
+                logprobs = [
+                    known[token].logprob
+                    for known, token in zip(completion.logprobs, completion.token_ids)
+                ]
+                print(completion.text, sum(logprobs) / len(logprobs))
+    """
+
+    trajectory: Trajectory
+    branch: Branch
+    """Tokens of the trajectory; where it has several branches, of the last turn's branch."""
+    prompt_length: int
+    """Number of ids of the branch before the first sampled one."""
+    template: ChatTemplate
+    stop: Sequence[str] = ()
+    """Strings that end a turn; `text` ends before the first of them."""
+
+    @property
+    def index(self) -> int:
+        """Position within the prompt's group, from 0."""
+        return self.trajectory.sample_index
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """All `T` ids."""
+        return self.branch.token_ids[self.prompt_length :]
+
+    @cached_property
+    def loss_mask(self) -> list[int]:
+        """For each of the `T` tokens 1 where it was sampled, else 0."""
+        return self.branch.response_mask[self.prompt_length :]
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]]:
+        """For each of the `T` tokens `{token_id: Logprob}`; 0.0 where it was not sampled."""
+        values = self.branch.logprobs[self.prompt_length :]
+        return _by_token(self.token_ids, values, self.template)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probs of the sampled tokens."""
+        return sum(self.branch.logprobs)
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, or `length` where a limit of tokens or turns ended it."""
+        return "stop" if self.trajectory.status == "completed" else "length"
+
+    @cached_property
+    def text(self) -> str:
+        """Text of the `T` tokens, special ones included, without the token or the string at which
+        the last turn stopped."""
+        ids = self.token_ids
+        if self.finish_reason != "stop":
+            return self.template.decode_all(ids)
+        if ids and ids[-1] in self.template.stop_token_ids:
+            return self.template.decode_all(ids[:-1])
+        text = self.template.decode_all(ids)
+        last = self.template.decode_all(self.trajectory.turns[-1].completion_token_ids)
+        found = [last.index(end) for end in self.stop if end in last] if last else []
+        return text[: len(text) - len(last) + min(found)] if found else text
+
+
+@dataclass(frozen=True, eq=False)
+class RequestOutput:
+    """One prompt and its completions.
+
+    Example:
+        (output,) = policy.generate_vllm(policy.build_dataset(["What is 3 + 4?"]))
+        print(output.prompt, [completion.text for completion in output.outputs])
+    """
+
+    request_id: str
+    """Number of the request in its batch, from 0."""
+    prompt: str
+    """Text of the prompt: the given one, if it came with ids, or the decoded ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """The `sampling.n` completions; fewer where trajectories failed."""
+    group: Group
+    """All trajectories of the prompt, for training."""
+    template: ChatTemplate
+    finished: bool = True
+
+    @cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """For each id of the prompt but the first `{token_id: Logprob}`; None without
+        `sampling.prompt_logprobs`."""
+        turns = [output.trajectory.turns for output in self.outputs]
+        values = turns[0][0].added_logprobs if turns and turns[0] else None
+        if values is None:
+            return None
+        own = [0.0 if value is None else value for value in values[1:]]
+        return [None, *_by_token(self.prompt_token_ids[1:], own, self.template)]
+
+
+def request_outputs(
+    groups: Sequence[Group], template: ChatTemplate, stop: Sequence[str] = ()
+) -> list[RequestOutput]:
+    """Return the outputs of groups, in their order and that of their trajectories.
+
+    A group is one output, or several if the environment's problem varies: one for each run of
+    consecutive trajectories with the same prompt.
+
+    Args:
+        stop: Strings that end a turn, `sampling.stop`.
+    """
+    outputs = []
+    for number, group in enumerate(groups):
+        done = [_completion(trajectory, template, stop) for trajectory in group.trajectories]
+        parts = [(ids, list(same)) for ids, same in groupby(done, _prompt)] or [([], [])]
+        for ids, completions in parts:
+            text = template.decode_all(ids) if group.prompt is None else group.prompt
+            outputs.append(RequestOutput(str(number), text, ids, completions, group, template))
+    return outputs
+
+
+def _completion(
+    trajectory: Trajectory, template: ChatTemplate, stop: Sequence[str]
+) -> CompletionOutput:
+    branch = (trajectory.branches() or [_NO_TURNS])[-1]
+    mask = branch.response_mask
+    length = mask.index(1) if 1 in mask else len(branch.token_ids)
+    return CompletionOutput(trajectory, branch, length, template, stop)
+
+
+def _prompt(completion: CompletionOutput) -> list[int]:
+    return completion.branch.token_ids[: completion.prompt_length]
+
+
+def _by_token(
+    token_ids: Sequence[int], values: Sequence[float], template: ChatTemplate
+) -> list[dict[int, Logprob]]:
+    return [
+        {token_id: Logprob(value, token_id, template)}
+        for token_id, value in zip(token_ids, values, strict=True)
+    ]
+
+
+def keeping_groups(
+    decode: Callable[[Sequence[RequestOutput]], Outputs], name: str
+) -> Callable[[Sequence[RequestOutput]], Outputs]:
+    """Wrap a `decode_internal` so that its outputs have `groups`.
+
+    Args:
+        name: The module's, for errors.
+    """
+
+    @wraps(decode)
+    def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
+        decoded = decode(batched_outputs)
+        if not isinstance(decoded, dict):
+            raise InputError(f"{name}: decode_internal must return a dictionary")
+        return {"groups": _groups(batched_outputs), **decoded}
+
+    return decode_and_keep
+
+
+def _groups(outputs: Sequence[RequestOutput]) -> list[Group]:
+    """Return each group once, in the outputs' order."""
+    return list({id(output.group): output.group for output in outputs}.values())

@@ -1,0 +1,167 @@
+"""A running pipeline: the coroutines behind its plain calls, on engines and trainer.
+
+Everything here runs on the pipeline's event loop; `pipeline` calls it from the program's thread.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import SupportsFloat
+
+from turnwise.config import Config
+from turnwise.core.aio import task_group
+from turnwise.core.json_types import JsonObject
+from turnwise.core.watchdog import waiting
+from turnwise.errors import InputError
+from turnwise.rollout import Group, check_failures
+from turnwise.run.metrics import StepMetrics, mean
+from turnwise.run.runtime import Runtime, open_runtime
+from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.training import checkpoint
+from turnwise.training.samples import make_samples
+from turnwise.training.trainer_group import TrainerGroup
+from turnwise.trajectory import MAX_REWARD, ExactnessReport, Trajectory
+
+
+@dataclass(slots=True)
+class Progress:
+    """The state of a pipeline's training, as checkpoints keep it."""
+
+    iteration: int = 0
+    """Number of training steps so far, those before a resumed checkpoint included."""
+    exactness: ExactnessReport = field(default_factory=ExactnessReport)
+    """Audit of everything trained so far."""
+    state: JsonObject = field(default_factory=dict)
+    """The program's own values, from the checkpoint that was loaded last."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPipeline:
+    """An open runtime, and training steps on it."""
+
+    config: Config
+    runtime: Runtime
+    trainer: TrainerGroup
+    step: TrainingStep
+    progress: Progress
+
+    async def train(self, groups: Sequence[Group]) -> JsonObject:
+        """Train one step on groups and update the engines; returns the step's metrics.
+
+        Raises:
+            ExactnessError: when a token is not as it was sampled; nothing is trained then.
+            StepError: when most trajectories failed.
+            TrainerError, WeightUpdateError, DeadlineError: naming who failed.
+        """
+        dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
+        made = await asyncio.to_thread(make_samples, groups, self.config, self.trainer.version)
+        self.progress.exactness += made.report
+        check_exactness(made.report, self.config)
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics = StepMetrics(
+            reward_mean=mean([t.reward or 0.0 for t in trajectories]),
+            trajectories=len(trajectories),
+            dropped=dict(sorted(dropped.items())),
+            sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        )
+        metrics.add_samples(made)
+        if made.samples:
+            metrics.add_training(await self.step.train(made.samples))
+        self.progress.iteration += 1
+        metrics.add_update(await self.step.update_weights())
+        return metrics.to_json()
+
+    async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the value that one entry of `rollout.rewards` gives each trajectory."""
+        rewards = self.runtime.runner.rewards
+        return await asyncio.gather(*(rewards.score(reward, t) for t in trajectories))
+
+    async def save(self, folder: Path, state: Mapping[str, object]) -> None:
+        """Write a checkpoint, with the program's own `state` in it."""
+        loop = {
+            "step": self.progress.iteration,
+            "exactness": self.progress.exactness.to_dict(),
+            "program": dict(state),
+        }
+        with waiting(f"the trainer to save {folder}"):
+            place = await asyncio.to_thread(checkpoint.begin, folder)
+            await self.trainer.save(place)
+            await asyncio.to_thread(checkpoint.write_loop, folder, loop)
+            await asyncio.to_thread(checkpoint.commit, folder)
+
+    async def load(self, folder: Path) -> int:
+        """Load a checkpoint into the trainer and the engines; returns its weight version."""
+        with waiting(f"the trainer to load {folder}"):
+            loop = await asyncio.to_thread(checkpoint.read_loop, folder)
+            version = await self.trainer.load(folder)
+        await self.step.update_weights()
+        self.progress.iteration = loop["step"]
+        self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])
+        self.progress.state = loop.get("program", {})
+        return version
+
+
+@asynccontextmanager
+async def open_pipeline(
+    config: Config, folder: Path, progress: Progress, resume: Path | None
+) -> AsyncIterator[RunningPipeline]:
+    """Start the engines and the trainer, and bring its weights to the engines.
+
+    Args:
+        folder: The run's folder.
+        progress: Updated by every training step.
+        resume: A whole checkpoint to start from; None starts from the model's own weights.
+    """
+    # No problems: modules check theirs when they build them.
+    async with open_runtime(config, (), folder=folder) as runtime:
+        trainer = runtime.policy
+        assert trainer is not None
+        async with task_group() as tasks:
+            watching = tasks.create_task(trainer.watch())
+            step = TrainingStep(config, runtime)
+            running = RunningPipeline(config, runtime, trainer, step, progress)
+            if resume is None:
+                await step.update_weights()
+            else:
+                await running.load(resume)
+            yield running
+            watching.cancel()
+
+
+def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
+    """Return the groups of a `forward_step`'s outputs, their trajectories with its `rewards`.
+
+    Raises:
+        InputError: when there are no groups, or `rewards` is not one finite number for each
+            trajectory.
+    """
+    groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
+        raise InputError("train takes what forward_step returned: a dictionary with its groups")
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = outputs.get("rewards")
+    if rewards is None:
+        return list(groups)
+    if not isinstance(rewards, Iterable):
+        raise InputError(f"rewards must be a list of numbers, not {rewards!r}")
+    given = list(rewards)
+    numbers = [_number(reward) for reward in given]
+    if len(numbers) != len(trajectories) or not all(abs(n) <= MAX_REWARD for n in numbers):
+        raise InputError(
+            f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
+            f"±{MAX_REWARD:g} at most, not {len(numbers)}: {repr(given)[:80]}"
+        )
+    for trajectory, number in zip(trajectories, numbers, strict=True):
+        trajectory.reward = number
+    return list(groups)
+
+
+def _number(value: SupportsFloat | str) -> float:
+    """Return a reward as a float, NaN where it is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

@@ -1,0 +1,290 @@
+"""Plain calls for programs: train, evaluate, rollout, serve; `turnwise` exports them.
+
+They run the same commands as the command line, in a separate thread, so that scripts, notebooks and
+programs with a running event loop can all call them. The most common keys of the configuration are
+arguments, and every other key can be passed as a keyword:
+
+    turnwise.train(..., seed=1, sampling={"n": 4}, **{"rollout.max_turns": 4})
+
+`config` may provide the rest: a YAML file, a mapping with the same keys, or a `Config`. Arguments
+take precedence over keywords, and keywords over `config`. Rows and classes passed as objects are
+used directly; the run folder's config.yaml then has no path for rows, and the name of the class.
+"""
+
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from rich.console import Console
+
+from turnwise.config import NO_DEADLINE, Config, known_keys, load_config, make_config
+from turnwise.core.json_types import JsonObject
+from turnwise.core.loop_thread import EventLoopThread
+from turnwise.errors import InputError
+from turnwise.run import commands
+from turnwise.run.commands import ProgramInputs, TrainingResult
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.rollout.environment import EnvironmentType
+    from turnwise.rollout.evaluation import Evaluation
+    from turnwise.serving.openai.server import OpenAIServer
+
+_Result = TypeVar("_Result")
+Source = str | Path | Sequence[JsonObject] | None
+"""Rows, or the path or Hugging Face name of a dataset; None leaves it to `config`."""
+ConfigSource = str | Path | Mapping[str, object] | Config | None
+_START_SECONDS = 120.0
+"""Time allowed for the steps before the engines start: imports, Ray."""
+_STOP_SECONDS = 60.0
+_SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
+
+
+def train(
+    model: str | Path | None = None,
+    environment: "str | Callable[[JsonObject], object] | None" = None,
+    data: Source = None,
+    steps: int | None = None,
+    *,
+    eval_data: Source = None,
+    config: ConfigSource = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **keys: object,
+) -> TrainingResult:
+    """Train a model, and write all results to the run folder, output_dir/name.
+
+    Args:
+        model: Folder or Hugging Face name of the model to start from (model.path).
+        environment: A class of environments, or `package.module:Class`.
+        data: Training rows: dictionaries, or a path or name (data.path).
+        steps: Training steps (training.steps).
+        eval_data: Held-out rows, as `data` (data.eval_path).
+        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        resume: Folder of a run to continue from its last complete checkpoint, with its own
+            configuration; cannot be combined with `config`.
+        progress: Print a live table on a terminal, or lines elsewhere.
+        **keys: Other keys of the configuration, over `config`.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+        TurnwiseError: naming what failed.
+
+    Example:
+        class Weather:
+            def __init__(self, row):
+                self.problem, self.answer = row["question"], row["answer"]
+                self.tools = [forecast]
+
+            def reward(self, trajectory):
+                return float(self.answer in trajectory.final_text)
+
+        result = turnwise.train(
+            model="Qwen/Qwen3-0.6B", environment=Weather, data=rows, steps=100, name="weather"
+        )
+        print(result.checkpoint)
+    """
+    arguments = {"model.path": _text(model), "training.steps": steps}
+    inputs, values, optional = _inputs(environment, data, eval_data, arguments)
+    console = Console(quiet=not progress)
+    if resume is not None:
+        if config is not None:
+            raise InputError("resume uses the configuration of the run: omit config")
+        run, settings = Path(resume), _settings(keys, values)
+        resolved = commands.config_of_run(run, settings=settings, optional=optional)
+        return _call(lambda: commands.resume(run, resolved, console, inputs), "the training run")
+    resolved = _resolve(config, _settings(keys, values), optional)
+    return _call(lambda: commands.train(resolved, console, None, inputs), "the training run")
+
+
+def evaluate(
+    model: str | Path | None = None,
+    environment: "str | Callable[[JsonObject], object] | None" = None,
+    data: Source = None,
+    *,
+    config: ConfigSource = None,
+    progress: bool = True,
+    **keys: object,
+) -> "Evaluation":
+    """Evaluate a model on held-out rows, under `eval.sampling`.
+
+    Args:
+        model: Folder or Hugging Face name, such as a checkpoint (model.path).
+        environment: A class of environments, or `package.module:Class`.
+        data: Rows: dictionaries, or a path or name (data.eval_path).
+        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        progress: Print a live table on a terminal, or lines elsewhere.
+        **keys: Other keys of the configuration, over `config`.
+
+    Returns:
+        Accuracy, pass@k and the trajectories, which eval.jsonl in the run folder has too.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+        StepError: when more than rollout.max_failed_fraction of the trajectories fail.
+
+    Example:
+        evaluation = turnwise.evaluate(model=result.checkpoint, environment=Weather, data=rows)
+        print(evaluation.accuracy)
+    """
+    inputs, values, optional = _inputs(environment, None, data, {"model.path": _text(model)})
+    resolved = _resolve(config, _settings(keys, values), [*optional, "data.path"])
+    console = Console(quiet=not progress)
+    return _call(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
+
+
+def rollout(
+    model: str | Path | None = None,
+    environment: "str | Callable[[JsonObject], object] | None" = None,
+    data: Source = None,
+    *,
+    output: str | Path | None = None,
+    config: ConfigSource = None,
+    progress: bool = True,
+    **keys: object,
+) -> list[Trajectory]:
+    """Sample `sampling.n` trajectories of each row, as training would, and reward them.
+
+    Args:
+        model: Folder or Hugging Face name (model.path).
+        environment: A class of environments, or `package.module:Class`.
+        data: Rows: dictionaries, or a path or name (data.path).
+        output: A JSON Lines file to write the trajectories to; None writes none.
+        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        progress: Print a live table on a terminal, or lines elsewhere.
+        **keys: Other keys of the configuration, over `config`.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+        StepError: when more than rollout.max_failed_fraction of the trajectories fail.
+
+    Example:
+        for trajectory in turnwise.rollout(model="...", environment=Weather, data=rows[:4]):
+            print(trajectory.reward, trajectory.final_text)
+    """
+    inputs, values, optional = _inputs(environment, data, None, {"model.path": _text(model)})
+    resolved = _resolve(config, _settings(keys, values), optional)
+    console, file = Console(quiet=not progress), None if output is None else Path(output)
+    trajectories, _ = _call(
+        lambda: commands.rollout(resolved, console, file, inputs), "the rollouts"
+    )
+    return trajectories
+
+
+@contextmanager
+def serve(
+    model: str | Path | None = None,
+    *,
+    config: ConfigSource = None,
+    progress: bool = True,
+    **keys: object,
+) -> "Iterator[OpenAIServer]":
+    """Serve a model to OpenAI and Anthropic clients for the length of a `with` block.
+
+    Args:
+        model: Folder or Hugging Face name (model.path).
+        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        progress: Print a live table on a terminal, or lines elsewhere.
+        **keys: Other keys of the configuration, over `config`.
+
+    Yields:
+        The server; its `base_url` ends with /v1.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+
+    Example:
+        with turnwise.serve(model="Qwen/Qwen3-0.6B", serving={"port": 0}) as server:
+            client = openai.OpenAI(base_url=server.base_url, api_key="-")
+    """
+    settings = _settings(keys, {} if model is None else {"model.path": str(model)})
+    resolved = _resolve(config, settings, ("environment", "data.path"))
+    console = Console(quiet=not progress)
+    thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
+    try:
+        yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
+    except BaseException as error:
+        thread.leave(_STOP_SECONDS, error)
+        raise
+    thread.leave(_STOP_SECONDS, None)
+
+
+def _call(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
+    """Run a coroutine in a separate thread and wait for it; Ctrl-C ends all that it started."""
+    thread = EventLoopThread(nullcontext[None], name)
+    thread.start(_START_SECONDS)
+    try:
+        result = thread.call(work, NO_DEADLINE, name)
+    except BaseException as error:
+        thread.leave(_STOP_SECONDS, error)
+        raise
+    thread.leave(_STOP_SECONDS, None)
+    return result
+
+
+def _inputs(
+    environment: "str | Callable[[JsonObject], object] | None",
+    data: Source,
+    eval_data: Source,
+    values: Mapping[str, object],
+) -> tuple[ProgramInputs, dict[str, object], list[str]]:
+    """Return objects for the run, values by key, and the keys that therefore need no value."""
+    settings = {key: value for key, value in values.items() if value is not None}
+    optional: list[str] = []
+    rows: dict[str, Sequence[JsonObject] | None] = {}
+    for key, source in (("data.path", data), ("data.eval_path", eval_data)):
+        rows[key] = None
+        if isinstance(source, str | Path):
+            settings[key] = str(source)
+        elif source is not None:
+            rows[key] = source
+            settings[key] = None
+            optional.append(key)
+    factory: EnvironmentType | None = None
+    if isinstance(environment, str):
+        settings["environment"] = environment
+    elif environment is not None:
+        factory = cast(
+            "EnvironmentType", environment
+        )  # checked when it makes the first environment
+        settings["environment"] = _name(environment)
+    inputs = ProgramInputs(factory, rows["data.path"], rows["data.eval_path"])
+    return inputs, settings, optional
+
+
+def _name(environment: object) -> str:
+    """Return `module:name` of a class or function."""
+    name = getattr(environment, "__qualname__", type(environment).__qualname__)
+    return f"{getattr(environment, '__module__', '__main__')}:{name}"
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _settings(keys: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Return keyword arguments as values by dotted key; `values` take precedence."""
+    return dict(_flat(keys, "")) | dict(values)
+
+
+def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and prefix + key in _SECTIONS:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, _text(value) if isinstance(value, Path) else value
+
+
+def _resolve(
+    config: ConfigSource, settings: Mapping[str, object], optional: Sequence[str]
+) -> Config:
+    """Return the configuration with the values by dotted key applied.
+
+    Raises:
+        InputError: with one sentence for each mistake.
+    """
+    if isinstance(config, str | Path):
+        return load_config(config, settings=settings, optional=optional)
+    tree = config.model_dump() if isinstance(config, Config) else dict(config or {})
+    return make_config(tree, settings=settings, optional=optional)

@@ -1,0 +1,202 @@
+"""Display of a run's progress: a live table on a terminal, plain lines elsewhere."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from turnwise.core.json_types import JsonObject
+from turnwise.run.metrics import StepMetrics
+
+_REFRESH_PER_SECOND = 4
+_QUIET_SECONDS = 10.0
+"""Without a terminal, silence during the start after which the current activity is printed."""
+_QUIET_STEP_SECONDS = 60.0
+"""The same after the first step."""
+
+
+class Display:
+    """Shows the start, phases and steps; a context manager.
+
+    Args:
+        name: Name of the run.
+        steps: Number of training steps; 0 without training.
+        success_reward: Smallest reward of a trajectory that counts as correct.
+
+    Example:
+        with Display("run", 100, Console(), 1.0) as display:
+            display.phase("rollout", total=16)
+            display.advance()
+    """
+
+    def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:
+        self._name = name
+        self._steps = steps
+        self._console = console
+        self._success = f"reward ≥ {success_reward:g}"
+        self._parts: dict[str, float] = {}
+        """Start time of each part in progress, by its name."""
+        self._phase, self._done, self._total = "start", 0, 0
+        self._last: StepMetrics | None = None
+        self._accuracy: float | None = None
+        self._started = self._phase_began = self._printed = time.perf_counter()
+        self._first_step: float | None = None
+        self._steps_here = 0
+        """Steps done by this process; a resumed run begins at a later step."""
+        self._ended = threading.Event()
+        self._live = Live(
+            console=console,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            get_renderable=self._table,
+            transient=True,
+        )
+
+    def __enter__(self) -> "Display":
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            threading.Thread(target=self._beat, daemon=True, name="turnwise-display").start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._live.stop()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Show a part of the start for the length of a `with` block; others may run beside it.
+
+        Args:
+            name: Name of the part, such as "starting Ray".
+        """
+        began = self._parts[name] = time.perf_counter()
+        self._print(f"{name} ...")
+        try:
+            yield
+            self._print(f"{name}: {time.perf_counter() - began:.1f} s")
+        finally:
+            self._parts.pop(name, None)
+
+    def phase(self, name: str, total: int = 0) -> None:
+        self._phase, self._done, self._total = name, 0, total
+        self._phase_began = time.perf_counter()
+        if name == "rollout" and self._first_step is None:
+            self._first_step = self._phase_began
+
+    def advance(self) -> None:
+        self._done += 1
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._last = metrics
+        self._steps_here += bool(metrics.step)
+        if metrics.accuracy_heldout is not None:
+            self._accuracy = metrics.accuracy_heldout
+        self._print(self._line(metrics))
+
+    def warn(self, text: str) -> None:
+        """Print a warning at once."""
+        self._print(text, style="yellow")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._printed = time.perf_counter()
+        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def _beat(self) -> None:
+        """Print, without a terminal, the current activity after a long silence."""
+        while True:
+            quiet = _QUIET_STEP_SECONDS if self._last else _QUIET_SECONDS
+            if self._ended.wait(max(0.0, self._printed + quiet - time.perf_counter())):
+                return
+            now = time.perf_counter()
+            if now - self._printed >= quiet:
+                self._print(f"{now - self._started:.0f} s: {self._now(now)}")
+
+    def _now(self, now: float) -> str:
+        """Return the current activity and its duration, as text."""
+        parts = sorted(list(self._parts.items()), key=lambda part: part[1])
+        if parts:
+            return ", ".join(f"{name} ({now - began:.0f} s)" for name, began in parts)
+        return f"{self._phase}{self._progress} ({now - self._phase_began:.0f} s)"
+
+    @property
+    def _progress(self) -> str:
+        return f" {self._done}/{self._total}" if self._total else ""
+
+    def _line(self, metrics: StepMetrics) -> str:
+        parts = [
+            f"step {metrics.step or 0:>4}/{self._steps}",
+            f"reward {metrics.reward_mean:.3f}",
+            f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
+            f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
+            f"stale {metrics.staleness_max}",
+            f"{metrics.step_seconds or 0:.1f} s",
+        ]
+        if left := self._time_left():
+            parts.append(f"left {left}")
+        if (accuracy := metrics.accuracy_heldout) is not None:
+            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}")
+        if why := why_untrained([metrics.to_json()]):
+            parts.append(f"nothing trained: {why}")
+        if metrics.dropped:
+            reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
+            parts.append(f"dropped: {reasons}")
+        return "  ".join(parts)
+
+    def _time_left(self) -> str:
+        step = (self._last.step if self._last else None) or 0
+        if self._first_step is None or not self._steps_here:
+            return ""
+        each = (time.perf_counter() - self._first_step) / self._steps_here
+        seconds = each * (self._steps - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+    def _table(self) -> Table:
+        elapsed = int(time.perf_counter() - self._started)
+        table = Table(title=f"turnwise · {self._name}", title_justify="left")
+        last = self._last
+        columns = {
+            "now": "\n".join(list(self._parts)) or f"{self._phase}{self._progress}",
+            "elapsed": f"{elapsed // 60}:{elapsed % 60:02d}",
+        }
+        if self._steps:
+            columns |= {
+                "step": f"{last.step or 0 if last else 0}/{self._steps}",
+                "reward": f"{last.reward_mean:.3f}" if last else "–",
+                "held-out": f"{self._accuracy:.3f}" if self._accuracy is not None else "–",
+                "rollout tok/s": f"{last.rollout_tokens_per_s or 0:,.0f}" if last else "–",
+                "train tok/s": f"{last.train_tokens_per_s:,.0f}" if last else "–",
+                "staleness": str(last.staleness_max) if last else "–",
+                "left": self._time_left() or "–",
+            }
+        for name in columns:
+            table.add_column(name, justify="right")
+        table.add_row(*columns.values())
+        return table
+
+
+def why_untrained(steps: Sequence[JsonObject]) -> str:
+    """Return why none of these lines of metrics.jsonl trained a token, or "" where one did."""
+    steps = [metrics for metrics in steps if metrics["step"] > 0]
+    if not steps or any(metrics["trained_tokens"] for metrics in steps):
+        return ""
+    equal = sum(metrics["groups_without_signal"] for metrics in steps)
+    stale = sum(metrics["stale_groups"] for metrics in steps)
+    reasons = []
+    if equal:
+        means = {f"{metrics['reward_mean']:.3f}" for metrics in steps}
+        mean = f", {means.pop()} on average" if len(means) == 1 else ""
+        groups = "1 group" if equal == 1 else f"{equal:,} groups"
+        reasons.append(f"{groups} without signal (all rewards of a group equal{mean})")
+    if stale:
+        reasons.append(f"{stale:,} groups too old (training.max_staleness)")
+    return ", ".join(reasons) or "no group has two trajectories to compare (sampling.n, dropped)"

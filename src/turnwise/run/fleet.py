@@ -1,0 +1,209 @@
+"""The fleet: Ray, the engines, and the server or chat backend in front of them.
+
+`open_server` and `open_manager` start a fleet that only serves; `run.runtime` uses the same parts
+to start one that also generates trajectories and trains.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import ray
+from ray.actor import ActorHandle as RayActor
+
+from turnwise.config import Config
+from turnwise.core import fork_server
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.optional import check_vllm
+from turnwise.core.ray import start_ray, watching_ray
+from turnwise.core.sources import check_model, check_tokenizer
+from turnwise.errors import InputError, first_line
+from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.run.progress import SILENT, Progress, show_part
+from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.placement import WorkerStarter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from turnwise.serving.openai.server import OpenAIServer
+
+SERVER = "starting the OpenAI server"
+CHATS = "starting the chat scheduler"
+
+
+class _Front(Protocol):
+    """The OpenAI server, or the backend that serves chats without HTTP."""
+
+    async def start(self) -> object: ...
+
+    async def stop(self) -> None: ...
+
+
+_FrontType = TypeVar("_FrontType", bound=_Front)
+
+
+@asynccontextmanager
+async def open_server(config: Config, progress: Progress = SILENT) -> AsyncIterator["OpenAIServer"]:
+    """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit.
+
+    Args:
+        progress: Shown what is started.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+    """
+    if config.engine.metrics is None:
+        engine = config.engine.model_copy(update={"metrics": True})
+        config = config.model_copy(update={"engine": engine})
+
+    def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
+        make = import_server()
+        return lambda manager: make(config, manager.scheduler)
+
+    async with _open_fleet(config, progress, SERVER, prepare) as (manager, server):
+        server.workers = lambda: manager.base_urls
+        yield server
+
+
+@asynccontextmanager
+async def open_manager(
+    config: Config, progress: Progress = SILENT
+) -> AsyncIterator[AsyncLLMServerManager]:
+    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`.
+
+    Args:
+        progress: Shown what is started.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+    """
+
+    def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
+        scheduler = load_chat_scheduler(config.rollout.chat_scheduler)
+        return lambda manager: ChatBackend(config, manager.scheduler, scheduler)
+
+    async with _open_fleet(config, progress, CHATS, prepare) as (manager, chats):
+        manager.chats = chats
+        yield manager
+
+
+@asynccontextmanager
+async def _open_fleet(
+    config: Config,
+    progress: Progress,
+    name: str,
+    prepare: Callable[[], Callable[[AsyncLLMServerManager], _FrontType]],
+) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
+    """Start the workers and the front end concurrently.
+
+    Args:
+        name: Name of the front end's start, for display.
+        prepare: Imports the front end's modules, and returns the function that creates it.
+    """
+    begin_imports(config)
+    with progress.part("loading the tokenizer"):
+        await run_in_thread(lambda: load_tokenizer(config))
+    async with AsyncExitStack() as stack:
+        importing = asyncio.ensure_future(run_in_thread(prepare))
+        stack.callback(importing.cancel)
+        gpus = await stack.enter_async_context(ray_running(config, progress))
+        manager = make_manager(config, gpu_share(config, gpus, training=False))
+        stack.push_async_callback(manager.shutdown)
+        front = (await importing)(manager)
+        stack.push_async_callback(front.stop)
+        async with task_group() as starting:
+            starting.create_task(show_part(progress, starting_engines(config), manager.start))
+            starting.create_task(show_part(progress, name, front.start))
+        async with watching_ray(config.ray_address):
+            yield manager, front
+
+
+@asynccontextmanager
+async def ray_running(config: Config, progress: Progress) -> AsyncIterator[float]:
+    """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
+    starting = asyncio.ensure_future(
+        show_part(
+            progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address)
+        )
+    )
+    try:
+        yield await asyncio.shield(starting)
+    finally:
+        await asyncio.wait([starting])  # Ray's start cannot be cancelled
+        await asyncio.to_thread(ray.shutdown)
+
+
+def begin_imports(config: Config) -> None:
+    """Start importing the workers' modules in the process that they are forked from."""
+    check_vllm()
+    if config.ray_address is None:
+        fork_server.address()
+
+
+def import_server() -> "type[OpenAIServer]":
+    """Import vLLM's application, which takes seconds."""
+    from turnwise.serving.openai.server import OpenAIServer
+
+    return OpenAIServer
+
+
+def starting_engines(config: Config) -> str:
+    """Return the name of the engines' start, for display."""
+    return f"starting {count_of(config.serving.workers, 'engine')}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number and its noun, as in "1 engine" and "2 engines"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def make_manager(
+    config: Config, share: float, hosts: Mapping[str, RayActor] | None = None
+) -> AsyncLLMServerManager:
+    """Return a manager of `serving.workers` workers, which are not yet started.
+
+    Args:
+        share: Number of GPUs, at most 1, for each device of an engine.
+        hosts: Handles of the `WorkerHost`s that hold the workers' models, by name: one for each
+            device of an engine. None: workers run in their own processes.
+    """
+    return AsyncLLMServerManager(
+        WorkerStarter(config, share, hosts),
+        config.serving,
+        config.weights,
+        config.engine.start_timeout + config.engine.request_timeout,
+    )
+
+
+def gpu_share(config: Config, gpus: float, training: bool) -> float:
+    """Return the share of a GPU for each device of an engine and each rank of the trainer.
+
+    It is 1, or less if there are fewer GPUs than devices and ranks.
+    """
+    takers = config.serving.workers * config.engine.devices
+    if training and not config.training.colocated:
+        takers += config.training.ranks
+    return min(1.0, gpus / takers)
+
+
+def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of `model.path`, or of `model.tokenizer`."""
+    from transformers import AutoTokenizer
+
+    model = config.model
+    check_model(model.path)
+    key, path = "model.path", model.path
+    if model.tokenizer is not None:
+        key, path = "model.tokenizer", model.tokenizer
+        check_tokenizer(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        why = first_line(error)
+        raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {why}") from error
+    return tokenizer

@@ -1,0 +1,237 @@
+"""The metrics of a step: one typed record, which is a line of metrics.jsonl.
+
+`python -m turnwise.run.metrics` prints a table of all of them, generated from the docstrings
+here.
+"""
+
+import ast
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypedDict
+
+from turnwise.core.json_types import JsonObject
+
+if TYPE_CHECKING:  # the display imports this module before torch is imported
+    from turnwise.rollout import Batch
+    from turnwise.rollout.evaluation import Evaluation
+    from turnwise.training.reports import TrainMetrics
+    from turnwise.training.samples import SampleBatch
+
+
+class UpdateMetrics(TypedDict, total=False):
+    """Metrics of a weight update; `StepMetrics` documents each."""
+
+    weight_version: int
+    weight_update_seconds: float
+    canary_diff_mean: float
+    canary_diff_max: float
+    offloaded_gib: float
+
+
+@dataclass(slots=True, kw_only=True)
+class StepMetrics:
+    """The metrics of one step; fields that are None are omitted from metrics.jsonl unless noted.
+
+    Example:
+        metrics = StepMetrics(step=1)
+        metrics.add_rollouts(batch, dropped)
+        metrics.add_samples(samples)
+        print(metrics.to_json())
+    """
+
+    step: int | None = None
+    """Training step; 0 is the initial model, None a step of a custom pipeline."""
+    reward_mean: float = 0.0
+    """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
+    reward_parts: dict[str, float] | None = None
+    """Mean of each part of the reward, by name, before weighting."""
+    trajectories: int = 0
+    """Number of trajectories."""
+    dropped: dict[str, int] | None = None
+    """Trajectories whose last attempt failed, by reason."""
+    retried: dict[str, int] | None = None
+    """Failed attempts that were retried, by reason."""
+    groups_discarded: dict[str, int] | None = None
+    """Groups that are not trained on, by reason: no_signal, failed, oversampled."""
+    statuses: dict[str, int] | None = None
+    """Trajectories by final status."""
+    events: dict[str, int] | None = None
+    """Events of the trajectories, such as tool errors, by kind."""
+    turns_mean: float | None = None
+    """Mean number of turns of a trajectory."""
+    sampled_tokens: int | None = None
+    """Tokens sampled by the step's trajectories."""
+    rollout_seconds: float | None = None
+    """Seconds from the first group's start, or the previous batch, to the last group's end."""
+    rollout_tokens_per_s: float | None = None
+    """Sampled tokens per second of rollout; 0 if a resumed run found all groups ready."""
+
+    groups_without_signal: int | None = None
+    """Groups whose advantages are all 0."""
+    stale_groups: int | None = None
+    """Groups dropped because of tokens older than training.max_staleness."""
+    stale_tokens: int | None = None
+    """Tokens masked because they are older than training.max_staleness."""
+    overlong: int | None = None
+    """Trajectories with an overlong penalty."""
+    exact_percent: float | None = None
+    """Percentage of trained tokens that exactly match the sampled ones."""
+    forked: dict[str, int] | None = None
+    """Branches started because a prompt did not continue the previous tokens, by reason."""
+
+    trained_tokens: int | None = None
+    """Tokens trained; 0 if no group had a training signal."""
+    loss: float | None = None
+    """Loss, averaged over the step's updates; None if nothing was trained, as for all metrics up to
+    train_memory_gib unless noted."""
+    loss_metrics: dict[str, float] | None = None
+    """Means over trained tokens of the metrics that your own loss reports, by name."""
+    value_loss: float | None = None
+    """Loss of the value model per trained token; None without one."""
+    grad_norm: float | None = None
+    """Norm of the policy's gradient before clipping, averaged over updates."""
+    learning_rate: float | None = None
+    """Learning rate of the last update; 0 if only the value model was trained."""
+    skipped_updates: float | None = None
+    """Updates skipped because their gradient was not finite."""
+    ratio: float | None = None
+    """Mean importance ratio of trained tokens."""
+    ratio_p1: float | None = None
+    """1st percentile of the importance ratios."""
+    ratio_p50: float | None = None
+    """Median of the importance ratios."""
+    ratio_p99: float | None = None
+    """99th percentile of the importance ratios."""
+    clip_fraction: float | None = None
+    """Share of trained tokens whose gradient was clipped to 0 (cispo: weight was clipped)."""
+    entropy: float | None = None
+    """Mean entropy of the policy at trained tokens, in nats."""
+    correction: float | None = None
+    """Mean weight of algorithm.correction."""
+    kl: float | None = None
+    """Mean KL divergence from the reference model, in nats; None without a penalty."""
+    logprob_diff_mean: float | None = None
+    """Mean difference between the engine's and the trainer's log-prob of a token before the first
+    update; at step 0, on the canary prompt; null if nothing was trained."""
+    logprob_diff_max: float | None = None
+    """Largest such difference; null if nothing was trained."""
+    staleness: dict[str, int] | None = None
+    """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
+    them and those at the start of the training step."""
+    staleness_max: int = 0
+    """Largest such number of steps; 0 if nothing was trained."""
+    train_seconds: float | None = None
+    """Seconds that the slowest rank took to train."""
+    train_tokens_per_s: float = 0.0
+    """Tokens computed per second by all ranks, prompts included; 0 if nothing was trained."""
+    train_memory_gib: float | None = None
+    """Peak memory of a rank so far, in GiB: of its GPU, or of its process on a CPU."""
+
+    weight_version: int | None = None
+    """Weight version of the engines: the number of optimizer steps."""
+    weight_update_seconds: float | None = None
+    """Seconds to transfer the new weights to the engines and check them."""
+    canary_diff_mean: float | None = None
+    """Mean log-prob difference between engine and trainer on the canary prompt, of the worst
+    engine."""
+    canary_diff_max: float | None = None
+    """Largest such difference."""
+    offloaded_gib: float | None = None
+    """Trainer memory freed for the engines, in GiB; None without training.offload."""
+
+    accuracy_heldout: float | None = None
+    """Share of held-out trajectories with a reward of at least eval.success_reward; null in a step
+    without evaluation."""
+    heldout: dict[str, float] | None = None
+    """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty in a step
+    without evaluation."""
+    step_seconds: float | None = None
+    """Seconds since the end of the previous step."""
+    phase_seconds: dict[str, float] | None = None
+    """Seconds by phase: those of the loop (idle, train, weights, evaluate, save), and the waiting
+    times of trajectories, summed over them (generate, tools, reward, agent)."""
+
+    def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
+        """Add the metrics of a step's groups."""
+        groups = batch.groups
+        trajectories = [t for group in groups for t in group.trajectories]
+        parts: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for name, value in trajectory.reward_parts.items():
+                parts.setdefault(name, []).append(value)
+        sampled = sum(t.sampled_tokens for t in trajectories)
+        self.reward_mean = mean([t.reward or 0.0 for t in trajectories])
+        self.reward_parts = {name: mean(values) for name, values in sorted(parts.items())}
+        self.trajectories = len(trajectories)
+        self.dropped = _sorted(dropped)
+        self.retried = _sorted(sum((group.retried for group in groups), Counter[str]()))
+        self.groups_discarded = batch.discarded_by_reason
+        self.statuses = _sorted(Counter(t.status for t in trajectories))
+        self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
+        self.turns_mean = mean([len(t.turns) for t in trajectories])
+        self.sampled_tokens = sampled
+        self.rollout_seconds = batch.seconds
+        self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
+
+    def add_samples(self, batch: "SampleBatch") -> None:
+        """Add the metrics of a step's samples."""
+        self.groups_without_signal = batch.groups_without_signal
+        self.stale_groups = batch.stale_groups
+        self.stale_tokens = batch.stale_tokens
+        self.overlong = batch.overlong
+        self.exact_percent = batch.report.percent
+        self.forked = _sorted(batch.report.forked)
+        self.trained_tokens = 0
+
+    def add_training(self, metrics: "TrainMetrics") -> None:
+        """Add the trainer's metrics."""
+        for name, value in metrics.items():
+            setattr(self, name, value)
+
+    def add_update(self, metrics: UpdateMetrics) -> None:
+        """Add the weight update's metrics."""
+        for name, value in metrics.items():
+            setattr(self, name, value)
+
+    def add_evaluation(self, evaluation: "Evaluation | None") -> None:
+        """Add an evaluation on held-out problems; None for a step without one."""
+        self.accuracy_heldout = evaluation.accuracy if evaluation else None
+        self.heldout = evaluation.summary if evaluation else {}
+
+    def to_json(self) -> JsonObject:
+        """Return the metrics as written to metrics.jsonl."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        null = {"logprob_diff_mean", "logprob_diff_max"}
+        if self.heldout is not None:
+            null.add("accuracy_heldout")
+        return {name: value for name, value in values.items() if value is not None or name in null}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, or 0.0 for an empty sequence."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
+
+
+def table() -> str:
+    """Return all metrics and their meanings as a Markdown table."""
+    (tree,) = ast.parse(inspect.getsource(StepMetrics)).body
+    assert isinstance(tree, ast.ClassDef)
+    lines = ["| metric | meaning |", "|---|---|"]
+    for line, following in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(line.target, ast.Name)
+            text = " ".join(str(ast.literal_eval(following.value)).split()).replace("|", "\\|")
+            lines.append(f"| `{line.target.id}` | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table())

@@ -1,0 +1,194 @@
+"""A run's folder: the files that a run writes.
+
+runs/NAME/
+  config.yaml                     the resolved configuration
+  metrics.jsonl                   one object per step; step 0 is the initial model
+  tensorboard/                    the same metrics
+  trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
+  exactness.json                  audit of every sampled token, and the first violation
+  checkpoints/step-NNNN/          Hugging Face format, and state/ to resume from
+  reward.png                      reward and held-out accuracy against step
+"""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.config import Config, dump_config
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.run.metrics import StepMetrics
+from turnwise.run.trackers import Trackers
+from turnwise.training import checkpoint
+from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+
+_SHARE = (-0.02, 1.02)
+"""Limits of the y axis for values between 0 and 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A complete checkpoint, and the loop's state in it."""
+
+    checkpoint: Path
+    step: int
+    state: JsonObject
+    flaws: list[str]
+    """Flaws of newer checkpoints, which are skipped."""
+
+
+def find_resume(run: Path) -> Resume:
+    """Return the newest complete checkpoint of a run.
+
+    Raises:
+        InputError: when there is no such run, or it has none.
+    """
+    if not (run / "config.yaml").is_file():
+        raise InputError(f"there is no run in {run} (a folder with config.yaml)")
+    folder, flaws = checkpoint.newest_whole(run / "checkpoints")
+    state = checkpoint.read_loop(folder)
+    return Resume(folder.resolve(), state["step"], state, flaws)
+
+
+def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) -> "Figure":
+    """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right."""
+    from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
+    from matplotlib.ticker import MaxNLocator
+
+    trained = [row for row in rows if row["step"] > 0]
+    measured = [row for row in rows if row["accuracy_heldout"] is not None]
+    rewards = [row["reward_mean"] for row in trained]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    lines = axes.plot(
+        [row["step"] for row in trained],
+        rewards,
+        color="#5a6fa8",
+        marker=".",
+        label="mean reward of the step's trajectories",
+    )
+    axes.set_ylabel("reward")
+    if all(0 <= reward <= 1 for reward in rewards):
+        axes.set_ylim(_SHARE)
+    if measured:
+        beside = axes.twinx()
+        beside.set_ylim(_SHARE)
+        beside.set_ylabel("accuracy")
+        lines += beside.plot(
+            [row["step"] for row in measured],
+            [row["accuracy_heldout"] for row in measured],
+            color="#d95f02",
+            marker="o",
+            label=f"accuracy on held-out problems (reward ≥ {success_reward:g})",
+        )
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.set_title(name)
+    figure.legend(handles=lines, loc="outside lower center", ncols=2)
+    return figure
+
+
+class RunDir:
+    """Writes one run's files.
+
+    Args:
+        resume: Checkpoint from which an earlier run in this folder is resumed; later output of that
+            run is overwritten. None starts a run.
+
+    Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
+
+    Raises:
+        InputError: when the folder already holds a run that is not resumed, or cannot be written.
+
+    Example:
+        folder = RunDir(config)
+        folder.write_step(metrics)
+        folder.close()
+    """
+
+    def __init__(self, config: Config, resume: Resume | None = None) -> None:
+        self.path = Path(config.output_dir) / config.name
+        if resume is None and (self.path / "metrics.jsonl").exists():
+            raise InputError(
+                f"{self.path} already holds a run; choose another name=..., remove it, or "
+                f"resume it: --resume {self.path}"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.yaml").write_text(dump_config(config))
+        except OSError as error:
+            raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
+        self._keep_last = config.training.keep_last
+        self._success_reward = config.eval.success_reward
+        self._trackers = Trackers(self.path, config, None if resume is None else resume.step)
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        """Write one step's metrics to metrics.jsonl, TensorBoard and the trackers."""
+        self._trackers.write(metrics.to_json())
+
+    def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
+        write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
+
+    def write_exactness(self, report: ExactnessReport) -> None:
+        path = self.path / "exactness.json"
+        with translate_unwritable(path):
+            path.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """Return the folder that a step's checkpoint is written to until it is whole."""
+        return checkpoint.begin(self._checkpoint(step))
+
+    def commit_checkpoint(self, step: int, state: JsonObject) -> None:
+        """Complete a checkpoint with the loop's state; remove older ones, except the best."""
+        folder = self._checkpoint(step)
+        checkpoint.write_loop(folder, state)
+        checkpoint.commit(folder)
+        checkpoint.prune(folder.parent, self._keep_last, self._best())
+
+    def _checkpoint(self, step: int) -> Path:
+        return (self.path / "checkpoints" / f"step-{step:04d}").resolve()
+
+    def _best(self) -> str | None:
+        """Return the name of the checkpoint with the best held-out accuracy, the newest if tied."""
+        saved = {folder.name for folder in (self.path / "checkpoints").glob("step-*[0-9]")}
+        measured = [
+            (row["accuracy_heldout"], row["step"])
+            for row in self._trackers.rows
+            if row["accuracy_heldout"] is not None and f"step-{row['step']:04d}" in saved
+        ]
+        return f"step-{max(measured)[1]:04d}" if measured else None
+
+    @property
+    def rows(self) -> Sequence[JsonObject]:
+        """Metrics of every step so far, including those before a resume."""
+        return self._trackers.rows
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "reward.png"
+
+    def draw(self) -> None:
+        """Draw reward, and held-out accuracy where it was measured, against the step.
+
+        Raises:
+            TurnwiseError: when the picture cannot be written.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            logger.info("no reward.png: pip install 'turnwise[plots]'")
+            return
+        figure = make_figure(self.path.name, self._trackers.rows, self._success_reward)
+        with translate_unwritable(self.picture):
+            figure.savefig(self.picture, dpi=120)
+
+    def close(self) -> None:
+        self._trackers.close()

@@ -1,0 +1,181 @@
+"""The runtime of training, evaluation and plain rollouts: engines, runner and trainer.
+
+`open_runtime` starts them concurrently and always stops them all on exit. It is independent of
+training steps.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ray.actor import ActorHandle as RayActor
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.ray import watching_ray
+from turnwise.engine.protocol import Generator
+from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.rollout.producer import RunGroup
+from turnwise.rollout.reward_model import start_reward_models
+from turnwise.run.fleet import (
+    CHATS,
+    SERVER,
+    begin_imports,
+    count_of,
+    gpu_share,
+    import_server,
+    load_tokenizer,
+    make_manager,
+    ray_running,
+    starting_engines,
+)
+from turnwise.run.progress import SILENT, Progress, show_part
+from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.training.algorithms import make_algorithm
+from turnwise.training.trainer_group import TrainerGroup
+
+_TRAINER = "starting the trainer"
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The parts of a run; started and stopped by `open_runtime`."""
+
+    manager: AsyncLLMServerManager
+    """Manager of the engines."""
+    runner: Runner
+    """Runner that generates trajectories."""
+    policy: TrainerGroup | None
+    """The trainer; None if nothing is trained."""
+    left_out: frozenset[str] = frozenset()
+    """Ids of problems whose prompt is too long (data.max_prompt_tokens)."""
+
+    def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems whose prompt is not too long."""
+        return [problem for problem in problems if problem.id not in self.left_out]
+
+    @property
+    def generator(self) -> Generator:
+        """The engines, in the form that agent loops sample from."""
+        return self.manager.scheduler
+
+    def group_runner(self, sampling: SamplingConfig) -> RunGroup:
+        """Return a function that runs the group of a problem, under a unique tag."""
+
+        def run_group(problem: Problem, tag: str) -> Awaitable[Group]:
+            return self.runner.run_group(self.generator, problem, sampling, tag)
+
+        return run_group
+
+
+@asynccontextmanager
+async def open_runtime(
+    config: Config,
+    problems: Sequence[Problem],
+    *,
+    folder: Path | None = None,
+    progress: Progress = SILENT,
+    environment: EnvironmentType | None = None,
+) -> AsyncIterator[Runtime]:
+    """Start Ray, the engines and, for training, the trainer; stop them all on exit.
+
+    Args:
+        problems: Every problem of the run; each is checked once.
+        folder: Run folder for training; None starts no trainer.
+        progress: Shown what is started.
+        environment: Makes an environment from a row; None uses the configuration's.
+
+    Raises:
+        InputError: when anything that the user gave cannot be used; nothing is left running.
+
+    Example:
+        async with open_runtime(config, problems) as runtime:
+            run_group = runtime.group_runner(config.sampling)
+            groups = await run_groups(run_group, problems, "rollout")
+    """
+    begin_imports(config)
+    with progress.part("loading the tokenizer"):
+        training = folder is not None
+        runner = await run_in_thread(lambda: _make_runner(config, problems, environment, training))
+        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
+    async with AsyncExitStack() as stack:
+        rendering = f"rendering {count_of(len(problems), 'prompt')}"
+        prepare = partial(_prepare, runner, problems)
+        prepared = asyncio.ensure_future(
+            show_part(progress, rendering, lambda: run_in_thread(prepare))
+        )
+        stack.callback(prepared.cancel)
+        gpus = await stack.enter_async_context(ray_running(config, progress))
+        share = gpu_share(config, gpus, training=training)
+        policy: TrainerGroup | None = None
+
+        async def start_policy() -> None:
+            nonlocal policy
+            if folder is not None and policy is None:
+                policy = await show_part(
+                    progress, _TRAINER, lambda: TrainerGroup.start(config, folder, num_gpus=share)
+                )
+
+        async def start_rewards() -> None:
+            count = sum(1 for part in config.rollout.rewards if part.model)
+            name = f"starting {count_of(count, 'reward model')}"
+            with progress.part(name) if count else nullcontext():
+                runner.rewards.models = await start_reward_models(config)
+
+        if config.training.colocated:
+            await start_policy()  # engines run in its processes
+        manager = make_manager(config, share, _hosts(config, policy))
+        stack.push_async_callback(manager.shutdown)
+        async with task_group() as starting:
+            starting.create_task(show_part(progress, starting_engines(config), manager.start))
+            starting.create_task(start_rewards())
+            starting.create_task(start_policy())
+            left_out = await asyncio.shield(prepared)
+        if config.rollout.loop == "agent":
+            with progress.part(SERVER):
+                server = (await run_in_thread(import_server))(config, manager.scheduler, port=0)
+                stack.push_async_callback(server.stop)
+                await server.start()
+            runner.server = server
+        if config.rollout.loop == "chat_scheduler":
+            runner.chats = chats = ChatBackend(config, manager.scheduler, scheduler)
+            stack.push_async_callback(chats.stop)
+            await show_part(progress, CHATS, chats.start)
+        async with watching_ray(config.ray_address):
+            yield Runtime(manager, runner, policy, left_out)
+
+
+def _make_runner(
+    config: Config,
+    problems: Sequence[Problem],
+    environment: EnvironmentType | None,
+    training: bool,
+) -> Runner:
+    """Make the runner, and check the first problem and the algorithm, to find most mistakes before
+    anything is started. Imports and calls user code."""
+    runner = Runner(config, load_tokenizer(config), environment)
+    runner.check(problems[:1])
+    if training:
+        make_algorithm(config.algorithm)
+    return runner
+
+
+def _prepare(runner: Runner, problems: Sequence[Problem]) -> frozenset[str]:
+    """Render every prompt and import vLLM's parsers, which takes seconds; return the ids of
+    problems that are left out."""
+    kept = {problem.id for problem in runner.within_prompt_limit(problems)}
+    _ = runner.tool_parser
+    return frozenset(problem.id for problem in problems) - kept
+
+
+def _hosts(config: Config, policy: TrainerGroup | None) -> Mapping[str, RayActor] | None:
+    """Return the trainer's processes that host engines, by name; None if engines have their own."""
+    if policy is None or not config.training.colocated:
+        return None
+    return policy.actors

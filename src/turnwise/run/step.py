@@ -1,0 +1,125 @@
+"""The trainer's half of a step: minimise the loss on samples, and update the engines' weights.
+
+The training loop and pipelines share it; each decides where groups come from and what to write.
+"""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from turnwise.config import Config
+from turnwise.core.watchdog import waiting
+from turnwise.errors import ExactnessError
+from turnwise.run.metrics import UpdateMetrics
+from turnwise.run.runtime import Runtime
+from turnwise.training.reports import TrainMetrics
+from turnwise.training.sample import Sample
+from turnwise.trajectory import ExactnessReport
+from turnwise.weights.canary import check_canary
+from turnwise.weights.sync import WeightSync
+
+if TYPE_CHECKING:
+    from turnwise.training.model import ModelName
+
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+def check_exactness(report: ExactnessReport, config: Config) -> None:
+    """Raise if a token is not exact, unless `exactness` is `warn`.
+
+    Raises:
+        ExactnessError: naming the first token that differs from the sampled one.
+    """
+    if report.first_violation is not None and config.exactness == "stop":
+        raise ExactnessError(
+            f"{report.violations} violations of exactness; the first: "
+            f"{report.first_violation}; set exactness=warn to train anyway"
+        )
+
+
+class TrainingStep:
+    """Trains the policy of a runtime, and keeps its engines on the trainer's weights.
+
+    Args:
+        runtime: A runtime with a trainer.
+
+    Example:
+        step = TrainingStep(config, runtime)
+        metrics = await step.train(samples)
+        await step.update_weights()
+    """
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        assert runtime.policy is not None
+        self._config = config
+        self._manager = runtime.manager
+        self._policy = runtime.policy
+        self._sync = WeightSync(
+            self._policy, config.weights.update_timeout, config.engine.start_timeout
+        )
+
+    async def train(self, samples: Sequence[Sample]) -> TrainMetrics:
+        """Minimise the loss on one or more samples; return the trainer's metrics.
+
+        Raises:
+            TrainerError, DeadlineError: naming the rank that failed.
+        """
+        with waiting("the trainer to train"):
+            async with self._trainers_turn():
+                return await self._policy.train(samples)
+
+    async def score(
+        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Score sequences with one of the trainer's models; see `TrainerGroup.score`."""
+        with waiting(f"the {name} model"):
+            async with self._trainers_turn():
+                scored = await self._policy.score(name, token_ids, masks)
+                if self._config.training.offload:
+                    await self._policy.offload()
+                return scored
+
+    @asynccontextmanager
+    async def _trainers_turn(self) -> AsyncIterator[None]:
+        """Put engines that share the trainer's processes to sleep while it computes."""
+        colocated = self._config.training.colocated
+        if colocated:
+            await self._manager.sleep()
+        try:
+            yield
+        except Exception:  # the caller may continue, and its requests would wait forever
+            if colocated:
+                await self._manager.wake_up()
+            raise
+        if colocated:
+            await self._manager.wake_up()
+
+    async def update_weights(self) -> UpdateMetrics:
+        """Transfer the trainer's weights to the engines and check that they arrived.
+
+        Raises:
+            WeightUpdateError, DeadlineError: when they did not arrive.
+        """
+        weights, started = self._config.weights, time.perf_counter()
+        tolerance = weights.canary_tolerance or _TOLERANCE[self._config.model.dtype]
+        with waiting("the engines to load new weights"):
+            published = await self._sync.publish()
+            version, canary = published.version, published.canary
+            assert canary is not None
+            canaries = await self._manager.update_weights(
+                self._sync,
+                lambda engine: check_canary(
+                    engine, canary.prompt_token_ids, canary.logprobs, tolerance, version
+                ),
+            )
+        lent = UpdateMetrics()
+        if self._config.training.offload:
+            lent["offloaded_gib"] = await self._policy.offload() / 2**30
+        return {
+            **lent,
+            "weight_version": version,
+            "weight_update_seconds": time.perf_counter() - started,
+            "canary_diff_mean": max((mean for mean, _ in canaries), default=0.0),
+            "canary_diff_max": max((largest for _, largest in canaries), default=0.0),
+        }

@@ -1,0 +1,260 @@
+"""Writers of a run's metrics: metrics.jsonl, TensorBoard if installed, configured trackers.
+
+metrics.jsonl is the record: a failure to write it ends the run. The other trackers are copies: one
+that fails is reported once, and gets no more metrics. All calls block; make them in a thread.
+"""
+
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+try:
+    from tensorboardX import SummaryWriter
+except ImportError:  # an extra
+    SummaryWriter = None
+
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, text_of, translate_unwritable
+
+logger = logging.getLogger(__name__)
+
+_PROJECT = "turnwise"
+
+
+class Trackers:
+    """One run's metrics, written one step at a time.
+
+    Args:
+        folder: The run's folder, which exists.
+        config: Configuration of the run, which names the trackers; they get it without its API key.
+        after_step: Step being resumed from, or None. Later metrics are removed, or hidden where a
+            tracker cannot delete.
+
+    Raises:
+        InputError: when a tracker is not installed or does not start; no other is left open.
+
+    Example:
+        trackers = Trackers(Path("runs/run"), config)
+        trackers.write({"step": 1, "reward_mean": 0.5})
+        trackers.close()
+    """
+
+    def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
+        for name in config.trackers:
+            if importlib.util.find_spec(name) is None:
+                raise InputError(f"trackers names {name}, which is missing: pip install {name}")
+        self._path = folder / "metrics.jsonl"
+        self.rows: list[JsonObject] = []
+        """Metrics of every step, including those before a resume."""
+        if after_step is not None:
+            self.rows = _cut(self._path, after_step)
+        self._trackers: dict[str, Tracker] = {}
+        if SummaryWriter is None:
+            logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
+        else:
+            self._trackers["TensorBoard"] = TensorBoard(folder, after_step)
+        for name in config.trackers:
+            try:
+                self._trackers[name] = _TRACKERS[name](folder, config, after_step is not None)
+            except Exception as error:
+                self.close()
+                raise InputError(f"trackers: {name} does not start: {text_of(error)}") from error
+
+    def write(self, metrics: JsonObject) -> None:
+        """Write one step's metrics, which include `step`.
+
+        A nested dictionary is written as `key/name`. Values that are not numbers (None, a text) go
+        only to metrics.jsonl, where NaN and infinity become null.
+
+        Raises:
+            TurnwiseError: when metrics.jsonl cannot be written.
+        """
+        metrics = {name: _finite(value) for name, value in metrics.items()}
+        self.rows.append(metrics)
+        with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        values = dict(_numbers(metrics))
+        step = int(values.pop("step"))
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.write(step, values)
+            except Exception as error:
+                self._give_up(name, error)
+
+    def close(self) -> None:
+        """Close every tracker."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.close()
+            except Exception as error:
+                self._give_up(name, error)
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        del self._trackers[name]
+        logger.warning(
+            "%s failed and gets no more metrics: %s: %s", name, type(error).__name__, error
+        )
+
+
+class Tracker(Protocol):
+    """Receives a step's numbers, by names of letters, digits and `_-./`; may raise anything."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run's folder, written by tensorboardX."""
+
+    def __init__(self, folder: Path, after_step: int | None) -> None:
+        purge = None if after_step is None else after_step + 1
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. If a step is written twice, it keeps the first."""
+
+    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=_PROJECT,
+            name=config.name,
+            dir=str(folder),
+            config=_public(config),
+            id=_known_run(folder, "wandb") if resumed else None,
+            resume="allow",
+            settings=wandb.Settings(console="off"),
+        )
+        _remember_run(folder, "wandb", self._run.id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow, with the tracking server of its own environment variables. If a step is written
+    twice, it keeps both."""
+
+    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        known = _known_run(folder, "mlflow") if resumed else None
+        if known is None:
+            experiment = self._client.get_experiment_by_name(_PROJECT)
+            number = experiment.experiment_id if experiment else None
+            number = number or self._client.create_experiment(_PROJECT)
+            run = self._client.create_run(number, run_name=config.name)
+            self._run_id: str = run.info.run_id
+            self._client.log_dict(self._run_id, _public(config), "config.json")
+            _remember_run(folder, "mlflow", self._run_id)
+        else:
+            self._run_id = known
+            self._client.update_run(known, status="RUNNING")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [
+            self._mlflow.entities.Metric(name, value, now, step) for name, value in values.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class Trackio:
+    """Trackio. If a step is written twice, it keeps both."""
+
+    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
+        trackio = importlib.import_module("trackio")
+        self._run = trackio.init(
+            project=_PROJECT,
+            name=config.name,
+            config=_public(config),
+            resume="allow" if resumed else "never",
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_TRACKERS: dict[str, Callable[[Path, Config, bool], Tracker]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+
+
+def _cut(path: Path, after_step: int) -> list[JsonObject]:
+    """Remove the rows after a step, and a last line that a crash truncated; return the others."""
+    rows: list[JsonObject] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if row["step"] <= after_step:
+                rows.append(row)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.replace(path)
+    except FileNotFoundError:
+        raise InputError(f"there is no {path} to resume from") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be resumed from: {error.strerror}") from error
+    return rows
+
+
+def _finite(value: object) -> object:
+    """Return the same tree with None for each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in metrics.items():
+        name = prefix + re.sub(r"[^A-Za-z0-9_./-]", "_", key)
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{name}/")
+        elif isinstance(value, int | float):
+            yield name, float(value)
+
+
+def _public(config: Config) -> JsonObject:
+    return config.model_dump(mode="json", exclude={"serving": {"api_key"}})
+
+
+def _remember_run(folder: Path, tracker: str, run_id: str) -> None:
+    (folder / f"{tracker}_run").write_text(run_id)
+
+
+def _known_run(folder: Path, tracker: str) -> str | None:
+    """Return the tracker's own id of the resumed run, or None."""
+    path = folder / f"{tracker}_run"
+    return path.read_text() if path.exists() else None

@@ -1,0 +1,279 @@
+"""The training loop: two coroutines with a bounded distance between them.
+
+    producer   problems -> groups of trajectories with rewards        (`rollout.producer`)
+    consumer   groups -> advantages -> samples -> loss -> new weights (`TrainingLoop._consume`)
+
+The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
+alternate, which is synchronous training; there is no separate loop for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from turnwise.config import Config
+from turnwise.core.aio import task_group
+from turnwise.core.user_code import stuck_calls
+from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.rollout import Batch, GroupProducer, Problem, ProblemStream, check_failures
+from turnwise.rollout.evaluation import Evaluation, evaluate
+from turnwise.run.metrics import StepMetrics, UpdateMetrics
+from turnwise.run.progress import Progress
+from turnwise.run.run_dir import Resume, RunDir
+from turnwise.run.runtime import Runtime
+from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.training.algorithms import make_algorithm
+from turnwise.training.samples import compute_advantages, gives_signal, samples_of
+from turnwise.trajectory import ExactnessReport, Trajectory
+
+
+class TrainingLoop:
+    """Trains the policy; see the module's docstring.
+
+    Args:
+        runtime: A runtime with a trainer.
+        problems: Problems to train on, shuffled by the seed for each epoch.
+        heldout: Problems to evaluate on; may be empty.
+        folder: Folder that everything is written to.
+        progress: Shown each phase and step.
+        resume: Checkpoint to resume from; None starts a new run.
+
+    Example:
+        async with open_runtime(config, problems, folder=folder.path) as runtime:
+            await TrainingLoop(config, runtime, problems, [], folder, SILENT).run()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        problems: Sequence[Problem],
+        heldout: Sequence[Problem],
+        folder: RunDir,
+        progress: Progress,
+        resume: Resume | None = None,
+    ) -> None:
+        assert runtime.policy is not None
+        self._config = config
+        self._policy = runtime.policy
+        self._heldout = runtime.within_prompt_limit(heldout)
+        self._folder = folder
+        self._progress = progress
+        self._resume = resume
+        self._producer = GroupProducer(
+            config,
+            runtime.group_runner(config.sampling),
+            ProblemStream(runtime.within_prompt_limit(problems), config.seed),
+            lambda group: gives_signal(group, config),
+            progress.advance,
+        )
+        self._run_heldout = runtime.group_runner(config.eval.sampling)
+        self._algorithm = make_algorithm(config.algorithm)
+        self._step = TrainingStep(config, runtime)
+        self.exactness = ExactnessReport()
+        """Audit of every token trained so far."""
+        self._seconds: dict[str, float] = {}
+        """Seconds of the current step, by the loop's phase."""
+        self._accuracy: float | None = None
+        """Accuracy on held-out problems after the current step; None if not evaluated."""
+
+    async def run(self) -> None:
+        """Train until step `training.steps`, or until `eval.target` is reached; raise the error
+        that ended the run early."""
+        watchdog = Watchdog(self._config.watchdog_seconds, self._report_stall)
+        async with watchdog, task_group() as tasks:
+            watch = tasks.create_task(self._policy.watch())
+            first = await self._begin()
+            if not self._reached:
+                producing = tasks.create_task(self._producer.run())
+                await self._consume(first)
+                producing.cancel()
+            watch.cancel()
+        if self._reached:
+            self._progress.warn(
+                f"held-out accuracy {self._accuracy:.3f} reaches eval.target "
+                f"{self._config.eval.target:g}: the run ends"
+            )
+
+    @property
+    def _reached(self) -> bool:
+        return self._config.eval.reached(self._accuracy)
+
+    def _report_stall(self, line: str) -> None:
+        stuck = stuck_calls()
+        self._progress.warn(f"{line}; {stuck}" if stuck else line)
+
+    async def _begin(self) -> int:
+        """Bring the engines to the trainer's weights; return the first step."""
+        if self._resume is None:
+            await self._measure_given_model()
+            if self._reached:
+                await self._save(0)
+            return 1
+        self._progress.phase("resume")
+        state = self._resume.state
+        await self._policy.load(self._resume.checkpoint)
+        self._producer.restore(state["producer"], self._resume.step)
+        self.exactness = ExactnessReport.from_dict(state["exactness"])
+        await self._update_weights()
+        return self._resume.step + 1
+
+    async def _consume(self, first: int) -> None:
+        """Train steps from `first` on; each line of the loop is one stage."""
+        previous = time.perf_counter()
+        for step in range(first, self._config.training.steps + 1):
+            batch = await self._wait_for_batch(step)
+            metrics = self._describe(step, batch)
+            await self._learn(batch, metrics)
+            metrics.add_update(await self._update_weights())
+            evaluation = await self._evaluate(step)
+            metrics.add_evaluation(evaluation)
+            await self._write_trajectories(step, batch, evaluation)
+            now = time.perf_counter()
+            metrics.step_seconds, previous = now - previous, now
+            metrics.phase_seconds = self._phases(batch)
+            await self._report(metrics)
+            self._seconds = {}
+            await self._save(step)
+            if self._reached:
+                break
+            await self._producer.advance(step)
+
+    async def _wait_for_batch(self, step: int) -> Batch:
+        """Wait for a step's groups of trajectories with rewards."""
+        self._progress.phase("rollout", self._config.rollout.prompts_per_step)
+        with self._timed("idle"), waiting(f"the groups of step {step}"):
+            return await self._producer.next_batch()
+
+    async def _learn(self, batch: Batch, metrics: StepMetrics) -> None:
+        """Train on a step's groups: rewards -> advantages -> samples -> loss.
+
+        Raises:
+            ExactnessError: when a token differs from the sampled one; nothing is trained then.
+        """
+        config, algorithm, version = self._config, self._algorithm, self._policy.version
+        advantages = await asyncio.to_thread(
+            compute_advantages, batch.groups, config, version, algorithm
+        )
+        samples = await asyncio.to_thread(samples_of, advantages, config, version, algorithm)
+        for reason, group in batch.discarded:
+            await asyncio.to_thread(samples.drop, group.trajectories, reason)
+        self.exactness += samples.report
+        await asyncio.to_thread(self._folder.write_exactness, self.exactness)
+        check_exactness(samples.report, config)
+        metrics.add_samples(samples)
+        if samples.samples:
+            self._progress.phase("train")
+            with self._timed("train"):
+                metrics.add_training(await self._step.train(samples.samples))
+
+    async def _update_weights(self) -> UpdateMetrics:
+        """Transfer the new weights to the engines, which sample the next trajectories.
+
+        Raises:
+            WeightUpdateError, DeadlineError: when they did not arrive.
+        """
+        self._progress.phase("update weights")
+        with self._timed("weights"):
+            return await self._step.update_weights()
+
+    async def _evaluate(self, step: int) -> Evaluation | None:
+        self._accuracy = None
+        every, last = self._config.eval.every, self._config.training.steps
+        if not self._heldout or not every or (step % every and step != last):
+            return None
+        self._progress.phase("evaluate", len(self._heldout))
+        with self._timed("evaluate"):
+            evaluation = await evaluate(
+                self._run_heldout,
+                self._heldout,
+                self._config,
+                f"eval{step}",
+                self._progress.advance,
+            )
+        self._accuracy = evaluation.accuracy
+        return evaluation
+
+    async def _measure_given_model(self) -> None:
+        """Transfer the initial weights to the engines, and evaluate them as step 0."""
+        started = time.perf_counter()
+        update = await self._update_weights()
+        evaluation = await self._evaluate(0)
+        if evaluation is None:
+            return
+        await self._keep("eval", 0, evaluation.trajectories)
+        metrics = StepMetrics(
+            step=0,
+            reward_mean=evaluation.summary["reward_mean"],
+            rollout_tokens_per_s=evaluation.tokens_per_s,
+            logprob_diff_mean=update["canary_diff_mean"],
+            logprob_diff_max=update["canary_diff_max"],
+            trajectories=len(evaluation.trajectories),
+            dropped=dict(evaluation.dropped),
+        )
+        metrics.add_update(update)
+        metrics.add_evaluation(evaluation)
+        metrics.step_seconds = time.perf_counter() - started
+        await self._report(metrics)
+
+    def _describe(self, step: int, batch: Batch) -> StepMetrics:
+        """Return a step's metrics, with those of its rollouts filled in.
+
+        Raises:
+            StepError: when too many of them failed.
+        """
+        failed = self._config.rollout.max_failed_fraction
+        metrics = StepMetrics(step=step)
+        metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
+        return metrics
+
+    async def _write_trajectories(
+        self, step: int, batch: Batch, evaluation: Evaluation | None
+    ) -> None:
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        await self._keep("step", step, trajectories)
+        if evaluation is not None:
+            await self._keep("eval", step, evaluation.trajectories)
+
+    async def _keep(self, kind: str, step: int, trajectories: Sequence[Trajectory]) -> None:
+        await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
+
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint; called after the step's metrics are written, so none are lost."""
+        every, last = self._config.training.checkpoint_every, self._config.training.steps
+        if step != last and not self._reached and not (every and step % every == 0):
+            return
+        self._progress.phase("save")
+        with self._timed("save"), waiting(f"the trainer to save step {step}"):
+            place = await asyncio.to_thread(self._folder.begin_checkpoint, step)
+            await self._policy.save(place)
+            state = {
+                "step": step,
+                "producer": self._producer.state(),
+                "exactness": self.exactness.to_dict(),
+                "accuracy_heldout": self._accuracy,
+            }
+            await asyncio.to_thread(self._folder.commit_checkpoint, step, state)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent in a `with` block to a phase of the step."""
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def _phases(self, batch: Batch) -> dict[str, float]:
+        """Return the loop's seconds by phase, and the waiting times of the step's trajectories."""
+        waits: dict[str, float] = {}
+        for group in batch.groups:
+            for phase, seconds in group.seconds.items():
+                waits[phase] = waits.get(phase, 0.0) + seconds
+        return self._seconds | waits
+
+    async def _report(self, metrics: StepMetrics) -> None:
+        await asyncio.to_thread(self._folder.write_step, metrics)
+        self._progress.step(metrics)
+        last = metrics.step == self._config.training.steps
+        if metrics.accuracy_heldout is not None or last:
+            await asyncio.to_thread(self._folder.draw)

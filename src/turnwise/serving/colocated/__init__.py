@@ -1,0 +1,1 @@
+"""Engines inside the trainer's processes."""

@@ -1,0 +1,56 @@
+"""The rest of an interrupted turn, for another worker to sample."""
+
+import copy
+
+from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Chunk, Sampling
+
+_PER_REQUEST = (
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured_outputs",
+    "bad_words",
+    "logits_processors",
+    "logits_processor_args",
+    "extra_args",
+    "prompt_logprobs",
+)
+"""Sampling parameters that make a token depend on the request's earlier tokens."""
+
+
+def remaining(sampling: Sampling, sampled: int, seed: int | None = None) -> "Sampling | None":
+    """Return the sampling parameters for the rest of a turn, after `sampled` of its tokens.
+
+    None if the remaining tokens depend on the earlier ones in a way that a new request cannot
+    reproduce (seed, stop strings, penalties, grammar): the turn has to restart.
+
+    Example:
+        remaining(SamplingConfig(max_tokens=20), 16)  # max_tokens=4
+    """
+    if sampled == 0:
+        return sampling
+    if seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
+        return None
+    changes = {
+        "max_tokens": sampling.max_tokens - sampled,
+        "min_tokens": max(0, sampling.min_tokens - sampled),
+    }
+    if isinstance(sampling, SamplingConfig):
+        return sampling.model_copy(update=changes)
+    rest = copy.copy(sampling)
+    for name, value in changes.items():
+        setattr(rest, name, value)
+    return rest
+
+
+def unfinished(chunk: Chunk) -> Chunk:
+    """Return the chunk without its finish reason: the turn continues elsewhere."""
+    return Chunk(
+        chunk.token_ids,
+        chunk.logprobs,
+        chunk.weight_versions,
+        cached_tokens=chunk.cached_tokens,
+        alternatives=chunk.alternatives,
+    )

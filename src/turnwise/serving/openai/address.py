@@ -1,0 +1,47 @@
+"""A server's address: its listening socket, and the address for other machines."""
+
+import socket
+from contextlib import suppress
+
+from turnwise.errors import InputError
+
+QUEUE = 2_048
+"""Maximum number of connections waiting to be accepted."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        InputError: when the address cannot be used.
+
+    Example:
+        >>> listen("127.0.0.1", 0).getsockname()
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # asyncio switches Nagle off only for sockets whose protocol is given as TCP.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(QUEUE)
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"the server cannot listen on {host}:{port} ({error}); choose another serving.port "
+            "(0 takes a free one) or serving.host"
+        ) from error
+    return listening
+
+
+def reachable(host: str) -> str:
+    """Return the address at which other machines reach a server that listens on `host`."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    outside = "2001:db8::1" if ":" in host else "192.0.2.1"  # reserved for documentation
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((outside, 9))  # chooses the interface; a datagram socket sends nothing
+        return str(probe.getsockname()[0])
+    with suppress(OSError):
+        return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
+    return "::1" if ":" in host else "127.0.0.1"

@@ -1,0 +1,150 @@
+"""Retries of clients: a request that repeats one in flight gets the same answer."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from turnwise.serving.openai.middleware import split_path
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request in flight, shared by all clients that wait for its answer."""
+
+    task: "asyncio.Task[None] | None" = None
+    sent: list[Message] = field(default_factory=list)
+    """The answer so far."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the answer grows, and then replaced by a new event."""
+    listeners: int = 0
+    """Number of waiting clients."""
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last client has disconnected."""
+    alone: bool = True
+    """True if no equal request is in flight, so that a retry is unambiguous."""
+
+    def add(self, message: Message) -> None:
+        self.sent.append(message)
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+class RetryDeduplicator:
+    """Lets a client's retry share the answer of the request that it repeats.
+
+    A retry has the session, path and body of exactly one request in flight, and is marked as a
+    retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
+    `Idempotency-Key` seen before. A request is aborted when the last client waiting for it
+    disconnects.
+
+    Args:
+        counts: Counts retries that joined a request, as `joined`.
+
+    Example:
+        >>> app = RetryDeduplicator(app, Counter())
+    """
+
+    def __init__(self, app: ASGIApp, counts: Counter[str]) -> None:
+        self._app = app
+        self._counts = counts
+        self._running: dict[bytes, _Running] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        idempotent = headers.get(b"idempotency-key")
+        retried = headers.get(b"x-stainless-retry-count", b"0") != b"0" or idempotent is not None
+        named = b"x-stainless-retry-count" in headers or idempotent is not None
+        if scope["type"] != "http" or scope["method"] != "POST" or not named:
+            await self._app(scope, receive, send)
+            return
+        body = await _body(receive)
+        if body is None:
+            return
+        conversation = _conversation(scope["path"], headers)
+        parts = [scope["path"].encode(), conversation, idempotent or b"", body]
+        key = hashlib.sha256(b"\0".join(parts)).digest()
+        del parts
+        known = self._running.get(key)
+        if known is not None and known.abandoned.is_set():
+            known = None
+        running = known if retried and known is not None and known.alone else None
+        if running is None:
+            running = _Running(alone=known is None)
+            if known is not None:
+                known.alone = False
+            running.task = asyncio.create_task(self._run(running, scope, body))
+            self._running[key] = running
+            running.task.add_done_callback(lambda _: self._forget(key, running))
+        else:
+            self._counts["joined"] += 1
+        del body
+        await _relay(running, receive, send)
+
+    async def _run(self, running: _Running, scope: Scope, body: bytes) -> None:
+        received = False
+
+        async def receive() -> Message:
+            nonlocal received
+            if not received:
+                received = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await running.abandoned.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            running.add(message)
+
+        await self._app(scope, receive, send)
+
+    def _forget(self, key: bytes, running: _Running) -> None:
+        running.changed.set()
+        if self._running.get(key) is running:
+            del self._running[key]
+
+
+def _conversation(path: str, headers: dict[bytes, bytes]) -> bytes:
+    """Return the headers that, together with the path, identify a request's conversation."""
+    named = headers.get(b"x-session-id") or split_path(path)[0]
+    return headers.get(b"x-session-id", b"") if named else headers.get(b"x-request-id", b"")
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Return a request's whole body; None if the client disconnected."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
+async def _relay(running: _Running, receive: Receive, send: Send) -> None:
+    """Send the answer so far, then the rest as it arrives, until the client disconnects."""
+    running.listeners += 1
+    left = asyncio.ensure_future(receive())
+    done = 0
+    try:
+        while not left.done():
+            while done < len(running.sent):
+                message = running.sent[done]
+                await send(message)
+                done += 1
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    return
+            assert running.task is not None
+            if running.task.done():
+                running.task.result()
+                return
+            changed = asyncio.create_task(running.changed.wait())
+            await asyncio.wait({left, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+    finally:
+        left.cancel()
+        running.listeners -= 1
+        if not running.listeners:
+            running.abandoned.set()

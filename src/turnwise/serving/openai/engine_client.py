@@ -1,0 +1,291 @@
+"""vLLM's engine client on top of a `Generator`, which samples the tokens of requests.
+
+vLLM's frontend renders, checks and detokenises. `EngineCoreAdapter` replaces its engine process: it
+gets tokens from the generator, and records each completion in its session.
+"""
+
+import asyncio
+import contextlib
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from http import HTTPStatus
+
+import numpy as np
+
+from turnwise.config import Config
+from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
+from turnwise.engine.vllm_start import engine_arguments
+from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.vllm_api import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    FinishReason,
+    GracefulHTTPError,
+    InputProcessor,
+    LogprobsLists,
+    OutputProcessor,
+    PrefillStats,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+    renderer_from_config,
+)
+
+_FINISH = {str(reason): reason for reason in FinishReason}
+
+Recorder = Callable[[RequestContext, list[int], Sequence[Chunk]], None]
+"""Receives a finished completion: the request, the prompt's ids and all chunks."""
+
+
+class EngineClient(AsyncLLM):  # type: ignore[misc]
+    """vLLM's engine client without its own engine.
+
+    Args:
+        config: Model, engine and sampling defaults.
+        generator: Samples the tokens.
+        record: Called with each finished completion.
+        healthy: Returns whether anything can be served now.
+
+    Example:
+        >>> client = EngineClient(config, generator, hooks.record, lambda: True)
+        >>> await init_app_state(client, app.state, args, EngineClient.tasks)
+    """
+
+    tasks = ("generate",)
+
+    def __init__(
+        self,
+        config: Config,
+        generator: Generator,
+        record: Recorder,
+        healthy: Callable[[], bool],
+    ) -> None:
+        arguments = engine_arguments(config.model, config.engine, config.deterministic)
+        arguments["generation_config"] = "vllm"  # only our defaults
+        self.vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        self.model_config = self.vllm_config.model_config
+        self.scheduler_config = self.vllm_config.scheduler_config
+        self.observability_config = self.vllm_config.observability_config
+        self.log_requests = self.log_stats = False
+        self.admission_stats = self.logger_manager = self.output_handler = None
+        self.renderer = renderer_from_config(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+        self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        self.engine_core = EngineCoreAdapter(generator, self.output_processor, record)
+        self._supported_tasks = self.tasks
+        self._sampling = config.sampling
+        self._healthy = healthy
+        self._run_output_handler()
+
+    async def add_request(
+        self, request_id: str, prompt: object, params: SamplingParams, **options: object
+    ) -> object:
+        if params.prompt_logprobs is not None:
+            raise VLLMValidationError("log-probs of the prompt (prompt_logprobs) are not served")
+        if (context := CURRENT.get()) is not None:
+            sampling = context.session.sampling or self._sampling
+            written = () if context.request is None else context.request.model_fields_set
+            if "min_tokens" not in written:
+                params.min_tokens = min(sampling.min_tokens, params.max_tokens)
+            if "ignore_eos" not in written:
+                params.ignore_eos = sampling.ignore_eos
+        return await super().add_request(request_id, prompt, params, **options)
+
+    async def generate(
+        self, *args: object, **options: object
+    ) -> AsyncGenerator[RequestOutput, None]:
+        context = CURRENT.get()
+        ids: dict[int, list[int]] = defaultdict(list)
+        texts: dict[int, list[str]] = defaultdict(list)
+        async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
+            async for output in outputs:
+                for piece in output.outputs:
+                    ids[piece.index].extend(piece.token_ids)
+                    texts[piece.index].append(piece.text)
+                if output.finished and context is not None:
+                    context.texts |= {tuple(ids[i]): "".join(texts[i]) for i in ids}
+                yield output
+
+    @property
+    def errored(self) -> bool:
+        return not self.is_running
+
+    async def check_health(self) -> None:
+        if not self._healthy():
+            raise EngineDeadError
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Cancel the client's tasks; the generator's owner shuts it down."""
+        if hasattr(self, "engine_core"):
+            self.engine_core.shutdown()
+        if (handler := getattr(self, "output_handler", None)) is not None:
+            handler.cancel()
+
+
+class EngineCoreAdapter:
+    """The interface of vLLM's engine process, on top of a `Generator`.
+
+    Args:
+        generator: Samples the tokens.
+        outputs: vLLM's detokenizer, which also passes errors to requests.
+        record: Called with each finished completion.
+    """
+
+    def __init__(self, generator: Generator, outputs: OutputProcessor, record: Recorder) -> None:
+        self._generator = generator
+        self._outputs = outputs
+        self._record = record
+        self._queue: asyncio.Queue[tuple[int, EngineCoreOutput]] = asyncio.Queue()
+        """Outputs, each with the weight version of its tokens."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._held: tuple[int, EngineCoreOutput] | None = None
+        """Output of another weight version, for the next call."""
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self._tasks[request.request_id] = asyncio.create_task(self._run(request, CURRENT.get()))
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the outputs since the last call, up to a change of the weight version."""
+        version, first = self._held or await self._queue.get()
+        outputs, self._held = [first], None
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item[0] != version:
+                self._held = item
+                break
+            outputs.append(item[1])
+        return EngineCoreOutputs(outputs=outputs, weight_version=str(version))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _run(self, request: EngineCoreRequest, context: RequestContext | None) -> None:
+        params, request_id = request.sampling_params, request.request_id
+        prompt = list(request.prompt_token_ids)
+        chunks: list[Chunk] = []
+        try:
+            sampling = _sampling_of(params, len(prompt), context)
+            route = None if context is None else Route(context.session.id, context.session.group)
+            stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
+            async with contextlib.aclosing(stream) as pieces:
+                async for chunk in pieces:
+                    chunks.append(chunk)
+                    if chunk.finish_reason is not None and context is not None:
+                        self._record(context, prompt, chunks)
+                    self._pass_on(request_id, params, chunk)
+        except (EngineError, DeadlineError) as error:
+            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+        except InputError as error:
+            self._fail(request_id, VLLMValidationError(str(error)))
+        except TrajectoryError as error:  # its own logits processor failed: a retry would fail too
+            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY))
+        except asyncio.CancelledError:
+            if context is not None and (not chunks or chunks[-1].finish_reason is None):
+                context.session.lost_turns += 1
+            raise
+        except Exception as error:  # raised to this request's client; other requests continue
+            self._fail(request_id, error)
+        finally:
+            self._tasks.pop(request_id, None)
+
+    def _pass_on(self, request_id: str, params: SamplingParams, chunk: Chunk) -> None:
+        """Pass a chunk to vLLM's frontend, one part for each weight version in it."""
+        count, versions = len(chunk.token_ids), chunk.weight_versions
+        edges = [0, *(i for i in range(1, count) if versions[i] != versions[i - 1]), count]
+        # vLLM's frontend finds the stop string again, and cuts the text before it.
+        by_string = isinstance(chunk.stop_reason, str)
+        finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
+        for start, end in itertools.pairwise(edges):
+            last = end == count
+            output = EngineCoreOutput(
+                request_id=request_id,
+                new_token_ids=chunk.token_ids[start:end],
+                new_logprobs=_logprobs(chunk, start, end) if params.logprobs is not None else None,
+                finish_reason=finish if last and not by_string else None,
+                stop_reason=chunk.stop_reason if last and not by_string else None,
+                prefill_stats=PrefillStats(num_cached_tokens=chunk.cached_tokens),
+            )
+            self._queue.put_nowait((versions[start] if start < end else 0, output))
+        if by_string:
+            output = EngineCoreOutput(
+                request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason
+            )
+            self._queue.put_nowait((0, output))
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """Raise the error to the client, and abort the request and its siblings (n > 1)."""
+        if (state := self._outputs.request_states.get(request_id)) is None:
+            return
+        state.queue.put(error)
+        name = state.parent_req.request_id if state.parent_req is not None else request_id
+        for ended in self._outputs.abort_requests([name], internal=True):
+            if ended != request_id and (task := self._tasks.get(ended)) is not None:
+                task.cancel()
+
+
+def _sampling_of(
+    params: SamplingParams, prompt_length: int, context: RequestContext | None
+) -> SamplingParams:
+    """Return a request's sampling for the generator, within the tokens that its session has left.
+
+    Raises:
+        InputError: when the request would make tokens off-policy, or has no tokens left.
+    """
+    sampling = copy.copy(params)
+    streamed = params.output_kind == RequestOutputKind.DELTA
+    sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
+    if context is None:
+        return sampling
+    session = context.session
+    if session.sampling is not None and params.structured_outputs:
+        raise InputError(
+            "a grammar (a strict tool, or parallel_tool_calls=false) would make the tokens of "
+            "this training session off-policy: leave it out"
+        )
+    room = session.room(prompt_length)
+    if room is not None and room <= 0:
+        raise InputError(
+            f"the conversation has used up its {session.max_response_tokens} tokens "
+            "(rollout.max_response_tokens)"
+        )
+    if room is not None and sampling.max_tokens > room:
+        sampling.max_tokens = room
+        sampling.min_tokens = min(sampling.min_tokens, room)
+    return sampling
+
+
+def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
+    """Return the log-probs of a chunk's tokens from `start` to `end` in vLLM's form."""
+    if start == end:
+        return None
+    rows = chunk.alternatives[start:end] or [
+        [(token, logprob, 1)]
+        for token, logprob in zip(
+            chunk.token_ids[start:end], chunk.logprobs[start:end], strict=True
+        )
+    ]
+    # A sampled token among the likeliest has one entry less: it gets a second one.
+    widest = max(map(len, rows))
+    rows = [[*row, *row[:1] * (widest - len(row))] for row in rows]
+    return LogprobsLists(
+        np.array([[token for token, _, _ in row] for row in rows]),
+        np.array([[logprob for _, logprob, _ in row] for row in rows]),
+        np.array([row[0][2] for row in rows]),
+    )

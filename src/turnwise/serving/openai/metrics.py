@@ -1,0 +1,153 @@
+"""Prometheus metrics of the server, its sessions, its workers and all engines.
+
+Metrics of engines have the label `worker`.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.samples import Sample
+
+from turnwise.chat.session_store import SessionStore
+from turnwise.engine.protocol import VLLM_METRICS, Generator
+from turnwise.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 2.0
+"""Time for all workers to answer: below the 10 s after which Prometheus gives up."""
+
+
+@runtime_checkable
+class _Measured(Protocol):
+    """The part of an engine that metrics need."""
+
+    name: str
+
+    async def metrics(self) -> list[Metric]: ...
+
+
+class EngineMetrics:
+    """Collects the metrics of one engine, or of each engine of a scheduler.
+
+    An engine that does not answer in time is left out and does not delay the others.
+
+    Args:
+        generator: The engine or scheduler that the server serves.
+        seconds: Time for all engines together.
+
+    Example:
+        >>> metrics = await EngineMetrics(scheduler).collect()
+    """
+
+    def __init__(self, generator: Generator, seconds: float = _SECONDS) -> None:
+        self._generator = generator
+        self._seconds = seconds
+        self._asked: dict[str, asyncio.Task[list[Metric]]] = {}
+        """Calls in flight, by worker; a hung worker has only one."""
+
+    async def collect(self) -> list[Metric]:
+        """Return all engines' metrics, and `turnwise_worker_metrics`: 0 if they are missing."""
+        engines = self._engines()
+        asked = {n: t for n, t in self._asked.items() if n in engines and not t.done()}
+        for name, engine in engines.items():
+            if name not in asked:
+                asked[name] = asyncio.create_task(engine.metrics())
+        self._asked = asked  # another call may replace it while this one waits
+        if asked:
+            await asyncio.wait(asked.values(), timeout=self._seconds)
+        collected: dict[str, Sequence[Metric]] = {}
+        for name, task in asked.items():
+            if task.done() and not task.cancelled():
+                if (error := task.exception()) is None:
+                    collected[name] = task.result()
+                else:
+                    logger.debug("%s has no metrics: %s", name, error)
+        answered = GaugeMetricFamily(
+            "turnwise_worker_metrics", "1 if its engine's metrics are included", labels=["worker"]
+        )
+        for name in engines:
+            answered.add_metric([name], float(name in collected))
+        return [*merged(collected), answered]
+
+    def _engines(self) -> Mapping[str, _Measured]:
+        if isinstance(self._generator, Scheduler):
+            return {worker.name: worker.engine for worker in self._generator.workers.values()}
+        alone = self._generator
+        return {alone.name: alone} if isinstance(alone, _Measured) else {}
+
+
+def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
+    """Return the workers' metrics as one family for each name, with the label `worker`."""
+    families: dict[str, Metric] = {}
+    for worker, metrics in by_worker.items():
+        for metric in metrics:
+            family = families.setdefault(
+                metric.name, Metric(metric.name, metric.documentation, metric.type)
+            )
+            family.samples += [
+                Sample(sample.name, {**sample.labels, "worker": worker}, sample.value)
+                for sample in metric.samples
+            ]
+    return list(families.values())
+
+
+def make_metrics(
+    store: SessionStore, generator: Generator, counts: Counter[str]
+) -> Callable[[], Awaitable[bytes]]:
+    """Return a function that returns all metrics in Prometheus' text format.
+
+    Args:
+        store: The server's sessions.
+        generator: The engine or scheduler that the server serves.
+        counts: HTTP requests, by status or event.
+
+    Example:
+        >>> text = await make_metrics(store, scheduler, Counter())()
+    """
+    engines = EngineMetrics(generator)
+
+    class Collector:
+        def __init__(self, of_engines: Sequence[Metric]) -> None:
+            self._of_engines = of_engines
+
+        def collect(self) -> Iterator[Metric]:
+            yield from self._of_engines
+            for metric in REGISTRY.collect():  # this process's metrics
+                if not metric.name.startswith(VLLM_METRICS):
+                    yield metric
+            yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", len(store))
+            requests = CounterMetricFamily("turnwise_requests", "HTTP requests", labels=["what"])
+            for what, count in counts.items():
+                requests.add_metric([what], count)
+            yield requests
+            if not isinstance(generator, Scheduler):
+                return
+            events = CounterMetricFamily("turnwise_turns", "Turns, by event", labels=["event"])
+            for event, count in generator.events.items():
+                events.add_metric([event], count)
+            yield events
+            load = GaugeMetricFamily("turnwise_worker_load", "Weighted requests", labels=["worker"])
+            up = GaugeMetricFamily(
+                "turnwise_worker_up", "1 if the worker takes turns", labels=["worker"]
+            )
+            tokens = CounterMetricFamily(
+                "turnwise_worker_tokens", "Sampled tokens", labels=["worker"]
+            )
+            for worker in generator.workers.values():
+                load.add_metric([worker.name], worker.load)
+                up.add_metric([worker.name], float(worker.usable))
+                tokens.add_metric([worker.name], worker.tokens)
+            yield from (load, up, tokens)
+
+    async def text() -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Collector(await engines.collect()))
+        return generate_latest(registry)
+
+    return text

@@ -1,0 +1,225 @@
+"""Plain ASGI middleware around vLLM's application, from the outside in.
+
+`BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the key; then come the retries of
+`deduplicate`, and `SessionMiddleware` finds the session of each request.
+"""
+
+import hashlib
+import hmac
+import json
+from collections import Counter
+from http import HTTPStatus
+
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from turnwise.chat.session import NAME_RULE, valid_name
+from turnwise.chat.session_store import SessionStore
+from turnwise.serving.openai.request_context import CURRENT, RequestContext
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""Paths of the requests that sample, which belong to sessions."""
+_TOKENIZE_BYTES = 2 << 20
+"""Maximum body of /tokenize and /detokenize.
+
+No context length bounds their text, and tokenizers take 150 bytes for each byte of it.
+"""
+_BODIES = 8
+"""Number of bodies of maximum size that are in memory at once."""
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """Return the session's name in a path, or None, and the path without it.
+
+    Anthropic's clients add /v1 to a base URL that already ends with it.
+    """
+    name = None
+    if path.startswith("/sessions/") and "/v1/" in path:
+        name, _, rest = path.removeprefix("/sessions/").partition("/v1/")
+        path = "/v1/" + rest
+    return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+
+
+class BodyLimit:
+    """Refuses bodies that are too large (413) or too many (503), before they are read.
+
+    Args:
+        most: Maximum size of one body, in bytes.
+
+    Example:
+        >>> app = BodyLimit(app, 32 << 20)
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._held = 0
+        """Size of all bodies of requests in flight, in bytes."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        most = self._most
+        if split_path(scope["path"])[1] in ("/tokenize", "/detokenize"):
+            most = min(most, _TOKENIZE_BYTES)
+        read, started = 0, False
+
+        def check(size: int) -> None:
+            if size > most:
+                raise HTTPException(
+                    413, f"the body is larger than {most:,} bytes (serving.max_body_mb)"
+                )
+            if size + self._held > _BODIES * self._most:
+                raise HTTPException(503, "too many large requests are in flight; try again")
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            size = len(message.get("body", b""))
+            check(read + size)
+            read += size
+            self._held += size
+            return message
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            announced = dict(scope["headers"]).get(b"content-length", b"")
+            check(int(announced) if announced.isdigit() else 0)
+            await self._app(scope, limited, noting)
+        except HTTPException as error:
+            if started:
+                raise
+            await refuse(send, error.status_code, error.detail)
+        finally:
+            self._held -= read
+
+
+class ApiKeyMiddleware:
+    """Requires the API key on every route except /health.
+
+    Sessions of rollouts need no key: their paths are random secrets, known only to their agents.
+
+    Args:
+        key: The key; None lets every request pass.
+        store: The server's sessions.
+
+    Example:
+        >>> app = ApiKeyMiddleware(app, "a-long-key", store)
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, store: SessionStore) -> None:
+        self._app = app
+        self._digest = _digest(f"Bearer {key}".encode()) if key else None
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._open(scope):
+            await refuse(send, 401, "this server needs its API key as a bearer token")
+            return
+        await self._app(scope, receive, send)
+
+    def _open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        if self._digest is None or path == "/health" or self._of_rollout(path):
+            return True
+        headers = dict(scope["headers"])
+        sent = headers.get(b"authorization", b"")
+        if "/v1/messages" in path and (own := headers.get(b"x-api-key")):
+            sent = b"Bearer " + own  # the header of Anthropic's clients
+        return hmac.compare_digest(_digest(sent), self._digest)
+
+    def _of_rollout(self, path: str) -> bool:
+        name, _, rest = path.removeprefix("/sessions/").partition("/")
+        if not path.startswith("/sessions/") or (session := self._store.get(name)) is None:
+            return False
+        managing = rest in ("", "reward")
+        return session.private and (session.agent_rewards if managing else rest[:3] == "v1/")
+
+
+class SessionMiddleware:
+    """Finds the session of each request and sets `CURRENT` while the request runs.
+
+    Args:
+        store: The server's sessions.
+        counts: Counts answers, by their status.
+
+    Example:
+        >>> app = SessionMiddleware(app, store, Counter())
+    """
+
+    def __init__(self, app: ASGIApp, store: SessionStore, counts: Counter[str]) -> None:
+        self._app = app
+        self._store = store
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        name, path = split_path(scope["path"])
+        if name is None and b"x-session-id" in headers:
+            name = headers[b"x-session-id"].decode("latin-1")
+        scope = {**scope, "path": path, "raw_path": path.encode()}
+        if path not in GENERATING or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if name is not None and not valid_name(name):
+            await refuse(send, 400, NAME_RULE)
+            return
+        if name is not None and (why := self._store.gone(name)) is not None:
+            await refuse(send, 410, f"the session {name} {why}")
+            return
+        previous = headers.pop(b"x-request-id", b"").decode("latin-1")
+        headers.pop(b"x-session-id", None)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counts[str(message["status"])] += 1
+            await send(message)
+
+        with self._store.request(name, previous) as session:
+            if session.id:
+                headers[b"x-session-id"] = session.id.encode()
+            scope["headers"] = list(headers.items())
+            token = CURRENT.set(RequestContext(session))
+            try:
+                await self._app(scope, receive, counted)
+            finally:
+                CURRENT.reset(token)
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """Answer an error of the framework, such as an unknown path, in OpenAI's format."""
+    assert isinstance(error, HTTPException)
+    return Response(
+        error_body(error.status_code, str(error.detail)),
+        error.status_code,
+        dict(error.headers or {}),
+        "application/json",
+    )
+
+
+def error_body(status: int, message: str) -> bytes:
+    """Return an error as JSON in OpenAI's format."""
+    kind = HTTPStatus(status).phrase
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
+
+
+async def refuse(send: Send, status: int, message: str) -> None:
+    """Answer with an error in OpenAI's format."""
+    body = error_body(status, message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

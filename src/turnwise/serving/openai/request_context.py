@@ -1,0 +1,32 @@
+"""The current request, for the code on both sides of vLLM's application."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from turnwise.chat.messages import Conversation
+from turnwise.chat.prompts import NextPrompt
+from turnwise.chat.session import Session
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.vllm_api import SamplingRequest
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One HTTP request on its way through vLLM."""
+
+    session: Session
+    request: "SamplingRequest | None" = None
+    """The request as parsed by vLLM; None before rendering."""
+    asked: Conversation = field(default_factory=Conversation)
+    """Messages and tools of a chat; empty for other requests."""
+    prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
+    finished: dict[tuple[int, ...], tuple[list[float], list[int]]] = field(default_factory=dict)
+    """Log-probs and weight versions of each completion, by its ids."""
+    texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """vLLM's text of each completion, by its ids."""
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+"""The request that the current task serves; None outside requests that sample."""

@@ -1,0 +1,132 @@
+"""The server's own routes: index, sessions and Prometheus metrics."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import APIRouter, FastAPI, HTTPException, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from turnwise.chat.session import NAME_PATTERN, Session
+from turnwise.chat.session_store import SessionStore
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.serving.openai.middleware import GENERATING, http_error
+from turnwise.trajectory import MAX_REWARD
+
+
+class _Opening(BaseModel):
+    """The body of POST /sessions."""
+
+    id: str | None = Field(default=None, pattern=NAME_PATTERN)
+    training: bool = False
+    """Refuse sampling parameters other than the configured ones."""
+    group: str = Field(default="", max_length=200)
+    """Sessions of one group begin with the same prompt and share its cache."""
+
+
+class _Reward(BaseModel):
+    """The body of POST /sessions/{id}/reward."""
+
+    reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+
+
+def add_routes(
+    app: FastAPI,
+    store: SessionStore,
+    metrics: Callable[[], Awaitable[bytes]],
+    *,
+    model: str,
+    url: Callable[[str | None], str],
+    workers: Callable[[], Mapping[str, str]],
+) -> None:
+    """Add the routes to vLLM's application, and remove its own middleware and metrics.
+
+    Args:
+        store: The server's sessions.
+        metrics: Returns Prometheus' text.
+        model: The model's name, for clients.
+        url: Returns the base URL of a session, or the server's for None.
+        workers: Returns the base URLs of workers' own servers, by name.
+
+    Example:
+        >>> add_routes(app, store, metrics, model="policy", url=url, workers=dict)
+    """
+    router = APIRouter()
+
+    def found(session_id: str) -> Session:
+        session = store.get(session_id)
+        if session is None:
+            why = store.gone(session_id)
+            missing = f"there is no session {session_id}"
+            raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
+        if session.private and not session.agent_rewards:
+            raise HTTPException(
+                403,
+                "this session belongs to a rollout: its agent may read, reward or close it only "
+                "if rollout.agent_rewards is true",
+            )
+        return session
+
+    @router.get("/")
+    async def get_index() -> JsonObject:
+        """Addresses and routes of the server."""
+        base_url = url(None)
+        return {
+            "server": "turnwise",
+            "model": model,
+            "openai_base_url": base_url,
+            "anthropic_base_url": base_url.removesuffix("/v1"),
+            "workers": workers(),
+            "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics"],
+            "reference": "/openapi.json",
+        }
+
+    @router.get("/sessions")
+    async def list_sessions() -> JsonObject:
+        """List the sessions that clients opened, without their tokens."""
+        return {"sessions": [session.summary() for session in store]}
+
+    @router.post("/sessions", status_code=201)
+    async def open_session(opening: _Opening | None = None) -> JsonObject:
+        """Open a session; the response contains its base URL."""
+        opening = opening or _Opening()
+        try:
+            session = store.open(opening.id, training=opening.training, group=opening.group)
+        except InputError as error:
+            raise HTTPException(409, str(error)) from None
+        return {**session.describe(), "base_url": url(session.id)}
+
+    @router.get("/sessions/{session_id}")
+    async def get_session(session_id: str) -> JsonObject:
+        """Return the session's trajectory: every token, log-prob and weight version."""
+        session = found(session_id)
+        session.finish()
+        return session.describe()
+
+    @router.post("/sessions/{session_id}/reward")
+    async def give_reward(session_id: str, reward: _Reward) -> JsonObject:
+        """Set the session's reward."""
+        found(session_id).trajectory.reward = reward.reward
+        return {"id": session_id, "reward": reward.reward}
+
+    @router.delete("/sessions/{session_id}")
+    async def close_session(session_id: str) -> JsonObject:
+        """Close the session; the response describes it one last time."""
+        session = found(session_id)
+        store.close(session_id)
+        session.finish()
+        return session.describe()
+
+    app.include_router(router)
+    app.router.redirect_slashes = False  # a redirect would lose the session in the path
+    app.add_exception_handler(StarletteHTTPException, http_error)
+    # vLLM's middleware handles scaling, browsers and its own metrics.
+    app.user_middleware.clear()
+    app.middleware_stack = FastAPI.build_middleware_stack(app)
+    routes = app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", "") != "/metrics"]
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(await metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

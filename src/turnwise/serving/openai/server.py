@@ -1,0 +1,172 @@
+"""The OpenAI server: one address for one engine or a whole fleet.
+
+vLLM's application (`vllm_app`) answers requests, behind the layers of `middleware` and next to the
+routes of `routes`. The server runs on the event loop of the engine that it serves.
+"""
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import Config
+from turnwise.core.aio import freeze_gc
+from turnwise.core.deadlines import deadline
+from turnwise.engine.protocol import Generator
+from turnwise.serving.openai.address import QUEUE, listen, reachable
+from turnwise.serving.openai.connections import Connection
+from turnwise.serving.openai.deduplicate import RetryDeduplicator
+from turnwise.serving.openai.metrics import make_metrics
+from turnwise.serving.openai.middleware import (
+    ApiKeyMiddleware,
+    BodyLimit,
+    SessionMiddleware,
+)
+from turnwise.serving.openai.routes import add_routes
+from turnwise.serving.openai.vllm_app import build
+from turnwise.serving.scheduler import Scheduler
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 120
+"""Time that an idle connection stays open.
+
+It is longer than that of clients (OpenAI 5 s, aiohttp 15, Go 90): otherwise a request can arrive on
+a connection that is just being closed.
+"""
+
+
+class OpenAIServer:
+    """Serves a generator over HTTP.
+
+    Args:
+        config: Model, sampling defaults, address and key.
+        generator: One engine, or the scheduler of several.
+        port: Port to listen on; None is serving.port, 0 a free one.
+
+    Example:
+        >>> server = OpenAIServer(config, engine, port=0)
+        >>> base_url = await server.start()
+        >>> await server.stop()
+    """
+
+    def __init__(self, config: Config, generator: Generator, port: int | None = None) -> None:
+        serving = config.serving
+        self.sessions = SessionStore.from_config(config)
+        self.base_url = ""
+        """URL of the API, including /v1; "" before the start."""
+        path = config.model.path
+        self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
+        """Model name in responses; requests may use any name."""
+        self.workers: Callable[[], Mapping[str, str]] = dict
+        """Returns the base URLs of workers' own servers, by name; set by the owner of a fleet."""
+        self._config = config
+        self._generator = generator
+        self._port = serving.port if port is None else port
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen, and return the base URL.
+
+        Raises:
+            InputError: when the address cannot be used, or vLLM refuses the model.
+            DeadlineError: when the server does not start in time.
+        """
+        listening = listen(self._config.serving.host, self._port)
+        host, port = listening.getsockname()[:2]
+        try:
+            app = await self.application()
+        except BaseException:
+            listening.close()
+            raise
+        options = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            log_level="error",  # invalid requests would fill the log with warnings
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            backlog=Connection.most // 2,  # connections that asyncio accepts at once
+        )
+        self._server = _Server(options)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        async with deadline(_START_SECONDS, f"the OpenAI server at {host}:{port} was not up"):
+            await self._server.ready.wait()
+        freeze_gc()
+        address = reachable(host)
+        self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
+        return self.base_url
+
+    def session_url(self, session_id: str) -> str:
+        """Return the base URL of a session."""
+        return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
+
+    async def application(self) -> ASGIApp:
+        """Return the ASGI application with its middleware."""
+        serving, store, counts = self._config.serving, self.sessions, Counter[str]()
+        app = await build(
+            self._config,
+            self._generator,
+            self._healthy,
+            store.remember_completion,
+            # model.path is also a name, unless another was configured
+            [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
+        )
+        add_routes(
+            app,
+            store,
+            make_metrics(store, self._generator, counts),
+            model=self.model_name,
+            url=lambda name: self.base_url if name is None else self.session_url(name),
+            workers=lambda: self.workers(),
+        )
+        app.state.server = self  # vLLM's error handler reads it
+        key = serving.api_key or os.environ.get("TURNWISE_API_KEY")
+        inner = RetryDeduplicator(SessionMiddleware(app, store, counts), counts)
+        return BodyLimit(ApiKeyMiddleware(inner, key, store), serving.max_body_mb << 20)
+
+    def _healthy(self) -> bool:
+        scheduler = self._generator
+        if isinstance(scheduler, Scheduler):
+            return any(worker.usable for worker in scheduler.workers.values())
+        return True
+
+    async def stop(self) -> None:
+        """Close the connections and stop listening."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._serving
+        except TimeoutError:
+            self._server.force_exit = True
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which sets `ready` once it listens and does not handle signals."""
+
+    def __init__(self, options: uvicorn.Config) -> None:
+        super().__init__(options)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUE)  # asyncio sets a shorter queue
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

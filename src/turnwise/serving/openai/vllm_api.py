@@ -1,0 +1,66 @@
+"""vLLM's names for the OpenAI server: no other file in this folder imports vLLM.
+
+Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
+"""
+
+from typing import TypeAlias
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists
+
+SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
+"""A request that samples; Anthropic's requests have become chat completions at this point."""
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatCompletionResponseChoice",
+    "CompletionRequest",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "FinishReason",
+    "FlexibleArgumentParser",
+    "GracefulHTTPError",
+    "InputProcessor",
+    "LogprobsLists",
+    "OpenAIServingChat",
+    "OutputProcessor",
+    "PrefillStats",
+    "RequestOutput",
+    "RequestOutputKind",
+    "ResponsesRequest",
+    "SamplingParams",
+    "SamplingRequest",
+    "VLLMError",
+    "VLLMValidationError",
+    "build_app",
+    "init_app_state",
+    "make_arg_parser",
+    "renderer_from_config",
+]

@@ -1,0 +1,300 @@
+"""The handle of a worker in another process: an `Engine` whose requests share few Ray calls.
+
+All requests that begin in one iteration of the event loop are sent in one call, and another call,
+always in flight, returns the chunks of all of them. So Ray's cost per call (about a millisecond)
+occurs per engine step and not per request.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from turnwise.config import NO_DEADLINE, Config, SamplingConfig
+from turnwise.core.actor import ActorHandle, death, killed_on_failure
+from turnwise.core.watchdog import made_progress
+from turnwise.engine.protocol import (
+    Chunk,
+    Completion,
+    InFlight,
+    PauseMode,
+    Route,
+    Sampling,
+    WeightUpdate,
+    collect,
+)
+from turnwise.errors import EngineError, TurnwiseError
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, Submission
+from turnwise.serving.worker import VllmAsyncGenerationWorker
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 4
+"""Maximum number of requests in one call: the engine begins the first of many while the last are
+still being prepared."""
+_GRACE_SECONDS = 10.0
+"""Extra time of a call beyond the engine's own deadline, whose error is more specific."""
+_MAX_CALLS = 4096
+"""Maximum number of calls that run at once in a worker's actor."""
+
+
+class WorkerHandle:
+    """One worker's actor, started and held by this process.
+
+    Every call raises `EngineError` if the actor is dead, `DeadlineError` if it does not answer in
+    time, and any error of the engine itself.
+
+    Example:
+        worker = await WorkerHandle.start(config, name="worker-0", num_gpus=1)
+        completion = await worker.generate([1, 2, 3], config.sampling, "request-0")
+        await worker.shutdown()
+    """
+
+    worker_class: type = VllmAsyncGenerationWorker
+    """Class of the actors that `start` starts."""
+
+    def __init__(self, process: ActorHandle, config: Config) -> None:
+        self.name = process.name
+        self.pid = 0
+        self.base_url: str | None = None
+        """URL of the worker's own OpenAI server; None without one."""
+        self.actor = process.actor
+        """Ray's handle of the worker."""
+        self._process = process
+        self._timeout = config.engine.request_timeout
+        self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
+        self._outbox: list[Submission] = []
+        self._cancelled: list[str] = []
+        self._failure: str | None = None
+        self._collecting: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        name: str = "worker-0",
+        num_gpus: float = 0,
+        fraction_of_gpus: float = 1.0,
+        seed: int | None = None,
+        placement: PlacementGroupSchedulingStrategy | str = "DEFAULT",
+        bundle_indices: Sequence[int] | None = None,
+    ) -> "WorkerHandle":
+        """Start an actor and its engine.
+
+        Args:
+            num_gpus: GPUs that Ray reserves for it.
+            placement: Ray's scheduling strategy, such as a bundle of a placement group.
+            bundle_indices: Bundles of that group, if each device of the engine gets its own actor.
+
+        Raises:
+            InputError: when vLLM refuses the model or an argument.
+            DeadlineError: when the engine is not ready after `engine.start_timeout` seconds.
+        """
+        process = ActorHandle.create(
+            cls.worker_class,
+            *(config, bundle_indices, fraction_of_gpus, seed, name),
+            name=name,
+            config=config,
+            log=name,
+            threads=config.engine.threads,
+            num_gpus=num_gpus,
+            placement=placement,
+            max_concurrency=_MAX_CALLS,
+            environment={"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            failure=EngineError,
+        )
+        handle = cls(process, config)
+        with killed_on_failure(process):
+            handle.pid = await process.call(
+                "post_init_async", what="start", seconds=config.engine.start_timeout
+            )
+            handle.base_url = await process.call(
+                "report_dp_openai_server_base_url", what="report its address", seconds=10.0
+            )
+        return handle
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> Completion:
+        chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route)
+        return await collect(chunks, self.name)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if request_id in self._inboxes:
+            raise EngineError(f"{self.name} already runs a request {request_id}")
+        inbox: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self._inboxes[request_id] = inbox
+        self._submit((request_id, list(prompt_token_ids), sampling, seed))
+        ended = False
+        try:
+            while not ended:
+                event = await inbox.get()
+                if isinstance(event, Exception):
+                    ended = True
+                    raise event
+                ended = event.finish_reason is not None
+                yield event
+        finally:
+            del self._inboxes[request_id]
+            if not ended:
+                self._cancel(request_id)
+
+    def _submit(self, submission: Submission) -> None:
+        if not self._outbox and not self._cancelled:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(submission)
+        if len(self._outbox) >= _BATCH:
+            self._flush()
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.create_task(self._collect())
+
+    def _cancel(self, request_id: str) -> None:
+        if not self._outbox and not self._cancelled:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all requests with it
+                asyncio.get_running_loop().call_soon(self._flush)
+        self._cancelled.append(request_id)
+
+    def _flush(self) -> None:
+        batch, self._outbox = self._outbox, []
+        cancelled, self._cancelled = self._cancelled, []
+        batch = [submission for submission in batch if submission[0] not in cancelled]
+        if self._failure is not None:
+            return
+        if batch:
+            self._send(batch)
+        if cancelled:
+            self.actor.cancel.remote(cancelled)
+
+    def _send(self, batch: list[Submission]) -> None:
+        try:
+            self.actor.submit.remote(batch)
+        except Exception as error:  # a request that cannot be sent fails alone
+            if len(batch) > 1:
+                for submission in batch:
+                    self._send([submission])
+            elif (inbox := self._inboxes.get(batch[0][0])) is not None:
+                inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
+
+    async def _collect(self) -> None:
+        seconds = self._timeout + HEARTBEAT_SECONDS
+        while self._failure is None and self._inboxes:
+            try:
+                async with asyncio.timeout(seconds):
+                    events = await self.actor.collect.remote()
+            except TimeoutError:
+                self.fail(f"{self.name} did not answer within {seconds:g} s")
+                return
+            except Exception as error:  # after any error no more chunks arrive
+                known = isinstance(error, RayError) and not isinstance(error, RayTaskError)
+                logger.debug("%s", error)
+                why = death(self.name, error) if known else f"{self.name} failed: {error!r}"
+                self.fail(why)
+                return
+            made_progress()
+            for request_id, event in events:
+                if (inbox := self._inboxes.get(request_id)) is not None:
+                    inbox.put_nowait(event)
+
+    def fail(self, why: str) -> None:
+        """Raise `EngineError` from every running request, and from every later one."""
+        self._failure = self._failure or why
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(EngineError(self._failure))
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        # Draining has only the engine's own deadline, on time without new tokens.
+        await self._call("pause", mode, seconds=NO_DEADLINE if mode == "wait" else None)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._call("wake_up", tags)
+
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
+    ) -> None:
+        await self._call("prepare_refit_info", state_dict_info)
+
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        arguments = (rank_prefix, ip, port, world_size, train_world_size, timeout)
+        await self._call("init_collective", *arguments, seconds=timeout)
+
+    async def check_update(self, manifest: WeightUpdate) -> list[str]:
+        devices: list[str] = await self._call("check_update", manifest)
+        return devices
+
+    async def update_weights(
+        self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
+        arguments = (manifest, in_flight, timeout)
+        return int(await self._call("update_weights", *arguments, seconds=timeout))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def check_health(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        await self._call("check_health")
+
+    async def num_in_flight(self) -> int:
+        return int(await self._call("num_in_flight"))
+
+    async def metrics(self) -> "list[Metric]":
+        metrics: list[Metric] = await self._call("metrics")
+        return metrics
+
+    async def shutdown(self) -> None:
+        """End the engine and its process; kill an actor that does not answer."""
+        self.fail(f"{self.name} was shut down")
+        if self._collecting is not None:
+            self._collecting.cancel()
+        try:
+            await self._process.call("shutdown", what="shut down", seconds=5.0)
+        except TurnwiseError:
+            pass  # dead or hung: it is killed in either case
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the actor and, with it, its engine."""
+        self._process.kill()
+
+    async def _call(self, method: str, *args: object, seconds: float | None = None) -> Any:
+        """Call a method of the engine, whose own deadline, `seconds`, comes first."""
+        seconds = (seconds or self._timeout) + _GRACE_SECONDS
+        return await self._process.call("call", method, *args, what=method, seconds=seconds)

@@ -1,0 +1,120 @@
+"""Workers and turns of a fleet, shared by the scheduler and the manager."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from turnwise.engine.protocol import Engine, Route, Sampling
+
+
+class Supervisor(Protocol):
+    """The owner of a worker's process, which can restart it."""
+
+    def report_failure(self, why: str) -> None:
+        """Handle a failed request: check whether the worker is alive, then restore or remove it.
+
+        Not called again before `Scheduler.restore` or `Scheduler.remove` is called in return.
+        """
+        ...
+
+    def excuse_death(self) -> None:
+        """Do not count the worker's last death: it was caused by a single request."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request to the scheduler; it may run on several workers, one after another."""
+
+    request_id: str
+    prompt: list[int]
+    """Token ids."""
+    sampling: Sampling
+    """Sampling parameters of the whole turn."""
+    seed: int | None
+    route: Route
+    weight: float
+    """Load that the turn adds to its worker."""
+    rest: Sampling = field(init=False)
+    """Sampling parameters of the rest that is not sampled yet."""
+    sampled: list[int] = field(default_factory=list)
+    """Token ids sampled so far."""
+    deaths: "list[Worker]" = field(default_factory=list)
+    """Workers that died while they ran the turn."""
+    failures: int = 0
+    """Number of failures on workers that stayed alive."""
+    aborts: int = 0
+    """Number of weight updates that interrupted it."""
+
+    def __post_init__(self) -> None:
+        self.rest = self.sampling
+
+    @property
+    def attempt_id(self) -> str:
+        """Request id of the next attempt; an engine may still know that of an earlier one."""
+        attempts = len(self.deaths) + self.failures + self.aborts
+        return f"{self.request_id}~{attempts}" if attempts else self.request_id
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether two workers died while they ran the turn, which may be the cause."""
+        return len(self.deaths) > 1
+
+    def restart(self) -> None:
+        """Discard the sampled tokens."""
+        self.sampled.clear()
+        self.rest = self.sampling
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine as the scheduler sees it; its successor after a restart is another `Worker`."""
+
+    name: str
+    engine: Engine
+    supervisor: Supervisor | None = None
+    """None means that each failure counts as the worker's death."""
+    usable: bool = True
+    """False from a failure until the supervisor has confirmed that the worker is alive."""
+    load: float = 0.0
+    """Sum of the weights of its running turns."""
+    index: int = -1
+    """Position in the router's arrays; -1 while the worker is not usable."""
+    turns: int = 0
+    """Number of turns given to the worker."""
+    tokens: int = 0
+    """Number of tokens that the worker sampled."""
+    load_seconds: float = 0.0
+    """Integral of `load` over time."""
+    failed_turns: Counter[str] = field(default_factory=Counter)
+    """Number of turns that failed on the worker, by outcome; see `Scheduler.events`."""
+    running: set[Turn] = field(default_factory=set)
+    suspects: list[Turn] = field(default_factory=list)
+    """Turns that were running when the worker failed, and during which another one had died."""
+    lost: "asyncio.Future[bool] | None" = None
+    """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
+    _changed: float = field(default_factory=time.monotonic)
+
+    def add(self, weight: float, now: float) -> None:
+        """Change the load; `now` is the event loop's time."""
+        self.load_seconds += self.load * (now - self._changed)
+        self._changed = now
+        self.load += weight
+
+    def note_suspects(self) -> None:
+        """Remember which of the running turns may have killed the worker."""
+        self.suspects = [turn for turn in self.running if turn.deaths]
+
+    def settle(self, *, lost: bool) -> None:
+        """Report to waiting turns whether the worker is lost."""
+        waiting, self.lost = self.lost, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(lost)
+
+
+def names_of(workers: Sequence[Worker]) -> str:
+    """List workers by name: "worker-0, worker-3"."""
+    return ", ".join(worker.name for worker in workers)

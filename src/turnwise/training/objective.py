@@ -1,0 +1,140 @@
+"""The objective of a training step: from micro-batches to gradients, on one rank.
+
+    prepare   before the first update: log-probs of the policy and of the reference model,
+              values, and from them each token's advantage
+    policy    gradient of algorithm.loss, with correction, KL penalty and reduction
+    value     gradient of the value model's loss, where the advantages need one
+
+Applies the `Advantage` and `Loss` that the configuration names. A loss is a sum over all trained
+tokens of all ranks; the factor `ranks` compensates for FSDP, which averages gradients over them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from turnwise.config import Config
+from turnwise.training.algorithms import (
+    Algorithm,
+    kl_N,
+    moments,
+    normalised,
+    objective,
+    reward_penalty,
+)
+from turnwise.training.batching import MicroBatch, RankBatches
+from turnwise.training.model import Models
+from turnwise.training.reports import UpdateReport
+from turnwise.training.tokens import Tokens
+
+
+class TrainingObjective:
+    """Computes the contribution of a rank's micro-batches to the gradients of its models."""
+
+    def __init__(self, config: Config, algorithm: Algorithm, models: Models, ranks: int) -> None:
+        self._config = config.algorithm
+        self._advantage, self._loss = algorithm.advantage, algorithm.loss
+        self._models = models
+        self._ranks = ranks
+        self._longest = config.sampling.max_tokens * config.rollout.max_turns
+        self._penalised = bool(self._config.kl.coef) and self._config.kl.where == "reward"
+        self._corrected = self._config.correction.name != "none"
+
+    def prepare(self, batches: Sequence[MicroBatch], updates: int) -> None:
+        """Compute the values that the losses need, before the first update of a step."""
+        with torch.no_grad():
+            for batch in batches:
+                if self._penalised or (self._corrected and updates > 1):
+                    batch.old_logprobs_N, _ = self._models.score("policy", batch)
+                if self._loss.needs_reference or self._config.kl.coef:
+                    batch.reference_logprobs_N, _ = self._models.score("reference", batch)
+                if self._advantage.needs_values:
+                    batch.values_N = self._models.estimate(batch)
+                self._spread(batch, self._penalties_N(batch))
+        if self._advantage.normalise:
+            self._normalise(batches)
+
+    def _penalties_N(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the KL penalty of each token, or None if it is not part of the reward."""
+        if not self._penalised:
+            return None
+        assert batch.old_logprobs_N is not None
+        assert batch.reference_logprobs_N is not None
+        kl = self._config.kl
+        return kl_N(batch.old_logprobs_N, batch.reference_logprobs_N, kl.estimator)
+
+    def _spread(self, batch: MicroBatch, penalties_N: torch.Tensor | None) -> None:
+        """Turn each trajectory's advantage or reward into advantages of its tokens."""
+        coef = self._config.kl.coef
+        if self._advantage.needs_values:
+            assert batch.values_N is not None
+            rewards_N = torch.zeros_like(batch.advantages_N)
+            if penalties_N is not None:
+                rewards_N = -coef * penalties_N
+            batch.returns_N = torch.zeros_like(rewards_N)
+            for span in batch.spans():
+                rewards_N[span.stop - 1] += batch.advantages_N[span.stop - 1]
+                batch.advantages_N[span], batch.returns_N[span] = self._advantage.of_tokens(
+                    rewards_N[span], batch.values_N[span]
+                )
+        elif penalties_N is not None and penalties_N.any():
+            for span in batch.spans():
+                batch.advantages_N[span] -= reward_penalty(penalties_N[span], coef)
+
+    def _normalise(self, batches: Sequence[MicroBatch]) -> None:
+        """Bring advantages to mean 0 and deviation 1 over all ranks."""
+        sums_3 = moments(torch.cat([batch.advantages_N for batch in batches]))
+        if self._ranks > 1:
+            dist.all_reduce(sums_3)
+        for batch in batches:
+            batch.advantages_N = normalised(batch.advantages_N, sums_3)
+
+    def policy(
+        self,
+        batch: MicroBatch,
+        share: RankBatches,
+        report: UpdateReport,
+        ratios: list[torch.Tensor],
+    ) -> None:
+        """Add a micro-batch's part of the policy's gradient."""
+        logprobs_N, entropy_N = self._models.score("policy", batch)
+        engine_N = batch.engine_logprobs_N
+        if not self._corrected:
+            old_N = engine_N
+        elif batch.old_logprobs_N is not None:
+            old_N = batch.old_logprobs_N
+        else:
+            old_N = logprobs_N.detach()  # the only update of its step
+        tokens = Tokens(
+            logprobs_N,
+            old_N,
+            engine_N,
+            batch.advantages_N,
+            batch.sequence_N,
+            batch.sequences,
+            batch.trajectory_tokens_N,
+            batch.staleness_N,
+            batch.reference_logprobs_N,
+        )
+        made = objective(
+            self._config,
+            tokens,
+            total_tokens=share.total_tokens,
+            total_trajectories=share.total_trajectories,
+            constant=self._longest,
+            loss=self._loss,
+        )
+        (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
+        report.add(made, logprobs_N.detach() - engine_N, entropy_N)
+        ratios.append(made.result.ratio_N.float())
+
+    def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
+        """Add a micro-batch's part of the value model's gradient."""
+        assert batch.values_N is not None
+        assert batch.returns_N is not None
+        values_N = self._models.estimate(batch)
+        loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
+        total = loss_N.sum() / share.total_tokens
+        (total * self._ranks).backward()  # type: ignore[no-untyped-call]
+        report.sums["value_loss"] += float(loss_N.detach().sum())

@@ -1,0 +1,352 @@
+"""One rank of the trainer: its shard of the models, the optimizers, and the weight sender.
+
+It works on samples and tensors, and knows nothing of trajectories, engines or the loop. The weight
+version is the number of optimizer steps. All ranks make the same calls in the same order; each
+computes sums, which the caller adds up.
+"""
+
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingConfig
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.training import checkpoint
+from turnwise.training.algorithms import make_algorithm
+from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.model import ModelName, full_tensors, load_models
+from turnwise.training.objective import TrainingObjective
+from turnwise.training.offload import Offload
+from turnwise.training.reports import StepReport, UpdateReport
+from turnwise.training.trainable import TrainableModule
+from turnwise.weights.canary import Canary, canary_prompt
+from turnwise.weights.manifest import Publication
+from turnwise.weights.rendezvous import free_address, join_store, private
+from turnwise.weights.transport import make_sender
+
+_PLAIN = SamplingConfig()
+_ALL = ("params", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The number of a rank, the number of ranks, and their rendezvous address."""
+
+    rank: int = 0
+    """Number of this rank, from 0."""
+    ranks: int = 1
+    """Number of ranks."""
+    address: str = ""
+    """Rendezvous address of the ranks: host:port of rank 0."""
+
+
+class TrainerRank:
+    """A rank of the model in training.
+
+    Args:
+        place: Number of this rank; several ranks rendezvous before the model is loaded.
+        folder: Folder of the run, for transports that write files.
+
+    Raises:
+        InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
+            or the transport cannot be used on this machine.
+
+    Example:
+        rank = TrainerRank(config)
+        (shares,) = plan_micro_batches(samples, 1, 1, 16384, packed=False)
+        metrics = merge([rank.train(shares)])
+    """
+
+    def __init__(
+        self, config: Config, place: RankInfo = RankInfo(), folder: Path | None = None
+    ) -> None:
+        self._config = config
+        self._training = config.training
+        self._place = place
+        torch.manual_seed(config.seed)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(threads_of(config.training))
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._packed = packs(config.training, self.device)
+        if place.ranks > 1:
+            _join(place, self.device, config.training.step_timeout)
+        self._algorithm = make_algorithm(config.algorithm)
+        needed = self._algorithm.advantage.value_model
+        kept = not missing_model(config.algorithm, "reference")
+        self._models = load_models(
+            config,
+            self.device,
+            place.ranks,
+            reference=config.algorithm.kl.model if kept else None,
+            value=needed.model if needed else None,
+        )
+        self._scorer = self._models.policy
+        self._warmup = needed.warmup_steps if needed else 0
+        self._objective = TrainingObjective(config, self._algorithm, self._models, place.ranks)
+        self._learner = TrainableModule(
+            self._scorer,
+            self._training,
+            self._training.learning_rate,
+            self._training.steps * self._training.updates_per_step,
+        )
+        self._critic_learner: TrainableModule | None = None
+        if needed is not None and self._models.value is not None:
+            self._critic_learner = TrainableModule(
+                self._models.value, self._training, needed.learning_rate, None
+            )
+        self._canary = canary_prompt(self._models.shape.vocab_size)
+        whole_in_process = config.training.colocated and place.ranks == 1
+        self._sender = make_sender(
+            "in_process" if whole_in_process else config.weights.transport,
+            self._scorer.get_submodule("model").named_parameters(),
+            self._scorer.dtype,
+            device=self.device,
+            rank=place.rank,
+            folder=config.weights.folder or (folder / "weights" if folder else ""),
+            timeout=config.weights.update_timeout,
+        )
+        offloaded = (folder or Path(config.output_dir, config.name)) / f"offload-{place.rank}"
+        self._offload = Offload(
+            {"params": self._models.weights, "optimizer": self._moments}, offloaded.absolute()
+        )
+        self._steps = 0
+        self._skipped_in_row = 0
+        self.version = 0
+
+    def train(self, shares: Sequence[RankBatches]) -> StepReport:
+        """Take an optimizer step on each share.
+
+        Raises:
+            TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
+        """
+        started = time.perf_counter()
+        self._offload.bring_back(_ALL)
+        self._steps += 1
+        steps = [
+            [
+                make_micro_batch(
+                    samples, s.trajectory_tokens, self.version, self._packed, self.device
+                )
+                for samples in s.micro_batches
+            ]
+            for s in shares
+        ]
+        self._objective.prepare([batch for batches in steps for batch in batches], len(steps))
+        staleness = Counter[int]()
+        for batches in steps:
+            for batch in batches:
+                staleness.update(batch.staleness_N.tolist())
+        ratios: list[torch.Tensor] = []
+        updates = [
+            self._update(batches, share, ratios)
+            for batches, share in zip(steps, shares, strict=True)
+        ]
+        if "optimizer" in self._training.offload:
+            self._offload.put_away(["optimizer"])  # nothing needs it until the next step
+        return StepReport(
+            self.version,
+            updates,
+            torch.cat(ratios).cpu().numpy() if ratios else np.zeros(0, np.float32),
+            staleness,
+            sum(batch.tokens for batches in steps for batch in batches),
+            time.perf_counter() - started,
+            _peak_memory(self.device) / 2**30,
+        )
+
+    def _update(
+        self, batches: Sequence[MicroBatch], share: RankBatches, ratios: list[torch.Tensor]
+    ) -> UpdateReport:
+        """Take one optimizer step; the loss is the sum over all trained tokens of all ranks."""
+        report = UpdateReport()
+        warming = self._steps <= self._warmup
+        for batch in batches:
+            if not warming:
+                self._objective.policy(batch, share, report, ratios)
+            if self._critic_learner is not None:
+                self._objective.value(batch, share, report)
+            report.tokens += len(batch.advantages_N)
+        if not warming:
+            report.learning_rate = self._learner.rate
+            report.grad_norm, finite = self._learner.step()
+            report.skipped = not finite
+            self.version += finite
+            self._check_skips(finite)
+        if self._critic_learner is not None:
+            _, finite = self._critic_learner.step()
+            report.skipped |= not finite
+        return report
+
+    def _check_skips(self, finite: bool) -> None:
+        self._skipped_in_row = 0 if finite else self._skipped_in_row + 1
+        if self._skipped_in_row >= self._training.max_skipped:
+            raise TurnwiseError(
+                f"{self._skipped_in_row} updates in a row had no finite loss and gradient; "
+                f"the weights are still those of version {self.version} (lower "
+                "training.learning_rate, or look at the rewards)"
+            )
+
+    def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
+        """Compute one model's values for tokens, without training.
+
+        Returns:
+            For each sequence of this rank's share, its number and a value for each masked token:
+            its log-prob under `sampling`, or, from the value model, the expected return before it.
+
+        Raises:
+            InputError: when the trainer has no such model.
+        """
+        if why := missing_model(self._config.algorithm, name):
+            raise InputError(why)
+        self._offload.bring_back(["params"])
+        scored: list[tuple[int, list[float]]] = []
+        for samples in share.micro_batches:
+            batch = make_micro_batch(
+                samples, share.trajectory_tokens, self.version, self._packed, self.device
+            )
+            with torch.no_grad():
+                if name == "value":
+                    values_N = self._models.estimate(batch)
+                else:
+                    values_N, _ = self._models.score(name, batch)
+            parts = torch.split(values_N.float().cpu(), [sample.trained for sample in samples])
+            scored += [(s.sequence, part.tolist()) for s, part in zip(samples, parts, strict=True)]
+        return scored
+
+    def publish(self) -> Publication:
+        """Publish this version for engines; return its manifest and canary."""
+        self._offload.bring_back(["params"])
+        manifest = self._sender.publish(self.version, self._tensors())
+        token_ids_1T = torch.tensor([self._canary], device=self.device)
+        mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
+        mask_1T[:, 0] = False
+        none = torch.zeros(0)
+        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, 1, 0)
+        with torch.no_grad():
+            expected, _ = self._models.score("policy", canary, _PLAIN)
+        return Publication(manifest, Canary(self._canary, expected.tolist()))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_tensors(self._scorer.get_submodule("model"))
+
+    def send(self, devices: Sequence[str]) -> None:
+        """Send the published version to the engines' workers on these devices, if the transport
+        streams."""
+        self._offload.bring_back(["params"])
+        self._sender.send(self.version, self._tensors(), devices)
+
+    def offload(self) -> int:
+        """Offload the parts in `training.offload` until they are needed; return their bytes.
+
+        Raises:
+            TurnwiseError: when the disk is full.
+        """
+        return self._offload.put_away(self._training.offload)
+
+    def _moments(self) -> Iterator[torch.Tensor]:
+        for learner in self._learners().values():
+            for state in learner.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Return an address and a free port for a process group with the engines."""
+        return free_address()
+
+    def join(self, address: str, port: int, engine_workers: int, timeout: float) -> None:
+        """Create the process group that the `collective` transport needs."""
+        self._sender.join(address, port, engine_workers, timeout)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
+        the model in Hugging Face's format.
+
+        Raises:
+            TurnwiseError: when the disk is full.
+        """
+        with self._offload.brought_back(_ALL):
+            checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
+            checkpoint.export(
+                folder, self._place.rank, self._config, self._models.shape, self._tensors()
+            )
+
+    def load(self, folder: Path) -> int:
+        """Resume from a checkpoint; return its version.
+
+        Raises:
+            InputError: when it does not fit this model.
+        """
+        self._offload.bring_back(_ALL)
+        extra = checkpoint.load_state(folder, self._place.rank, self._learners())
+        self.version = extra["version"]
+        self._steps = extra["steps"]
+        self._skipped_in_row = extra["skipped_in_row"]
+        torch.set_rng_state(extra["rng"])
+        return self.version
+
+    def _learners(self) -> dict[str, "TrainableModule"]:
+        learners = {"policy": self._learner}
+        if self._critic_learner is not None:
+            learners["critic"] = self._critic_learner
+        return learners
+
+    def _extra(self) -> checkpoint.RankState:
+        return {
+            "version": self.version,
+            "steps": self._steps,
+            "skipped_in_row": self._skipped_in_row,
+            "rng": torch.get_rng_state(),
+        }
+
+
+def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
+    """Return why the trainer lacks a model, and the key that adds it; "" if it has the model."""
+    algorithm, kl = make_algorithm(config), config.kl
+    if name == "value" and not algorithm.advantage.needs_values:
+        return "there is no value model: set algorithm.advantage.name to gae"
+    if name == "reference" and not (kl.coef or kl.model.path or algorithm.loss.needs_reference):
+        return (
+            "there is no reference model: set algorithm.kl.coef, algorithm.kl.model.path, or "
+            "algorithm.loss.name to dpo"
+        )
+    return ""
+
+
+def packs(training: TrainingConfig, device: torch.device) -> bool:
+    """Return whether micro-batches are packed; on a CPU, a packed row's attention is quadratic."""
+    return training.packing == "packed" or (training.packing == "auto" and device.type == "cuda")
+
+
+def threads_of(training: TrainingConfig) -> int:
+    """Return the number of CPU threads of one rank."""
+    return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
+
+
+def _join(place: RankInfo, device: torch.device, seconds: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    host, _, port = place.address.rpartition(":")
+    limit = timedelta(seconds=seconds)
+    try:
+        store = private(join_store(host, int(port), limit))
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the trainer's {place.ranks} ranks cannot meet at {place.address}: {error}"
+        ) from error
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

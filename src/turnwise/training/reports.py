@@ -1,0 +1,170 @@
+"""Reports of the ranks on a training step, merged into the step's metrics."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from turnwise.training.algorithms import Objective
+
+_PERCENTILES = (1, 50, 99)
+
+SumName = Literal[
+    "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
+]
+"""Metrics that are means over trained tokens; ranks report sums."""
+
+
+class TrainMetrics(TypedDict, total=False):
+    """The trainer's part of a step's metrics; `turnwise.run.metrics.StepMetrics` documents each."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped_updates: float
+    ratio: float
+    ratio_p1: float
+    ratio_p50: float
+    ratio_p99: float
+    clip_fraction: float
+    entropy: float
+    correction: float
+    kl: float
+    value_loss: float
+    loss_metrics: dict[str, float]
+    logprob_diff_mean: float | None
+    logprob_diff_max: float | None
+    staleness: dict[str, int]
+    staleness_max: int
+    trained_tokens: int
+    train_seconds: float
+    train_tokens_per_s: float
+    train_memory_gib: float
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """One rank's report of one optimizer step; sums are over its trained tokens."""
+
+    tokens: int = 0
+    """Trained tokens of this rank."""
+    sums: dict[SumName, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums, by the metric whose mean they give."""
+    loss_metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums of the loss's own metrics (`TokenLoss.metrics_N`)."""
+    logprob_diff_max: float = 0.0
+    """Largest difference between the engine's log-prob of a token and the trainer's."""
+    loss: float = 0.0
+    """This rank's part of the batch's loss: the parts of all ranks add up to it."""
+    grad_norm: float = 0.0
+    """Norm of the gradient over all ranks."""
+    learning_rate: float = 0.0
+    """The policy's learning rate; 0 if only the value model was trained."""
+    skipped: bool = False
+    """Whether a gradient was not finite and its update was skipped."""
+
+    def add(self, made: "Objective", diff_N: "torch.Tensor", entropy_N: "torch.Tensor") -> None:
+        """Add one micro-batch.
+
+        Args:
+            diff_N: The trainer's log-probs minus the engine's.
+        """
+        diff_N = diff_N.abs()
+        self.loss += float(made.loss.detach())
+        self.sums["ratio"] += float(made.result.ratio_N.sum())
+        self.sums["clip_fraction"] += float(made.result.clipped_N.sum())
+        self.sums["entropy"] += float(entropy_N.sum())
+        self.sums["correction"] += float(made.correction_N.sum())
+        if made.divergence_N is not None:
+            self.sums["kl"] += float(made.divergence_N.sum())
+        self.sums["logprob_diff_mean"] += float(diff_N.sum())
+        if len(diff_N):
+            self.logprob_diff_max = max(self.logprob_diff_max, float(diff_N.max()))
+        for name, value_N in made.result.metrics_N.items():
+            self.loss_metrics[name] += float(value_N.sum())
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One rank's report of one training step."""
+
+    version: int
+    """Weight version after the step."""
+    updates: list[UpdateReport]
+    """One for each optimizer step."""
+    ratios_N: npt.NDArray[np.float32]
+    """Importance ratios of all trained tokens of all updates."""
+    staleness: Counter[int]
+    """Trained tokens by staleness, before the first update."""
+    tokens: int
+    """Tokens computed, without padding."""
+    seconds: float
+    """Duration of the step."""
+    memory_gib: float
+    """Peak memory of the rank so far."""
+
+
+def merge(reports: Sequence[StepReport]) -> TrainMetrics:
+    """Return the metrics of a training step from the reports of all ranks.
+
+    Means are over trained tokens, then over the step's updates; tokens that are only counted are
+    excluded. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
+    first update; `staleness` counts tokens by the optimizer steps between the weights that sampled
+    them and those that began to train; `learning_rate` is that of the last update.
+    """
+    count = len(reports[0].updates)
+    updates = [[report.updates[i] for report in reports] for i in range(count)]
+    staleness = sum((report.staleness for report in reports), Counter[int]())
+    seconds = max(report.seconds for report in reports)
+    metrics = TrainMetrics(
+        loss=_mean(sum(rank.loss for rank in ranks) for ranks in updates),
+        grad_norm=_mean(ranks[0].grad_norm for ranks in updates),
+        learning_rate=updates[-1][0].learning_rate,
+        skipped_updates=float(sum(ranks[0].skipped for ranks in updates)),
+    )
+    names: dict[SumName, None] = {name: None for r in reports for u in r.updates for name in u.sums}
+    for name in names:
+        metrics[name] = _mean(
+            _token_mean(ranks, [r.sums[name] for r in ranks]) for ranks in updates
+        )
+    own = {name: None for r in reports for u in r.updates for name in u.loss_metrics}
+    if own:
+        metrics["loss_metrics"] = {
+            name: _mean(
+                _token_mean(ranks, [r.loss_metrics[name] for r in ranks]) for ranks in updates
+            )
+            for name in own
+        }
+    first = updates[0]
+    metrics["logprob_diff_mean"] = _token_mean(first, [r.sums["logprob_diff_mean"] for r in first])
+    metrics["logprob_diff_max"] = max(rank.logprob_diff_max for rank in first)
+    ratios = np.concatenate([report.ratios_N for report in reports])
+    if len(ratios):
+        low, middle, high = np.percentile(ratios, _PERCENTILES).tolist()
+        metrics |= {"ratio_p1": low, "ratio_p50": middle, "ratio_p99": high}
+    metrics |= {
+        "staleness": {str(age): staleness[age] for age in sorted(staleness)},
+        "staleness_max": max(staleness, default=0),
+        "trained_tokens": staleness.total(),
+        "train_seconds": seconds,
+        "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
+        "train_memory_gib": max(report.memory_gib for report in reports),
+    }
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean over a step's updates."""
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def _token_mean(ranks: Sequence[UpdateReport], sums: Sequence[float]) -> float:
+    """Return the mean over an update's trained tokens, from the sums of the ranks."""
+    return sum(sums) / max(1, sum(rank.tokens for rank in ranks))

@@ -1,0 +1,325 @@
+"""The trainer's ranks as Ray actors, and the handle with which other processes call them.
+
+Every call goes to all ranks at once. When a rank dies, the others fail or hang in their common
+computation, so the error that is raised is that of the dead rank.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle as RayActor
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from turnwise.config import Config
+from turnwise.core import logs
+from turnwise.core.actor import (
+    ActorHandle,
+    create_placement_group,
+    is_death,
+    killed_on_failure,
+)
+from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
+from turnwise.training.batching import RankBatches, plan_micro_batches
+from turnwise.training.reports import TrainMetrics, merge
+from turnwise.training.sample import Sample
+from turnwise.weights.manifest import Publication
+from turnwise.weights.rendezvous import LOOPBACK
+from turnwise.weights.transport import find_transport
+
+if TYPE_CHECKING:
+    from turnwise.training.model import ModelName
+    from turnwise.training.rank import RankInfo
+
+_GRACE_SECONDS = 5.0
+"""Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
+_PING_SECONDS = 2.0
+
+
+class TrainerActor:
+    """The process of one rank of the policy."""
+
+    def __init__(self) -> None:
+        logs.follow()
+
+    def node(self) -> str:
+        """Return the address of this rank's node."""
+        return str(ray.util.get_node_ip_address())
+
+    def open_store(self, host: str) -> str:
+        """Open the ranks' rendezvous store on one address of this node; return host:port."""
+        from turnwise.weights.rendezvous import open_store
+
+        # Kept open: a port that is only looked up may be taken a moment later.
+        self._store = open_store(host, 0)
+        return f"{host}:{self._store.port}"
+
+    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, bool]:
+        """Build the rank; return its process's id, and whether it packs micro-batches."""
+        from turnwise.training.rank import TrainerRank, packs
+
+        self._policy = TrainerRank(config, place, Path(folder))
+        return os.getpid(), packs(config.training, self._policy.device)
+
+    def call(self, method: str, *args: object) -> object:
+        """Call any method of the rank."""
+        result: object = getattr(self._policy, method)(*args)
+        return result
+
+    def ping(self) -> None:
+        pass
+
+
+class TrainerGroup:
+    """All ranks of the trainer; methods are those of `TrainerRank`, on all ranks.
+
+    Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
+    the one that did not answer within `training.step_timeout` seconds.
+
+    Example:
+        trainer = await TrainerGroup.start(config, Path("runs/run"))
+        metrics = await trainer.train(samples)
+        trainer.kill()
+    """
+
+    def __init__(self, config: Config, ranks: Sequence[ActorHandle]) -> None:
+        self.pids: list[int] = []
+        self.version = 0
+        self.packed = False
+        self._config = config
+        self._ranks = list(ranks)
+        self._timeout = config.training.step_timeout
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        folder: Path,
+        *,
+        num_gpus: float = 0,
+    ) -> "TrainerGroup":
+        """Start all ranks, each in an actor with `training.resources`.
+
+        Args:
+            folder: Folder of the run.
+            num_gpus: GPUs of each rank; less than 1 is a share of one.
+
+        Raises:
+            InputError: when the model cannot be loaded or does not fit.
+            DeadlineError: when the cluster has no room.
+        """
+        from turnwise.training.rank import RankInfo, threads_of
+
+        training = config.training
+        find_transport(config.weights.transport)  # a wrong name is an error before ranks start
+        group = await create_placement_group(
+            training.ranks,
+            num_gpus,
+            training.resources,
+            "ranks of the trainer",
+            "training",
+            config.engine.start_timeout,
+        )
+        environment = {
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle trainer threads must not spin beside the engine
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by deterministic algorithms
+        }
+        ranks = [
+            ActorHandle.create(
+                _actor_class(training.colocated),
+                name=f"policy rank {rank}",
+                config=config,
+                log=f"policy-{rank}",
+                threads=threads_of(training),
+                num_gpus=num_gpus,
+                placement=PlacementGroupSchedulingStrategy(group, rank),
+                environment=environment,
+                failure=TrainerError,
+            )
+            for rank in range(training.ranks)
+        ]
+        trainer = cls(config, ranks)
+        with killed_on_failure(*ranks):
+            address = await trainer._open_rendezvous() if len(ranks) > 1 else ""
+            places = [RankInfo(rank, len(ranks), address) for rank in range(len(ranks))]
+            arguments = [(config, place, str(folder)) for place in places]
+            started = await trainer._each("start", "start", arguments)
+        trainer.pids = [pid for pid, _ in started]
+        _, trainer.packed = started[0]
+        return trainer
+
+    async def _open_rendezvous(self) -> str:
+        """Open the ranks' rendezvous store; on one node, it is reachable only from there."""
+        nodes = await self._each("report its address", "node")
+        host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
+        return str(await self._first("open a rendezvous address", "open_store", host))
+
+    @property
+    def actors(self) -> dict[str, RayActor]:
+        """Ray's handles of the ranks, by their names in errors."""
+        return {rank.name: rank.actor for rank in self._ranks}
+
+    async def train(self, samples: Sequence[Sample]) -> TrainMetrics:
+        """Take `training.updates_per_step` optimizer steps; returns the step's metrics."""
+        training = self._config.training
+        shares: list[list[RankBatches]] = await asyncio.to_thread(
+            plan_micro_batches,
+            samples,
+            training.updates_per_step,
+            training.ranks,
+            training.micro_batch_tokens,
+            self.packed,
+        )
+        reports = await self._each("train", "call", [("train", share) for share in shares])
+        self.version = reports[0].version
+        return merge(reports)
+
+    async def score(
+        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Score sequences with one of the trainer's models.
+
+        Args:
+            token_ids: For each sequence its T tokens.
+            masks: For each sequence T times 1 (a token to be scored) or 0; a first token, which
+                nothing precedes, is never scored.
+
+        Returns:
+            For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
+            under `sampling`, or, from the value model, the expected return before it.
+
+        Raises:
+            InputError: when the trainer has no such model.
+        """
+        training = self._config.training
+        samples = [
+            Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
+            for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
+        ]
+        found: dict[int, list[float]] = {}
+        if any(sample.trained for sample in samples):
+            planned = await asyncio.to_thread(
+                plan_micro_batches,
+                samples,
+                1,
+                training.ranks,
+                training.micro_batch_tokens,
+                self.packed,
+            )
+            replies = await self._each(
+                f"score tokens with the {name} model",
+                "call",
+                [("score", name, share[0]) for share in planned],
+            )
+            found = {number: values for reply in replies for number, values in reply}
+        return [_spread(sample, found.get(sample.sequence, [])) for sample in samples]
+
+    async def publish(self) -> Publication:
+        """Publish the weights; return rank 0's manifest, and the canary of this version."""
+        published: list[Publication] = await self._same("publish its weights", "publish")
+        return published[0]
+
+    async def send(self, devices: Sequence[str]) -> None:
+        await self._same("send its weights", "send", devices)
+
+    async def offload(self) -> int:
+        """Offload on all ranks; return the bytes offloaded."""
+        return sum(await self._same("offload its tensors", "offload"))
+
+    async def rendezvous(self) -> tuple[str, int]:
+        what = "open a rendezvous address"
+        address: tuple[str, int] = await self._first(what, "call", "rendezvous")
+        return address
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
+        await self._same("join the engines", "join", ip, port, engine_workers, timeout)
+
+    async def save(self, folder: Path) -> None:
+        await self._same(f"save {folder}", "save", folder)
+
+    async def load(self, folder: Path) -> int:
+        """Resume from a checkpoint; return its version."""
+        versions = await self._same(f"load {folder}", "load", folder)
+        self.version = versions[0]
+        return self.version
+
+    async def watch(self) -> None:
+        """Watch the ranks without end; raise `TrainerError` soon after one died."""
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            await self._each("answer", "ping")
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    async def _same(self, what: str, method: str, *arguments: object) -> list[Any]:
+        """Call a method of `TrainerRank` with the same arguments on all ranks."""
+        return await self._each(what, "call", [(method, *arguments)] * len(self._ranks))
+
+    async def _first(self, what: str, method: str, *arguments: object) -> Any:
+        """Call a method of rank 0's actor alone."""
+        return await self._ranks[0].call(method, *arguments, what=what, seconds=self._timeout)
+
+    async def _each(
+        self, what: str, method: str, arguments: Sequence[Sequence[object]] | None = None
+    ) -> list[Any]:
+        """Call a method of all ranks' actors, each with its own arguments.
+
+        Returns:
+            The replies, in the order of the ranks.
+        """
+        waits = [
+            asyncio.ensure_future(rank.call(method, *own, what=what, seconds=self._timeout))
+            for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
+        ]
+        try:
+            _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await self._wait_for_cause(waits)
+            errors = [e for w in waits if w.done() and (e := w.exception()) is not None]
+            if errors:
+                raise min(errors, key=_rank_of_cause)
+            return [wait.result() for wait in waits]
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _wait_for_cause(self, waits: Sequence["asyncio.Future[Any]"]) -> None:
+        """Wait briefly, after one rank's failure, for a death of another that explains it."""
+        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            failed = [w for w in waits if w.done() and w.exception() is not None]
+            if any(_rank_of_cause(w.exception()) == 0 for w in failed):
+                return
+            pending = [wait for wait in waits if not wait.done()]
+            if not pending:
+                return
+            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _actor_class(colocated: bool) -> type[TrainerActor]:
+    if not colocated:
+        return TrainerActor
+    from turnwise.training.colocated import ColocatedTrainerActor
+
+    return ColocatedTrainerActor
+
+
+def _spread(sample: Sample, values: Sequence[float]) -> list[float]:
+    """Return a value for each token of a sequence: that of a masked token, 0.0 for others."""
+    rest = iter(values)
+    return [next(rest) if scored else 0.0 for scored in sample.response_mask_T]
+
+
+def _rank_of_cause(error: BaseException | None) -> int:
+    """Return the rank of an error among possible causes: a death, 0, explains all others."""
+    if is_death(error):
+        return 0
+    if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):
+        return 1
+    return 2 if isinstance(error, TrainerError) else 3

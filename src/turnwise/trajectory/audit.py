@@ -1,0 +1,358 @@
+"""The exactness audit: checks that every trained token was sampled.
+
+It replays a trajectory's turns independently of the code that makes samples, and compares every
+token of every sample with the engine's record. Reports can be added to get one for a whole run.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from turnwise.core.json_types import JsonObject
+from turnwise.trajectory.trajectory import (
+    Branch,
+    Trajectory,
+    Turn,
+    checksums,
+    fingerprint,
+)
+
+
+@dataclass(slots=True)
+class ExactnessReport:
+    """Counts of sampled, trained and exact tokens; reports of several trajectories can be added.
+
+    Example:
+        >>> report = ExactnessReport()
+        >>> for trajectory in group.trajectories:
+        ...     report += audit(trajectory)
+        >>> print(report)
+        exact      100 % of 7 trained tokens; 7 sampled
+                   4 turns, 1 bridged, forked: 1 retry, 1 new_conversation
+    """
+
+    trajectories: int = 0
+    turns: int = 0
+    bridged: int = 0
+    """Turns whose prompt begins with every token of the turn before."""
+    forked: Counter[str] = field(default_factory=Counter)
+    """Turns that began a new branch, by reason."""
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    """Tokens with response mask 1 in the samples."""
+    tokens_exact: int = 0
+    """Trained tokens whose id, log-prob, version and whole context match the engine's record."""
+    masked: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens that are not trained, by reason."""
+    violations: int = 0
+    """Number of differences found."""
+    first_violation: str | None = None
+    """Description of the first difference; None if there is none."""
+
+    def __iadd__(self, other: "ExactnessReport") -> "ExactnessReport":
+        self.trajectories += other.trajectories
+        self.turns += other.turns
+        self.bridged += other.bridged
+        self.forked += other.forked
+        self.tokens_sampled += other.tokens_sampled
+        self.tokens_trained += other.tokens_trained
+        self.tokens_exact += other.tokens_exact
+        self.masked += other.masked
+        self.violations += other.violations
+        self.first_violation = self.first_violation or other.first_violation
+        return self
+
+    @property
+    def percent(self) -> float:
+        """Share of trained tokens that are exact, from 0 to 100."""
+        return 100.0 * self.tokens_exact / self.tokens_trained if self.tokens_trained else 100.0
+
+    def to_dict(self) -> JsonObject:
+        """Return all fields and `exact_percent` as plain values, for metrics and checkpoints."""
+        return {
+            "exact_percent": self.percent,
+            "tokens_trained": self.tokens_trained,
+            "tokens_exact": self.tokens_exact,
+            "tokens_sampled": self.tokens_sampled,
+            "masked": dict(sorted(self.masked.items())),
+            "trajectories": self.trajectories,
+            "turns": self.turns,
+            "bridged": self.bridged,
+            "forked": dict(sorted(self.forked.items())),
+            "violations": self.violations,
+            "first_violation": self.first_violation,
+        }
+
+    @classmethod
+    def from_dict(cls, tree: JsonObject) -> "ExactnessReport":
+        """Build a report from the values that `to_dict` returned."""
+        known = {key: value for key, value in tree.items() if key != "exact_percent"}
+        counters = {key: Counter(known[key]) for key in ("masked", "forked")}
+        return cls(**{**known, **counters})
+
+    def __str__(self) -> str:
+        """Return two lines for people, or three if there is a violation."""
+        trained = f"{_percent(self.percent)} of {self.tokens_trained:,} trained tokens"
+        if not self.tokens_trained:
+            trained = "no token was trained"
+        lines = [
+            f"exact      {trained}; {self.tokens_sampled:,} sampled"
+            f"{_counts(', not trained', self.masked)}",
+            f"           {self.turns:,} turns, {self.bridged:,} bridged"
+            f"{_counts(', forked', self.forked) or ', none forked'}",
+        ]
+        if self.first_violation is not None:
+            lines.append(f"           {self.violations} violations; first: {self.first_violation}")
+        return "\n".join(lines)
+
+
+def audit(
+    trajectory: Trajectory,
+    samples: Sequence[Branch] | None = None,
+    *,
+    masked: str | None = None,
+) -> ExactnessReport:
+    """Replay a trajectory and compare its training samples with it.
+
+    Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
+    was sampled, in the context that the engine had, and is trained once; that log-probs are
+    finite and versions never decrease along a branch.
+
+    Args:
+        trajectory: The record.
+        samples: The training samples; None takes `trajectory.samples()`.
+        masked: Reason why sampled tokens are in no sample; None makes such tokens a violation.
+
+    Example:
+        >>> report = audit(trajectory)
+        >>> assert report.violations == 0, report.first_violation
+    """
+    turns = trajectory.turns
+    found = list(_check_turns(turns))
+    would_train = sum(len(turn.completion_token_ids) for turn in turns)
+    if samples is None:
+        samples = [] if found else trajectory.samples()
+    elif not found:
+        would_train = sum(sum(sample.response_mask) for sample in samples)
+    report = ExactnessReport(
+        trajectories=1,
+        turns=len(turns),
+        bridged=sum(_continues(turns, turn) for turn in turns),
+        forked=Counter(turn.fork_reason for turn in turns if turn.fork_reason is not None),
+        tokens_sampled=sum(len(turn.completion_token_ids) for turn in turns),
+        tokens_trained=would_train,
+    )
+    name = f"{trajectory.problem_id} sample {trajectory.sample_index}"
+    trained: dict[int, set[int]] = {}
+    # An inconsistent record proves nothing about samples.
+    for index, sample in enumerate([] if found else samples):
+        exact, problems = _check_sample(turns, sample, trained)
+        report.tokens_exact += exact
+        found += [f"training sample {index}: {problem}" for problem in problems]
+    missing = report.tokens_sampled - sum(len(known) for known in trained.values())
+    if missing and masked is not None:
+        report.masked[masked] += missing
+    elif missing and not found:
+        found.append(f"{missing} sampled tokens are in no training sample")
+    report.violations = len(found)
+    report.first_violation = f"{name}, {found[0]}" if found else None
+    return report
+
+
+def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
+    totals: list[int] = []  # for each turn, the recorded sum of the ids on its path
+    for index, turn in enumerate(turns):
+        if turn.parent is not None and not 0 <= turn.parent < index:
+            yield f"turn {index}: its parent {turn.parent} is not a turn before it"
+            return
+        available = 0 if turn.parent is None else turns[turn.parent].path_length
+        if not 0 <= turn.prefix_length <= available:
+            yield (
+                f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
+            )
+            return
+        lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
+        if len(set(lengths)) != 1:
+            yield f"turn {index}: tokens, log-probs and versions are {lengths}"
+            return
+        before = _total_before(turns, turn, totals)
+        totals.append(before + turn.sums[0])
+        yield from (
+            [*_check_ids(index, turn)]
+            or [*_check_values(index, turn, _last_version(turns, turn))]
+            or [*_check_record(index, turn, before)]
+        )
+
+
+def _check_values(index: int, turn: Turn, version_before: int) -> Iterator[str]:
+    for position, logprob in enumerate(turn.logprobs):
+        if not (math.isfinite(logprob) and logprob <= 1e-4):
+            yield f"turn {index}: sampled token {position} has log-prob {logprob}"
+    before = version_before
+    for position, version in enumerate(turn.weight_versions):
+        if version < before:
+            yield (
+                f"turn {index}: sampled token {position} has weight version {version} after "
+                f"{before}"
+            )
+        before = version
+
+
+def _check_ids(index: int, turn: Turn) -> Iterator[str]:
+    ids = [*turn.added_token_ids, *turn.completion_token_ids]
+    total, weighted = checksums(ids)
+    change, moment = total - turn.sums[0], weighted - turn.sums[1]
+    if not (change or moment):
+        return
+    position = moment // change - 1 if change and moment % change == 0 else -1
+    if not 0 <= position < len(ids):
+        yield f"turn {index}: several of its {len(ids)} token ids are not those recorded"
+        return
+    kind = "sampled"
+    at = position - len(turn.added_token_ids)
+    if at < 0:
+        kind, at = "added", position
+    yield (
+        f"turn {index}: {kind} token {at} is {ids[position]}, where {ids[position] - change} "
+        "was recorded"
+    )
+
+
+def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
+    """Compare the call of the engine that the stored turn describes with the recorded one."""
+    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    length = turn.prefix_length + len(turn.added_token_ids)
+    if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
+        yield (
+            f"turn {index}: its prompt of {length} tokens is not the one of {turn.record[0]} that "
+            "the engine had"
+        )
+    elif sampled != turn.record[2]:
+        yield f"turn {index}: its sampled tokens, log-probs or versions are not those recorded"
+
+
+def _total_before(turns: Sequence[Turn], turn: Turn, totals: Sequence[int]) -> int:
+    """Return the sum of the ids that a turn's prompt takes over from its parent's path."""
+    if turn.parent is None:
+        return 0
+    if _continues(turns, turn):
+        return totals[turn.parent]
+    path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
+    return sum(path[: turn.prefix_length])
+
+
+def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
+    """Return the version of the last token sampled before a turn on its branch; 0 if none was."""
+    end, parent = turn.prefix_length, turn.parent
+    while parent is not None:
+        above = turns[parent]
+        sampled = end - above.prefix_length - len(above.added_token_ids)
+        if sampled > 0 and above.weight_versions:
+            return above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
+        end, parent = min(end, above.prefix_length), above.parent
+    return 0
+
+
+def _continues(turns: Sequence[Turn], turn: Turn) -> bool:
+    return turn.parent is not None and turn.prefix_length == turns[turn.parent].path_length
+
+
+def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
+    """Return the turns from the conversation's start to a leaf, each with its ids on the path."""
+    segments: list[tuple[int, list[int]]] = []
+    index: int | None = leaf
+    end = turns[leaf].path_length
+    while index is not None:
+        turn = turns[index]
+        own = [*turn.added_token_ids, *turn.completion_token_ids]
+        segments.append((index, own[: max(0, end - turn.prefix_length)]))
+        end, index = min(end, turn.prefix_length), turn.parent
+    return segments[::-1]
+
+
+def _check_sample(
+    turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
+) -> tuple[int, list[str]]:
+    """Return the number of exact tokens, and a sentence about each difference.
+
+    `trained` contains, for each turn, the sampled tokens that earlier samples train; this sample's
+    are added.
+    """
+    length = len(sample.token_ids)
+    lengths = {len(sample.response_mask), len(sample.logprobs), len(sample.weight_versions)}
+    if lengths != {length}:
+        return 0, [f"{length} tokens, but masks, log-probs and versions of {sorted(lengths)}"]
+    if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
+        return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
+    problems: list[str] = []
+    exact = start = 0
+    for index, ids in _segments(turns, sample.leaf):
+        turn = turns[index]
+        first = start + min(len(ids), len(turn.added_token_ids))
+        end = start + len(ids)
+        known = trained.setdefault(index, set())
+        whole = (
+            not known
+            and sample.token_ids[start:end] == ids
+            and not any(sample.response_mask[start:first])
+            and all(sample.response_mask[first:end])
+            and sample.logprobs[first:end] == turn.logprobs[: end - first]
+            and sample.weight_versions[first:end] == turn.weight_versions[: end - first]
+        )
+        if whole:
+            known.update(range(end - first))
+            exact += 0 if problems else end - first
+        for position in () if whole else range(start, end):
+            origin = _Origin(index, position - first, ids[position - start])
+            problem = _check_token(turn, origin, sample, position, known)
+            problems += [problem] if problem else []
+            exact += bool(sample.response_mask[position]) and not problems
+        start = end
+    return exact, problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The recorded token that a sample's token was made from."""
+
+    turn: int
+    sampled: int
+    """Position among the turn's sampled tokens; negative for a token of the prompt."""
+    token: int
+
+
+def _check_token(
+    turn: Turn, origin: _Origin, sample: Branch, position: int, trained: set[int]
+) -> str | None:
+    """Return a sentence about the first difference of one token; None if it is exact."""
+    token, sampled = sample.token_ids[position], origin.sampled
+    if token != origin.token:
+        source = "sampled" if sampled >= 0 else "had in its prompt"
+        return f"token {position} is {token}, where turn {origin.turn} {source} {origin.token}"
+    if not sample.response_mask[position]:
+        return None
+    if sampled < 0:
+        return f"token {position} ({token}) is trained but was not sampled"
+    if sampled in trained:
+        return f"token {position} ({token}) is trained twice"
+    trained.add(sampled)
+    for name, ours, recorded in (
+        ("log-prob", sample.logprobs, turn.logprobs),
+        ("weight version", sample.weight_versions, turn.weight_versions),
+    ):
+        if ours[position] != recorded[sampled]:
+            return (
+                f"token {position} ({token}) has {name} {ours[position]}, where "
+                f"{recorded[sampled]} was sampled"
+            )
+    return None
+
+
+def _counts(title: str, counts: Counter[str]) -> str:
+    return f"{title}: " + ", ".join(f"{n:,} {why}" for why, n in counts.items()) if counts else ""
+
+
+def _percent(value: float) -> str:
+    """Format a percentage rounded down, so that 100 % means all."""
+    return "100 %" if value == 100.0 else f"{math.floor(value * 100) / 100:.2f} %"

@@ -1,0 +1,240 @@
+"""The process group of a trainer and its engines' workers, and the store for their messages.
+
+Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL between GPUs. The
+group is independent of any that vLLM or the trainer has. NCCL has never been run.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from turnwise.core.deadlines import deadline_error
+from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
+from turnwise.weights.rendezvous import join_store, open_store, private
+
+_T = TypeVar("_T")
+_WORK_POLL_SECONDS = 0.0005
+_STORE_POLL_SECONDS = 0.002
+_ABORT_CHECK_SECONDS = 0.25
+_LINGER_SECONDS = 0.5
+"""Time after its deadline until an abandoned broadcast ends by itself."""
+
+
+class _Backend(Protocol):
+    """The methods of torch's process groups that are used here; torch's stubs lack them."""
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
+    ) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+class ProcessGroup:
+    """One rank of the process group of a trainer and its engines.
+
+    The trainer's ranks come first; its rank 0 opens the store at `ip` and `port`.
+
+    Args:
+        train_world_size: Number of the trainer's ranks.
+        seconds: Time for all ranks to join.
+
+    Raises:
+        InputError: when the rank is taken or is not in the group, or the port is in use.
+        DeadlineError: when a rank has not joined in time; it names the first.
+
+    Example:
+        group = ProcessGroup(1, "10.0.0.1", 29500, 2, 1, torch.device("cpu"), 60.0)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
+        self.rank = rank
+        self.where = f"{ip}:{port}"
+        self.engine_ranks = range(train_world_size, world_size)
+        self.last_round = 0
+        """Number of the last update that this rank took part in."""
+        self.broken = ""
+        """Reason why no broadcast is possible any more; "" while the group works."""
+        if rank >= world_size:
+            raise InputError(f"rank {rank} is outside the process group of {world_size}")
+        limit = timedelta(seconds=seconds)
+        if rank:
+            self._probe_port(ip, port, seconds)
+        try:
+            store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
+            self._store = private(store)
+            if self._store.add(f"joined/{rank}", 1) > 1:
+                raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
+            everyone = range(world_size)
+            _wait_until(lambda: self._joined(everyone), seconds, lambda: self._missing(everyone))
+            self._group = _process_group(self._store, rank, world_size, device, limit)
+        except (RuntimeError, OSError) as error:
+            raise InputError(
+                f"no process group could be made at {self.where}: {first_line(error)}"
+            ) from error
+
+    def _probe_port(self, ip: str, port: int, seconds: float) -> None:
+        """Wait for the trainer's store; torch's own wait overruns its deadline."""
+        deadline = time.monotonic() + seconds
+
+        def is_open() -> bool:
+            try:
+                socket.create_connection((ip, port), max(0.1, deadline - time.monotonic())).close()
+            except OSError:
+                return False
+            return True
+
+        late = f"the trainer did not open the process group at {self.where}"
+        _wait_until(is_open, seconds, lambda: late)
+
+    def _joined(self, ranks: Iterable[int]) -> bool:
+        return bool(self._store.check([f"joined/{rank}" for rank in ranks]))
+
+    def _missing(self, ranks: Iterable[int]) -> str:
+        missing = next((rank for rank in ranks if not self._joined([rank])), 0)
+        return f"{self._name(missing)} did not join the process group at {self.where}"
+
+    def _name(self, rank: int) -> str:
+        return f"{'engine' if rank in self.engine_ranks else 'trainer'} rank {rank}"
+
+    def check_usable(self) -> None:
+        """Raise `WeightUpdateError` when the group is broken."""
+        if self.broken:
+            raise WeightUpdateError(
+                f"the process group at {self.where} broke ({self.broken}): make a new one"
+            )
+
+    def put(self, key: str, round_number: int, text: str) -> None:
+        """Write a round's text under a key."""
+        self._guarded(lambda: self._store.set(key, json.dumps([round_number, text])))
+
+    def get(self, key: str) -> tuple[int, str]:
+        """Return the round and the text under a key; round 0 when there is none."""
+        if not self._guarded(lambda: self._store.check([key])):
+            return 0, ""
+        round_number, text = json.loads(self._guarded(lambda: self._store.get(key)))
+        return round_number, text
+
+    def wait_text(self, key: str, round_number: int, what: str, seconds: float) -> str:
+        """Wait for a text of the trainer in a round.
+
+        Raises:
+            DeadlineError: when there is none after `seconds`.
+        """
+        late = f"the trainer at {self.where} did not {what}"
+        _wait_until(lambda: self.get(key)[0] == round_number, seconds, lambda: late)
+        return self.get(key)[1]
+
+    def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
+        """Wait until every engine has answered "" in a round.
+
+        Raises:
+            WeightUpdateError: when an engine answers with an error.
+            DeadlineError: when one has not answered after `seconds`.
+        """
+        waiting = list(self.engine_ranks)
+
+        def all_answered() -> bool:
+            for rank in list(waiting):
+                found, error = self.get(f"{key}/{rank}")
+                if found == round_number:
+                    if error:
+                        raise WeightUpdateError(f"{self._name(rank)} refused: {error}")
+                    waiting.remove(rank)
+            return not waiting
+
+        def late() -> str:
+            return f"{self._name(waiting[0])} of the process group at {self.where} did not {what}"
+
+        _wait_until(all_answered, seconds, late)
+
+    def broadcast(self, buffer: torch.Tensor, seconds: float) -> dist.Work:
+        """Start to broadcast rank 0's bytes, which the others receive in `buffer`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=seconds + _LINGER_SECONDS)
+        return self._group.broadcast([buffer], options)
+
+    def wait(self, work: dist.Work, what: str, seconds: float, round_number: int = 0) -> None:
+        """Wait for a broadcast.
+
+        Args:
+            what: Beginning of the error's message.
+            round_number: Round in which the trainer may cancel the broadcast; 0 in the trainer.
+
+        Raises:
+            DeadlineError: when it fails or is not done in time, which breaks the group.
+            WeightUpdateError: when the trainer reports that the group is broken.
+        """
+        deadline = time.monotonic() + seconds
+        next_check = time.monotonic() + _ABORT_CHECK_SECONDS
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                late = deadline_error(seconds, what)
+                self.broken = str(late)
+                self._group.abort()
+                raise late
+            if round_number and time.monotonic() > next_check:
+                self.check_not_aborted(round_number)
+                next_check = time.monotonic() + _ABORT_CHECK_SECONDS
+            time.sleep(_WORK_POLL_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.broken = f"{what}: {first_line(error)}"
+            raise DeadlineError(self.broken) from error
+
+    def check_not_aborted(self, round_number: int) -> None:
+        """Raise `WeightUpdateError` when the trainer reports in a round that the group broke."""
+        found, text = self.get("broken")
+        if found == round_number:
+            self.broken = text
+            raise WeightUpdateError(f"the trainer at {self.where} gave up: {text}")
+
+    def _guarded(self, operation: Callable[[], _T]) -> _T:
+        try:
+            return operation()
+        except RuntimeError as error:
+            self.broken = f"the trainer at {self.where} closed its store"
+            raise DeadlineError(self.broken) from error
+
+
+def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
+    """Poll until a condition holds.
+
+    Raises:
+        DeadlineError: beginning with `late()`, when it does not hold after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise deadline_error(seconds, late())
+        time.sleep(_STORE_POLL_SECONDS)
+
+
+def _process_group(
+    store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
+) -> _Backend:
+    """Create a group outside torch's registry, so that it does not affect the default group."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
+    return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))

@@ -1,0 +1,248 @@
+"""The engine's side of every transport, as an extension of vLLM's worker.
+
+vLLM imports this module because `worker_extension_cls` names its class; importing registers the
+backend. Tensors are loaded as a checkpoint would be, layer by layer. vLLM keeps those of a layer
+until the layer is complete, so tensors in a buffer that is reused are copied first.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec
+
+import torch
+
+from turnwise.core.json_types import JsonObject
+from turnwise.engine import vllm_api as vllm
+from turnwise.engine.logits_adapter import take_failure
+from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
+from turnwise.weights import BACKEND
+from turnwise.weights.ipc_address import device_name
+from turnwise.weights.manifest import Manifest, mismatch
+from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.transport import EngineWorker, Receiver, find_transport
+
+_P = ParamSpec("_P")
+
+
+@dataclass
+class InitInfo(vllm.WeightTransferInitInfo):  # type: ignore[misc]
+    """Empty: nothing has to be agreed on before the first update."""
+
+
+@dataclass
+class UpdateInfo(vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Empty: the update comes from the open receiver."""
+
+
+class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
+    """Loads the open update into the model; one for each worker, made by vLLM.
+
+    Example:
+        AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), ...)
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    receiver: Receiver | None = None
+    """The update in progress."""
+    _reloading = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self._reloading:  # an update failed half-way: drop its tensors
+            vllm.finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = True
+        vllm.initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self.receiver is not None
+        for tensors in self.receiver.chunks():
+            if self.receiver.reuses_buffers:
+                self._load_copies(tensors)
+            else:
+                self.model.load_weights(tensors)
+
+    def _load_copies(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        name = ""
+
+        def copies() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal name
+            for name, tensor in tensors:
+                yield name, tensor.clone()
+
+        try:
+            self.model.load_weights(copies())
+        except Exception as error:
+            raise WeightUpdateError(f"{name} cannot be loaded: {error}") from error
+
+    def finish_weight_update(self) -> None:
+        vllm.finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = False
+        if vllm.current_platform.is_cpu():
+            self._repack_output_heads()
+
+    def _repack_output_heads(self) -> None:
+        """Repack the head's copy on a CPU, which a reload of tied weights misses."""
+        for module in self.model.modules():
+            if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+
+    def end_update(self, error: str) -> None:
+        if self.receiver is not None:
+            self.receiver.end(error)
+            self.receiver = None
+
+    def shutdown(self) -> None:
+        self.end_update("the engine was shut down")
+
+
+def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
+    """Return an error as a plain value: its class as `error`, its text as `message`."""
+
+    @wraps(method)
+    def reply(*args: _P.args, **kwargs: _P.kwargs) -> JsonObject:
+        try:
+            return method(*args, **kwargs) or {}
+        except Exception as error:
+            kind = type(error) if isinstance(error, TurnwiseError) else WeightUpdateError
+            return {"error": kind.__name__, "message": text_of(error)}
+
+    return reply
+
+
+class WorkerExtension:
+    """Methods that are added to vLLM's worker; they may return only plain values.
+
+    Example:
+        AsyncEngineArgs(worker_extension_cls=WORKER_EXTENSION, ...)
+    """
+
+    weight_transfer_engine: TransferEngine
+    device: torch.device
+    rank: int
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[JsonObject], None]
+    finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
+    _engine_worker: EngineWorker
+    _validated: Manifest | None
+    """The update that was checked last; None once it is opened."""
+
+    @_replying
+    def report_device_id(self) -> JsonObject:
+        """Return the `device` of this worker alone."""
+        name = device_name(self.device)
+        return {"device": name if self.device.type == "cuda" else f"{name}-{os.getpid()}"}
+
+    @_replying
+    def take_processor_failure(self, request_id: str) -> JsonObject:
+        """Return `why` a logits processor failed in a request; "" when none did."""
+        return {"why": take_failure(request_id)}
+
+    @_replying
+    def expect_tensors(self, info: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Set the tensors that every update must contain from now on."""
+        self._as_engine_worker().expected = {
+            name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()
+        }
+
+    @_replying
+    def join_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        seconds: float,
+    ) -> None:
+        """Join the trainer's process group; replaces an earlier one."""
+        worker = self._as_engine_worker()
+        worker.group = None
+        rank = train_world_size + rank_prefix + self.rank
+        worker.group = ProcessGroup(
+            rank, ip, port, world_size, train_world_size, self.device, seconds
+        )
+
+    @_replying
+    def check_update(self, manifest: JsonObject) -> JsonObject:
+        """Check that an update can be loaded; return the worker's `device`."""
+        self._validate(Manifest.from_dict(manifest))
+        return {"device": device_name(self.device)}
+
+    @_replying
+    def open_update(self, manifest: JsonObject, seconds: float) -> JsonObject:
+        """Begin to receive an update; returns as `poll_update` does."""
+        update = Manifest.from_dict(manifest)
+        if update != getattr(self, "_validated", None):
+            self._validate(update)
+        self._validated = None  # one check is good for one update
+        return self._open(update, seconds)
+
+    @_replying
+    def open_stream(self, transport: str, address: str, seconds: float) -> JsonObject:
+        """Begin to receive the trainer's next update; returns as `poll_update` does."""
+        return self._open(Manifest(0, transport, address, 0, ()), seconds)
+
+    @_replying
+    def poll_update(self) -> JsonObject:
+        """Return the `version` that can be loaded, if one can."""
+        return self._poll()
+
+    @_replying
+    def load_update(self) -> JsonObject:
+        """Load the open update, and end it unless the trainer waits for a report of all workers.
+
+        Returns:
+            Whether it has `ended`.
+        """
+        self.start_weight_update()
+        self.update_weights({})
+        self.finish_weight_update()
+        receiver = self.weight_transfer_engine.receiver
+        ended = receiver is None or not receiver.reports
+        if ended:
+            self.weight_transfer_engine.end_update("")
+        return {"ended": ended}
+
+    @_replying
+    def end_update(self, error: str) -> None:
+        """Report to the trainer how its update ended."""
+        self.weight_transfer_engine.end_update(error)
+
+    def _as_engine_worker(self) -> EngineWorker:
+        if not hasattr(self, "_engine_worker"):
+            self._engine_worker = EngineWorker(self.device, self.rank)
+        return self._engine_worker
+
+    def _validate(self, manifest: Manifest) -> None:
+        worker = self._as_engine_worker()
+        try:
+            if error := mismatch(manifest, worker.expected):
+                raise WeightUpdateError(error)
+            find_transport(manifest.transport).validate(manifest, worker)
+        except TurnwiseError as error:
+            raise WeightUpdateError(f"refused a weight update: {error}") from error
+        self._validated = manifest
+
+    def _open(self, manifest: Manifest, seconds: float) -> JsonObject:
+        self._weight_update_active = False  # vLLM leaves it set after an interrupted update
+        engine = self.weight_transfer_engine
+        engine.end_update("the engine began another update")
+        transport = find_transport(manifest.transport)
+        engine.receiver = transport.receive(manifest, self._as_engine_worker(), seconds)
+        return self._poll()
+
+    def _poll(self) -> JsonObject:
+        assert self.weight_transfer_engine.receiver is not None
+        version = self.weight_transfer_engine.receiver.poll()
+        return {} if version is None else {"version": version}
+
+
+if BACKEND not in vllm.WeightTransferEngineFactory._registry:
+    vllm.WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)

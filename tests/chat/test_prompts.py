@@ -1,0 +1,127 @@
+"""The next prompt: a turn is continued, or the conversation is rendered, or it is refused."""
+
+from typing import Any, Literal
+
+import pytest
+
+from turnwise.chat.messages import Conversation
+from turnwise.chat.prompts import (
+    RefusedParameter,
+    echoed_prompt,
+    next_prompt,
+    response_room,
+    spliced_prompt,
+)
+from turnwise.config import SamplingConfig
+from turnwise.errors import TrajectoryError
+from turnwise.trajectory import ChatTemplate, Trajectory
+
+QUESTION = {"role": "user", "content": "What is 12 plus 30?"}
+AGAIN = {"role": "user", "content": "And 1 more?"}
+
+
+def conversation(answer: str) -> list[dict[str, Any]]:
+    return [QUESTION, {"role": "assistant", "content": answer}, AGAIN]
+
+
+async def after(
+    template: ChatTemplate,
+    completion: list[int],
+    answer: str,
+    history: Literal["exact", "template"] = "exact",
+) -> tuple[list[int], str | None]:
+    return await next_prompt(
+        template,
+        prompt_token_ids=template.render([QUESTION]),
+        completion_token_ids=completion,
+        new_messages=[AGAIN],
+        conversation=conversation(answer),
+        tools=None,
+        history=history,
+    )
+
+
+@pytest.mark.parametrize("history", ["exact", "template"])
+async def test_a_turn_is_continued_by_its_own_ids(
+    template: ChatTemplate, history: Literal["exact", "template"]
+) -> None:
+    """Its tokens are not those that the same text would become."""
+    completion = [token for letter in "42." for token in template.encode(letter)]
+    completion.append(template.tokenizer.eos_token_id)
+    ids, fork_reason = await after(template, completion, "42.", history)
+    assert fork_reason is None
+    begun = [*template.render([QUESTION]), *completion]
+    assert ids[: len(begun)] == begun
+    assert template.decode_all(ids) == template.decode_all(template.render(conversation("42.")))
+
+
+async def test_a_history_that_the_template_changes_is_rendered_where_that_is_asked_for(
+    template: ChatTemplate,
+) -> None:
+    completion = [*template.encode("42."), template.tokenizer.eos_token_id]
+    exact, _ = await after(template, completion, "43.")
+    ids, fork_reason = await after(template, completion, "43.", "template")
+    assert ids == template.render(conversation("43.")) != exact
+    assert fork_reason == "history_rewritten"
+
+
+class Broken(ChatTemplate):
+    """Refuses every conversation, or leaves all but its first two messages out."""
+
+    drops = False
+
+    def render_text(self, messages: Any, **options: Any) -> str:
+        if self.drops:
+            return super().render_text(messages[:2], **options)
+        raise ValueError("roles must alternate")
+
+
+async def test_a_conversation_that_the_template_cannot_take_is_refused(tokenizer: Any) -> None:
+    template, broken = ChatTemplate(tokenizer), Broken(tokenizer)
+    completion = [*template.encode("42."), tokenizer.eos_token_id]
+    asked: dict[str, Any] = {
+        "prompt_token_ids": template.render([QUESTION]),
+        "completion_token_ids": completion,
+        "new_messages": [AGAIN],
+        "conversation": conversation("42."),
+        "tools": None,
+    }
+    with pytest.raises(TrajectoryError, match="ValueError: roles must alternate") as refused:
+        await next_prompt(broken, **asked)
+    assert refused.value.reason == "template_refuses"
+    broken.drops = True
+    with pytest.raises(TrajectoryError, match="leaves out, or moves") as refused:
+        await next_prompt(broken, **asked)
+    assert refused.value.reason == "message_dropped"
+
+
+def test_a_message_may_bring_the_ids_that_it_was_sampled_as(template: ChatTemplate) -> None:
+    prompt = template.render([QUESTION])
+    completion = [*template.encode("42."), template.tokenizer.eos_token_id]
+    messages = conversation("42.")
+    assert echoed_prompt(template, Conversation(messages), refuse_dropped=True) is None
+    messages[1] |= {"prompt_token_ids": prompt, "generation_token_ids": completion}
+    echoed = echoed_prompt(template, Conversation(messages), refuse_dropped=True)
+    spliced = spliced_prompt(template, Conversation(conversation("42.")), [*prompt, *completion])
+    assert echoed is not None
+    assert echoed.token_ids == spliced
+    assert spliced[: len(prompt) + len(completion)] == [*prompt, *completion]
+    messages[1]["prompt_token_ids"] = "1 2 3"
+    with pytest.raises(RefusedParameter, match="must be a list of token ids") as refused:
+        echoed_prompt(template, Conversation(messages), refuse_dropped=True)
+    assert refused.value.parameter == "prompt_token_ids"
+
+
+def test_the_room_of_a_response_counts_from_the_first_prompt() -> None:
+    trajectory = Trajectory("problem")
+    assert response_room(trajectory, 5, 10) == 10
+    trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [0.0, 0.0], [0, 0], "stop")
+    assert response_room(trajectory, 9, 10) == 6
+    assert response_room(trajectory, 16, 10) == -1
+
+
+def test_sampling_within_a_room_keeps_all_but_its_limits() -> None:
+    sampling = SamplingConfig(max_tokens=20, min_tokens=10, temperature=0.5)
+    assert sampling.within(20) is sampling
+    assert sampling.within(8) == SamplingConfig(max_tokens=8, min_tokens=8, temperature=0.5)
+    assert sampling.within(15).min_tokens == 10

@@ -1,0 +1,142 @@
+"""The store of sessions: what it keeps, what it forgets, and what rollouts have for themselves."""
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+
+from turnwise.chat.messages import Conversation
+from turnwise.chat.prompts import NextPrompt
+from turnwise.chat.session import Session, valid_name
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import SamplingConfig
+from turnwise.errors import InputError
+from turnwise.trajectory import Trajectory
+
+SAMPLING = SamplingConfig()
+
+
+class Request:
+    """What an answer's reader holds on to: a whole HTTP request."""
+
+
+def turn(session: Session, text: str = "4", sent: int = 1, **unknown: Any) -> Request:
+    request, before = Request(), len(session.trajectory.turns)
+    messages = [{"role": "user", "content": f"{n}: 2 + 2?", **unknown} for n in range(sent)]
+    session.record(
+        [1, 2, 3, before],
+        [4, 0],
+        [-0.1, -0.2],
+        [0, 0],
+        "stop",
+        asked=Conversation(messages),
+        answer=lambda held=request: (text, ()),  # type: ignore[misc]
+        prompt=NextPrompt(None, covered=sent - 1),
+    )
+    return request
+
+
+def test_any_number_of_sessions_can_be_opened() -> None:
+    store = SessionStore(SAMPLING)
+    for number in range(20_000):
+        store.open(f"s{number}")
+    assert len(store) == 20_000
+    with pytest.raises(InputError, match="the session s7 is already open"):
+        store.open("s7")
+
+
+def test_a_session_that_is_idle_for_too_long_is_forgotten() -> None:
+    store = SessionStore(SAMPLING, idle_seconds=0.2)
+    store.open("old")
+    with store.request("busy", None):
+        time.sleep(0.3)
+        assert store.get("old") is None
+        assert store.gone("old") == (
+            "was forgotten: 0.2 s without a request (serving.session_idle)"
+        )
+        assert store.get("busy") is not None
+    store.open("old")  # it may be opened again
+    assert store.gone("old") is None
+
+
+def test_beyond_the_memory_the_session_idle_for_longest_is_forgotten() -> None:
+    store = SessionStore(SAMPLING, max_bytes=7 << 19)
+    for name in ("first", "second", "third"):
+        with store.request(name, None) as session:
+            turn(session, name="n" * (1 << 20))
+    with store.request("first", None):  # idle for shortest then
+        pass
+    with store.request("busy", None) as busy:
+        turn(busy, name="n" * (4 << 20))
+        assert len(store) == 4  # its request has not ended
+        with store.request("fourth", None) as session:
+            turn(session, name="n" * (1 << 20))
+        assert {session.id for session in store} == {"first", "third", "busy", "fourth"}
+        assert "sessions took more than 3 MB" in str(store.gone("second"))
+        turn(busy)
+        assert len(busy.trajectory.turns) == 2
+    assert len(store) == 0
+    assert store._bytes == 0
+
+
+def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -> None:
+    """C13, C15."""
+    store = SessionStore(SAMPLING, max_bytes=1 << 20)
+    with store.request(None, None) as session:
+        turn(session)
+        store.remember_completion("chatcmpl-1", session)
+    assert store.of_request(None, "chatcmpl-1") is session
+    for number in range(600):
+        with store.request(None, None) as other:
+            store.remember_completion(f"chatcmpl-{number}-more", other)
+    assert store.of_request(None, "chatcmpl-1") is not session
+    assert len(store._by_completion) < 600
+    with store.request(None, "of somebody else") as fresh:
+        assert fresh.trajectory.turns == []
+    with store.request(None, "1") as fresh:  # that id was forgotten, with or without the prefix
+        assert fresh is not session
+        assert not store.has_completion("chatcmpl-1")
+        store.remember_completion("chatcmpl-2", fresh)
+    assert store.of_request(None, "2") is store.of_request(None, "chatcmpl-2") is fresh
+
+
+def test_a_session_keeps_neither_requests_nor_unknown_keys_nor_what_is_sent_again() -> None:
+    store = SessionStore(SAMPLING)
+    with store.request("s", None) as session:
+        request = weakref.ref(turn(session, padding="x" * (2 << 20)))
+        for sent in range(2, 102):
+            turn(session, sent=sent)
+    gc.collect()
+    assert request() is None
+    assert session.size < 300_000
+    assert "padding" not in session.finish().messages[0]
+    assert len(session.finish().messages) == 102
+
+
+def test_a_rollouts_session_is_for_its_agent_alone() -> None:
+    store = SessionStore(SAMPLING, idle_seconds=1e-9, max_bytes=1)
+    trajectory = Trajectory("problem")
+    one = store.open_private(trajectory, sampling=SAMPLING, group="g")
+    other = store.open_private(Trajectory("problem"), sampling=SAMPLING)
+    assert len({one.id, other.id}) == 2
+    assert len(one.id) == 32
+    assert list(store) == []
+    with store.request(one.id, None) as session:
+        turn(session)
+        store.remember_completion("chatcmpl-1", session)
+    assert store.get(one.id) is one  # neither age nor memory ends it
+    assert store.of_request(None, "chatcmpl-1") is not one
+    assert len(trajectory.turns) == 1
+    store.close(one.id)
+    assert store.gone(one.id) == "is closed"
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "a b", "a\n", "a\r\nX: y", "a\0", "x" * 201, "ä", "a?b", "a#b"]
+)
+def test_a_name_that_no_url_holds_is_no_name(name: str) -> None:
+    assert not valid_name(name)
+    assert valid_name("step-1:rows.jsonl:7_a~")

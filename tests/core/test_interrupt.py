@@ -1,0 +1,123 @@
+"""Signals: a command that runs user code which never ends, in a process without vLLM and Ray."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, command_environment
+
+PROGRAM = """
+import asyncio, contextlib, subprocess, sys, threading, time
+from turnwise import cli
+from turnwise.core import user_code as tasks
+from turnwise.core import interrupt
+from turnwise.core.user_code import call_user_code, run_abandonable
+
+async def block():
+    time.sleep(600)
+
+async def swallow():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+async def command():
+    subprocess.Popen(["sleep", "600"])
+    threading.Timer(0.5, print, ["begun"], {"flush": True}).start()
+    how = sys.argv[1]
+    if how == "thread":
+        await call_user_code(time.sleep, 600, name="the tool nap")
+    elif how == "loop":
+        await call_user_code(block, name="the environment's reward")
+    elif how == "swallow":
+        await run_abandonable(swallow, "the loop of mine")
+    elif how == "main":
+        await block()
+    elif how == "leaves":
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run_abandonable(swallow, "the loop of mine"), 1.0)
+
+async def never_ends():
+    try:
+        await command()
+    finally:
+        if sys.argv[1] == "stubborn":
+            await swallow()
+
+interrupt.PATIENCE_SECONDS = 3.0
+tasks.GRACE_SECONDS = 0.5
+cli._END_SECONDS = 1.0
+sys.exit(asyncio.run(cli._exit_code(never_ends, None)))
+"""
+
+
+def command(how: str, *signals: signal.Signals) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, how],
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    begun = running.stdout.readline()
+    assert begun == "begun\n", running.communicate(timeout=60)
+    below = psutil.Process(running.pid).children(recursive=True)
+    assert below
+    for number in signals:
+        running.send_signal(number)
+        time.sleep(0.3)
+    _, said = running.communicate(timeout=60)
+    _, alive = psutil.wait_procs(below, timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive or not signals
+    return running.returncode, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_what_it_can_and_names_what_does_not_return(
+    number: signal.Signals,
+) -> None:
+    code, said = command("thread", number)
+    assert code == 130
+    assert said == (
+        "turnwise: interrupted; everything it started has ended, but 1 call has not returned: "
+        "the tool nap\n"
+    )
+
+
+def test_a_coroutine_that_blocks_is_named_with_its_line() -> None:
+    code, said = command("loop", signal.SIGINT)
+    assert code == 130
+    assert "everything it started has ended, but 1 call has not returned: the env" in said
+
+
+def test_a_task_that_swallows_its_cancellation_is_left_behind() -> None:
+    code, said = command("swallow", signal.SIGTERM)
+    assert code == 130
+    assert "everything it started has ended, but 1 call has not returned: the loop of mine" in said
+
+
+def test_what_does_not_end_is_ended_by_force_in_time() -> None:
+    code, said = command("stubborn", signal.SIGTERM)
+    assert code == 130
+    assert said == "turnwise: interrupted; it did not end within 3 s and was killed\n"
+
+
+def test_a_second_signal_ends_even_a_stuck_event_loop_at_once() -> None:
+    code, said = command("main", signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert said == "turnwise: interrupted twice; everything it started was killed\n"
+
+
+def test_a_command_that_is_over_ends_whatever_user_code_it_leaves_behind() -> None:
+    code, said = command("leaves")
+    assert code == 0
+    assert said == "turnwise: 1 call has not returned: the loop of mine\n"

@@ -1,0 +1,65 @@
+"""What an actor's silence means, for each of Ray's words for it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray.exceptions as ray_errors
+from ray.exceptions import RAY_EXCEPTION_TYPES, RayError, RayTaskError
+
+from turnwise.core.actor import get_with_deadline, is_death
+from turnwise.errors import EngineError, InputError, TrainerError
+
+SENTENCES = {
+    "OutOfMemoryError": r"w died \(its node ran out of memory, and Ray ended it\)",
+    "NodeDiedError": r"w died \(its node is gone\)",
+    "LocalRayletDiedError": r"w died \(Ray's own process on its node is gone\)",
+    "ActorUnschedulableError": r"w died \(no node has room for it\)",
+    "ActorUnavailableError": r"w died \(it cannot be reached\)",
+}
+KINDS = {kind.__name__: kind for kind in RAY_EXCEPTION_TYPES} | {
+    name: getattr(ray_errors, name)
+    for name in ("OutOfMemoryError", "NodeDiedError", "RaySystemError", "WorkerCrashedError")
+}
+
+
+def made(kind: type[RayError]) -> RayError:
+    """An error of a kind, whatever its constructor wants."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "as Ray says it")
+    return error
+
+
+async def failing(error: BaseException) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+DEATHS = [name for name, kind in KINDS.items() if not issubclass(kind, RayTaskError | TimeoutError)]
+
+
+@pytest.mark.parametrize("name", sorted(DEATHS))
+async def test_every_way_in_which_ray_says_that_an_actor_is_gone_is_its_death(name: str) -> None:
+    class Silent(KINDS[name]):  # type: ignore[misc, name-defined]
+        def __str__(self) -> str:
+            return "as Ray says it"
+
+    for kind in (EngineError, TrainerError):
+        sentence = SENTENCES.get(name, "the process of w died")
+        with pytest.raises(kind, match=sentence) as caught:
+            await get_with_deadline(failing(made(Silent)), "w", "answer", 5.0, kind)
+        assert is_death(caught.value)
+
+
+async def test_what_an_actor_raises_itself_is_no_death() -> None:
+    def raised(cause: Exception) -> Any:
+        return RayTaskError("call", "a traceback", cause).as_instanceof_cause()
+
+    with pytest.raises(EngineError, match="w failed to answer: ValueError"):
+        await get_with_deadline(failing(raised(ValueError("bad"))), "w", "answer", 5.0, EngineError)
+    error = raised(ray_errors.NodeDiedError("somebody else's"))
+    with pytest.raises(EngineError, match=r"w failed to answer: .*NodeDied") as caught:
+        await get_with_deadline(failing(error), "w", "answer", 5.0, EngineError)
+    assert not is_death(caught.value)
+    with pytest.raises(InputError, match="its own words"):
+        await get_with_deadline(failing(raised(InputError("its own words"))), "w", "answer", 5.0)

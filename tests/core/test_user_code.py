@@ -1,0 +1,190 @@
+"""User code away from the event loop: what it raises, how it is abandoned, and what is told."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from turnwise.core import user_code as tasks
+from turnwise.core.user_code import call_user_code, run_abandonable, stuck_calls, unreturned_calls
+from turnwise.errors import DeadlineError, TurnwiseError, describe_error, where_in_user_code
+
+HERE = "tests/core/test_user_code.py:"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(tasks, "BLOCKED_SECONDS", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that other tests left behind are not counted."""
+    monkeypatch.setattr(tasks, "_running", {})
+    monkeypatch.setattr(tasks, "_stuck", {})
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What blocks waits for it; it opens at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+    until(lambda: not unreturned_calls())
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def cancel_yourself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+async def await_a_cancelled_task() -> None:
+    other = asyncio.ensure_future(asyncio.sleep(10))
+    other.cancel()
+    await other
+
+
+async def leave() -> None:
+    raise SystemExit(3)
+
+
+def leave_at_once() -> None:
+    raise KeyboardInterrupt
+
+
+def take_from_nothing() -> Any:
+    return next(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (cancel_yourself, "RuntimeError: raised CancelledError()"),
+        (await_a_cancelled_task, "RuntimeError: raised CancelledError()"),
+        (leave, "RuntimeError: raised SystemExit(3)"),
+        (leave_at_once, "RuntimeError: raised KeyboardInterrupt()"),
+        (take_from_nothing, "RuntimeError: raised StopIteration()"),
+    ],
+)
+async def test_whatever_user_code_raises_is_an_ordinary_error_with_its_line(
+    function: Callable[[], Any], text: str
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        await call_user_code(function, name="it")
+    assert describe_error(raised.value).startswith(f"{text} ({HERE}")
+    with pytest.raises(RuntimeError) as raised:
+        await run_abandonable(lambda: call_user_code(function, name="it"), "around it")
+    assert text in describe_error(raised.value)
+    assert await call_user_code(threading.get_ident, name="the next") != threading.get_ident()
+
+
+async def test_coroutines_share_one_loop_that_is_not_the_callers() -> None:
+    async def here() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def raise_in_a_task_of_its_own() -> None:
+        await asyncio.ensure_future(leave())
+
+    first = await call_user_code(here, name="here")
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await call_user_code(raise_in_a_task_of_its_own, name="it")
+    assert await call_user_code(lambda: here(), name="here") is first
+    assert first is not asyncio.get_running_loop()
+
+
+async def test_a_coroutine_that_swallows_cancellation_is_abandoned_and_counted(
+    quick: None,
+) -> None:
+    done = asyncio.Event()
+
+    async def nap() -> None:
+        while not done.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    for run in (
+        lambda: call_user_code(nap, name="the tool nap", seconds=0.1),
+        lambda: asyncio.wait_for(run_abandonable(nap, "the tool nap"), 0.1),
+    ):
+        with pytest.raises((DeadlineError, TimeoutError)):
+            await run()
+    assert stuck_calls() == "2 calls have not returned: the tool nap (2 times)"
+    done.set()
+    while stuck_calls():
+        await asyncio.sleep(0.01)
+
+
+async def test_clean_up_after_a_deadline_is_waited_for() -> None:
+    cleaned = []
+
+    async def tidy() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    with pytest.raises(DeadlineError, match=r"the tool tidy did not answer within 0\.05 s"):
+        await call_user_code(tidy, name="the tool tidy", seconds=0.05)
+    assert cleaned
+    assert not stuck_calls()
+
+
+async def test_a_loop_that_is_blocked_is_replaced_for_those_that_come_later(
+    quick: None, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def block() -> None:
+        gate.wait()
+
+    async def answer() -> int:
+        return 7
+
+    with pytest.raises(DeadlineError):
+        await call_user_code(block, name="the tool block", seconds=0.1)
+    assert stuck_calls().startswith(f"1 call has not returned: the tool block (at {HERE}")
+    assert await call_user_code(answer, name="the tool answer", seconds=10) == 7
+    assert "was replaced (1 call has not returned: the tool block (at" in caplog.text
+
+
+async def test_threads_that_never_return_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(tasks, "MAX_STUCK", 3)
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            await call_user_code(gate.wait, name="the tool hang", seconds=0.05)
+    with pytest.raises(TurnwiseError, match="the tool add is not called, because 3 calls have not"):
+        await call_user_code(lambda: 1, name="the tool add")
+    gate.set()
+    until(lambda: not stuck_calls())
+    assert await call_user_code(lambda: 1, name="the tool add") == 1
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_is_described_whatever_it_is() -> None:
+    assert describe_error(Unspeakable()) == (
+        "Unspeakable: (its message cannot be read: __str__ raised ValueError)"
+    )
+    assert len(describe_error(ValueError("x" * 10**7))) < 3000
+    with pytest.raises(ValueError, match="int") as raised:
+        int("x", base=99)
+    assert where_in_user_code(raised.value).startswith(HERE)

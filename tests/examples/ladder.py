@@ -1,0 +1,79 @@
+"""The programs of the pages and of the examples' ladder, one after another in one process.
+
+    python -m tests.examples.ladder FOLDER
+
+Shortened: one or two steps of a few short trajectories, with the demo's small model. Prints the
+name of each program before it runs; FOLDER/runs has what they left.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import turnwise
+from examples.step05_pipeline import pipeline
+from tests.conftest import ROOT
+from tests.pages import write_files
+
+MODEL = ROOT / "examples" / "calculator" / "warm_started"
+SHORTER = {
+    "{path: Qwen/Qwen3-0.6B}": f"{{path: {MODEL}, max_length: 512}}",
+    "{path: Qwen/Qwen3-0.6B, dtype: bfloat16}": f"{{path: {MODEL}, max_length: 512}}",
+    "n: 8, max_tokens: 512": "n: 2, max_tokens: 16",
+    "range(10)": "range(1)",
+}
+"""Texts of the pages' files, and what a test runs in their place."""
+ROWS = [{"question": f"How warm is it in city {n}?", "answer": "21"} for n in range(16)]
+PAGES = (("README.md", "train.py"), ("docs/how-to/pipelines.md", "pipeline.py"))
+"""Programs of pages; those of other pages are the same, which a test checks."""
+
+
+def announce(program: str) -> None:
+    """Print the name of the program that runs next."""
+    sys.stdout.write(f"--- {program}\n")
+    sys.stdout.flush()
+
+
+def run_page(page: str, program: str, folder: Path) -> None:
+    """Run a program that a page spells out, among the page's other files."""
+    folder = folder / Path(page).stem
+    folder.mkdir(parents=True)
+    write_files(page, folder, SHORTER)
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        runpy.run_path(program, run_name="__main__")
+    finally:
+        os.chdir(ROOT)
+        sys.path.remove(str(folder))
+        sys.modules.pop("my_env", None)
+
+
+def main(folder: Path) -> None:
+    train = turnwise.train
+
+    def short(**arguments: Any) -> Any:
+        """`turnwise.train` as the programs call it, shortened."""
+        if "Qwen" in str(arguments.get("model")):
+            sampling = {"n": 2, "max_tokens": 16}
+            arguments |= {"model": MODEL, "model.max_length": 512, "sampling": sampling}
+        return train(**arguments | {"steps": 2, "output_dir": str(folder / "runs")})
+
+    turnwise.train = short
+    for page, program in PAGES:
+        announce(f"{page} {program}")
+        run_page(page, program, folder)
+    announce("step01")
+    runpy.run_module("examples.step01_environment.train", run_name="__main__")
+    announce("step03")
+    short(config="examples/step03_own_loss/config.yaml")
+    announce("step05")
+    pipeline.main(["training.steps=2", f"output_dir={folder / 'runs'}"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""The ladder of examples and the programs of the pages, run as they are written.
+
+Rung 2 is run by `test_runs.py::test_the_synchronous_run_is_the_plain_loop`, rung 4 by
+`rollout/test_agents.py`, rung 6 by `test_gsm8k.py`.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, command_environment, python
+from tests.examples.ladder import PAGES
+from tests.pages import PAGES as ALL_PAGES
+from tests.pages import blocks
+from turnwise.config import load_config
+from turnwise.rollout.environment import load_object
+
+RUNGS = sorted(path.name for path in (ROOT / "examples").glob("step*"))
+
+
+def test_the_ladder_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*python(), "-m", "tests.examples.ladder", str(tmp_path)],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("--- ") == 5
+    runs = tmp_path / "runs"
+    for name in ("step01", "step03"):
+        rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").open()]
+        assert [row["step"] for row in rows][-2:] == [1, 2]
+        assert rows[-1]["trajectories"] == 16 * 8
+        assert rows[-1]["dropped"] == {}, name
+    assert "step 2  reward" in done.stdout.partition("--- step05")[2]
+
+
+def test_programs_of_several_pages_are_the_same_program() -> None:
+    ran = {}
+    for page, name in PAGES:
+        (ran[name],) = (block.text for block in blocks(page) if block.name == name)
+    for page in ALL_PAGES:
+        for block in blocks(page):
+            if "__main__" in block.text:
+                assert block.text == ran[block.name or ""], f"{block} is run by no test"
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_rung_fits_on_a_screen_and_its_configuration_loads(rung: str) -> None:
+    folder = ROOT / "examples" / rung
+    for path in folder.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path
+    assert rung in (ROOT / "examples" / "README.md").read_text()
+    for path in folder.glob("config.yaml"):
+        config = load_config(path)
+        load_object(config.environment, "environment")
+        assert Path(config.model.path).is_dir()

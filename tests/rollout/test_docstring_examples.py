@@ -1,0 +1,66 @@
+"""The examples in the docstrings of classes that users write, and of small functions, run."""
+
+import doctest
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.engine.simulated import SimulatedEngine
+from turnwise.rollout import AgentLoop, Environment, Problem, RolloutContext, Runner
+from turnwise.rollout.environment import open_environment
+from turnwise.rollout.tools import Toolbox
+from turnwise.trajectory import Trajectory
+
+ROW = {"city": "Oslo", "weather": "rain"}
+
+
+def example(documented: type) -> Any:
+    """The one class that a docstring's Example section defines."""
+    _, _, text = inspect.cleandoc(documented.__doc__ or "").partition("Example:\n")
+    names: dict[str, Any] = {
+        "Trajectory": Trajectory,
+        "Environment": Environment,
+        "RolloutContext": RolloutContext,
+    }
+    known = set(names)
+    exec(textwrap.dedent(text), names)
+    (made,) = (value for name, value in names.items() if name not in known and name[0] != "_")
+    return made
+
+
+@pytest.mark.parametrize(
+    "module", ["problems", "evaluation", "environment", "agent_loop", "loops.tagged_calls"]
+)
+def test_the_examples_of_functions(module: str) -> None:
+    results = doctest.testmod(importlib.import_module(f"turnwise.rollout.{module}"))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+async def test_the_example_of_an_environment() -> None:
+    opened = open_environment(example(Environment), ROW, "rows:1")
+    result = await Toolbox(opened.tools, timeout=5, max_chars=99).call(
+        "look_up", '{"city": "Oslo"}'
+    )
+    assert (opened.problem[0]["role"], result.text) == ("user", "rain")
+    trajectory = Trajectory("rows:1", messages=[{"role": "assistant", "content": "It will rain."}])
+    assert opened.environment.reward(trajectory) == 1.0
+
+
+@pytest.mark.parametrize(("documented", "turns"), [(RolloutContext, 2), (AgentLoop, 1)])
+async def test_the_examples_of_agent_loops(
+    make_config: Callable[..., Config], tokenizer: Any, documented: type, turns: int
+) -> None:
+    runner = Runner(make_config(), tokenizer)
+    runner.tool_parser = None  # type: ignore[assignment]  # nothing is parsed here
+    runner = runner.with_environment(example(Environment), example(documented)())
+    engine = SimulatedEngine(vocab_size=len(tokenizer))
+    sampling = SamplingConfig(n=2, max_tokens=8)
+    group = await runner.run_group(engine, Problem("rows:1", ROW), sampling, "example")
+    assert [len(trajectory.turns) for trajectory in group.trajectories] == [turns, turns]
+    assert all(trajectory.status == "completed" for trajectory in group.trajectories)

@@ -1,0 +1,155 @@
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from turnwise.run import display as module
+from turnwise.run.display import Display, why_untrained
+from turnwise.run.metrics import StepMetrics
+
+STEP = {
+    "step": 1,
+    "reward_mean": 0.5,
+    "rollout_tokens_per_s": 4321.0,
+    "train_tokens_per_s": 1234.0,
+    "staleness_max": 0,
+    "step_seconds": 2.0,
+    "accuracy_heldout": None,
+    "dropped": {},
+    "trained_tokens": 99,
+    "groups_without_signal": 0,
+    "stale_groups": 0,
+}
+UNTRAINED = {**STEP, "trained_tokens": 0}
+
+
+def opened(out: io.StringIO, *, terminal: bool = False, steps: int = 4) -> Display:
+    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
+    return Display("demo", steps, console, 0.75)
+
+
+def shown(terminal: bool) -> str:
+    out = io.StringIO()
+    with opened(out, terminal=terminal) as display:
+        display.phase("rollout", 16)
+        display.advance()
+        display.step(StepMetrics(**{**STEP, "step": 0, "accuracy_heldout": 0.25}))
+        display.step(StepMetrics(**{**STEP, "dropped": {"tool_timeout": 2}}))
+    return out.getvalue()
+
+
+def test_without_a_terminal_each_step_is_a_plain_line() -> None:
+    first, second = shown(terminal=False).splitlines()
+    assert first.startswith("step    0/4")
+    assert "held-out accuracy (reward ≥ 0.75) 0.250" in first
+    for part in (
+        "step    1/4",
+        "reward 0.500",
+        "4,321 tok/s",
+        "left 0:",
+        "dropped: tool_timeout 2",
+    ):
+        assert part in second
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    out = io.StringIO()
+    with opened(out, steps=9) as display:
+        display.phase("rollout", 16)
+        assert display._first_step is not None
+        display._first_step -= 10  # seconds that the first step here took
+        display.step(StepMetrics(**{**STEP, "step": 7}))
+    assert "left 0:20" in out.getvalue()
+
+
+def test_on_a_terminal_a_table_tells_what_happens_now() -> None:
+    text = shown(terminal=True)
+    for part in ("turnwise · demo", "rollout 1/16", "0.250", "4,321", "1,234", "left"):
+        assert part in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_part_of_the_start_is_named_and_then_its_seconds(terminal: bool) -> None:
+    out = io.StringIO()
+    with opened(out, terminal=terminal) as display:
+        with display.part("starting Ray"), display.part("rendering 4,000 prompts"):
+            time.sleep(0.05)
+        with pytest.raises(ValueError, match="no"), display.part("starting 2 engines"):
+            raise ValueError("no")
+    text = out.getvalue()
+    found = [text.index(line) for line in ("starting Ray ...", "rendering 4,000 prompts ...")]
+    found += [text.index(line) for line in ("rendering 4,000 prompts: 0.", "starting Ray: 0.")]
+    assert found == sorted(found)
+    assert "starting 2 engines ..." in text
+    assert "starting 2 engines: " not in text, "it never was up"
+
+
+def test_what_does_not_train_shows_no_columns_of_training() -> None:
+    out = io.StringIO()
+    with opened(out, terminal=True, steps=0) as display:
+        display.phase("evaluate", 3)
+    assert "evaluate 0/3" in out.getvalue()
+    assert "staleness" not in out.getvalue()
+
+
+def lines_until(out: io.StringIO, count: int) -> list[str]:
+    """The lines as soon as there are as many; the test's own deadline bounds the wait."""
+    while len(lines := out.getvalue().splitlines()) < count:
+        time.sleep(0.01)
+    return lines
+
+
+@pytest.mark.timeout(60)
+def test_without_a_terminal_a_quiet_start_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.02)
+    out = io.StringIO()
+    with opened(out) as display:
+        with display.part("starting Ray"), display.part("starting 2 engines"):
+            told = lines_until(out, 3)[2]
+        display.phase("evaluate", 200)
+        display.advance()
+        lines_until(out, len(out.getvalue().splitlines()) + 2)
+    assert told == "0 s: starting Ray (0 s), starting 2 engines (0 s)"
+    assert out.getvalue().splitlines()[-1] == "0 s: evaluate 1/200 (0 s)"
+    ended = out.getvalue()
+    time.sleep(0.1)
+    assert out.getvalue() == ended
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([], ""),
+        ([{**UNTRAINED, "step": 0}], ""),
+        ([STEP, {**UNTRAINED, "groups_without_signal": 4}], ""),
+        (
+            [{**UNTRAINED, "groups_without_signal": 1}],
+            "1 group without signal (all rewards of a group equal, 0.500 on average)",
+        ),
+        (
+            [
+                {**UNTRAINED, "groups_without_signal": 2000},
+                {**UNTRAINED, "groups_without_signal": 48, "reward_mean": 0.0, "stale_groups": 3},
+            ],
+            "2,048 groups without signal (all rewards of a group equal), "
+            "3 groups too old (training.max_staleness)",
+        ),
+        ([UNTRAINED], "no group has two trajectories to compare (sampling.n, dropped)"),
+    ],
+)
+def test_why_nothing_was_trained(steps: list[dict[str, Any]], why: str) -> None:
+    assert why_untrained(steps) == why
+
+
+def test_a_step_that_trains_nothing_says_so() -> None:
+    out = io.StringIO()
+    with opened(out) as display:
+        display.step(StepMetrics(**STEP))
+        display.step(StepMetrics(**{**UNTRAINED, "step": 2, "groups_without_signal": 4}))
+    first, second = out.getvalue().splitlines()
+    assert "nothing trained" not in first
+    assert "nothing trained: 4 groups without signal (all rewards of a group equal" in second

@@ -1,0 +1,216 @@
+"""Where metrics go: the file, TensorBoard, and the trackers where their packages are there."""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from turnwise.config import Config, parse_config
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.run.trackers import Trackers
+
+STEP = {
+    "step": 1,
+    "reward_mean": 0.5,
+    "accuracy_heldout": None,
+    "dropped": {"reward_error": 2},
+    "deep": {"a": {"b": 3}},
+    "note": "a text",
+    "pass@2": 1,
+}
+NUMBERS = {"reward_mean": 0.5, "dropped/reward_error": 2, "deep/a/b": 3, "pass_2": 1}
+
+
+def config(**more: Any) -> Config:
+    return parse_config(
+        {
+            "environment": "a:B",
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "serving": {"api_key": "hush-hush"},
+            **more,
+        }
+    )
+
+
+def events(folder: Path) -> list[Event]:
+    """TensorBoard's records: a length in 8 bytes, its checksum in 4, the event, its checksum."""
+    found = []
+    for path in sorted((folder / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return found
+
+
+def scalars(folder: Path) -> dict[tuple[int, str], float]:
+    return {
+        (event.step, value.tag): value.simple_value
+        for event in events(folder)
+        for value in event.summary.value
+    }
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_file_has_everything_and_tensorboard_the_numbers(tmp_path: Path) -> None:
+    sinks = Trackers(tmp_path, config())
+    sinks.write(STEP)
+    sinks.write({"step": 2, "reward_mean": 0.75})
+    sinks.close()
+    assert lines(tmp_path) == sinks.rows == [STEP, {"step": 2, "reward_mean": 0.75}]
+    expected = {(1, name): value for name, value in NUMBERS.items()}
+    assert scalars(tmp_path) == expected | {(2, "reward_mean"): 0.75}
+
+
+def test_what_is_not_finite_is_null_and_json_for_everybody(tmp_path: Path) -> None:
+    sinks = Trackers(tmp_path, config())
+    sinks.write({"step": 1, "loss": float("nan"), "deep": {"a": [float("inf"), 1.0]}, "x": 2})
+    sinks.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=refuse)
+    assert row == sinks.rows[0] == {"step": 1, "loss": None, "deep": {"a": [None, 1.0]}, "x": 2}
+    assert scalars(tmp_path) == {(1, "x"): 2}
+
+
+def test_a_run_that_goes_on_loses_the_steps_that_it_makes_again(tmp_path: Path) -> None:
+    sinks = Trackers(tmp_path, config())
+    for step in range(5):
+        sinks.write({"step": step, "x": step})
+    sinks.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x"')
+    again = Trackers(tmp_path, config(), after_step=2)
+    assert again.rows == lines(tmp_path) == [{"step": step, "x": step} for step in range(3)]
+    again.write({"step": 3, "x": 30})
+    again.close()
+    assert [row["x"] for row in lines(tmp_path)] == [0, 1, 2, 30]
+    assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_there_must_be_something_to_go_on_with(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no .*metrics\.jsonl to resume from"):
+        Trackers(tmp_path, config(), after_step=2)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    sinks = Trackers(tmp_path, config())
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TurnwiseError, match=r"metrics\.jsonl cannot be written: No space left"):
+        sinks.write(STEP)
+    sinks.close()
+
+
+class Offline:
+    """A tracker whose network is away."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.calls += 1
+        raise ConnectionError("unreachable")
+
+    def close(self) -> None:
+        raise ConnectionError("unreachable")
+
+
+def test_a_sink_that_fails_is_warned_about_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sinks = Trackers(tmp_path, config())
+    offline = Offline()
+    sinks._trackers = {"wandb": offline, **sinks._trackers, "mlflow": Offline()}
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            sinks.write({"step": step, "x": 1})
+        sinks.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb failed and gets no more metrics: ConnectionError: unreachable",
+        "mlflow failed and gets no more metrics: ConnectionError: unreachable",
+    ]
+    assert offline.calls == 1
+    assert len(lines(tmp_path)) == len(scalars(tmp_path)) == 3
+
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+INSTALLED = [name for name in TRACKERS if importlib.util.find_spec(name)]
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name not in INSTALLED])
+def test_a_tracker_that_is_missing_names_its_package(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"trackers names {name}, .*: pip install {name}"):
+        Trackers(tmp_path, config(trackers=[name]))
+
+
+def goes_on(folder: Path, name: str) -> None:
+    """A run of three steps, gone on with after the second."""
+    sinks = Trackers(folder, config(trackers=[name], name="trial"))
+    for step in range(3):
+        sinks.write({**STEP, "step": step})
+    sinks.close()
+    again = Trackers(folder, config(trackers=[name], name="trial"), after_step=1)
+    for step in (2, 3):
+        again.write({**STEP, "step": step})
+    assert set(again._trackers) == {"TensorBoard", name}, "none has failed"
+    again.close()
+    assert set(again._trackers) == {"TensorBoard", name}
+
+
+@pytest.mark.skipif("mlflow" not in INSTALLED, reason="mlflow is not installed")
+def test_mlflow_has_one_run_with_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    goes_on(tmp_path, "mlflow")
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("turnwise")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("trial", "FINISHED")
+    assert run.data.metrics == NUMBERS
+    history = client.get_metric_history(run.info.run_id, "dropped/reward_error")
+    assert {metric.step for metric in history} == {0, 1, 2, 3}
+    kept = mlflow.artifacts.load_dict(f"runs:/{run.info.run_id}/config.json")
+    assert kept["environment"] == "a:B"
+    assert "hush-hush" not in json.dumps(kept)
+
+
+@pytest.mark.skipif("trackio" not in INSTALLED, reason="trackio is not installed")
+def test_trackio_has_one_run_with_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    from trackio.sqlite_storage import SQLiteStorage
+
+    goes_on(tmp_path, "trackio")
+    logged = SQLiteStorage.get_logs("turnwise", "trial")
+    assert {row["step"] for row in logged} == {0, 1, 2, 3}
+    assert all(row["dropped/reward_error"] == 2 for row in logged)
+
+
+@pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed")
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    goes_on(tmp_path, "wandb")
+    names = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in names}) == 1
+    assert (tmp_path / "wandb_run").read_text() == names[0].rpartition("-")[2]
+    written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*.wandb"))
+    assert b"reward_error" in written
+    assert b"hush-hush" not in written

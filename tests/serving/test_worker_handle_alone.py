@@ -1,0 +1,76 @@
+"""`WorkerHandle` before an actor that is none: what becomes of requests that get lost."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.actor import ActorHandle
+from turnwise.engine import Chunk
+from turnwise.errors import EngineError
+from turnwise.serving.worker import VllmAsyncGenerationWorker
+from turnwise.serving.worker_handle import WorkerHandle
+
+
+def handle_of(actor: Any) -> ActorHandle:
+    return ActorHandle(actor, "worker-0", EngineError)
+
+
+class Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class Actor:
+    """Answers every request that it gets with one token; one that holds a lock cannot be sent."""
+
+    def __init__(self) -> None:
+        self.submit, self.collect = Method(self._submit), Method(self._collect)
+        self._asked: asyncio.Queue[str] = asyncio.Queue()
+
+    def _submit(self, batch: list[Any]) -> None:
+        if any("lock" in sampling.logits_processor_args for _, _, sampling, _ in batch):
+            raise TypeError("cannot pickle '_thread.lock' object")
+        for request_id, *_ in batch:
+            self._asked.put_nowait(request_id)
+
+    async def _collect(self) -> list[tuple[str, Chunk]]:
+        return [(await self._asked.get(), Chunk([1], [-0.5], [0], "stop"))]
+
+
+async def test_a_request_that_cannot_be_sent_fails_alone(
+    make_config: Callable[..., Config],
+) -> None:
+    worker = WorkerHandle(handle_of(Actor()), make_config())
+    plain = SamplingConfig(max_tokens=1)
+    locked = plain.model_copy(update={"logits_processor_args": {"lock": object()}})
+    async with asyncio.timeout(10.0):
+        outcomes = await asyncio.gather(
+            worker.generate([5], plain, "first"),
+            worker.generate([5], locked, "second"),
+            worker.generate([5], plain, "third"),
+            return_exceptions=True,
+        )
+    assert isinstance(outcomes[1], EngineError)
+    assert "worker-0 cannot be asked: TypeError" in str(outcomes[1])
+    assert [done.token_ids for done in (outcomes[0], outcomes[2])] == [[1], [1]]  # type: ignore[union-attr]
+
+
+async def test_a_request_that_ends_without_a_reason_is_told(
+    make_config: Callable[..., Config],
+) -> None:
+    class Mute:
+        async def stream(self, *_: Any) -> Any:
+            yield Chunk([1], [-0.5], [0])
+
+    worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
+    worker._engine = Mute()
+    await worker.submit([("mute", [5], SamplingConfig(), None)])
+    async with asyncio.timeout(10.0):
+        events = await worker.collect()
+        while len(events) < 2:
+            events += await worker.collect()
+    with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):
+        raise events[1][1]  # type: ignore[misc]

@@ -1,0 +1,74 @@
+"""The source reads as CONTRIBUTING says: short files, plain docstrings, few `Any`."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import turnwise
+from tests.conftest import ROOT
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_LINES = 400
+MAX_ANY_LINES = 150
+RIDDLE = re.compile(r"(What|Where|Of|Which|Why|How)\b")
+DIALECT = re.compile(r"\b(told|anew|under way)\b", re.IGNORECASE)
+PROSE = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "src/**/*.py", "examples/**/*.py")
+    for path in ROOT.glob(pattern)
+    if "build" not in path.relative_to(ROOT).parts
+)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those of attributes included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text.strip()
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert len(lengths) > 100
+    assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_a_docstring_begins_with_a_noun_or_an_imperative() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for path in SOURCES
+        for line, text in docstrings(path)
+        if RIDDLE.match(text)
+    ]
+    assert found == []
+
+
+def test_words_of_our_own_are_gone() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in PROSE
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if DIALECT.search(line)
+    ]
+    assert found == []
+
+
+def test_few_lines_name_any() -> None:
+    lines = [line for path in SOURCES for line in path.read_text().splitlines()]
+    assert sum(bool(re.search(r"\bAny\b", line)) for line in lines) <= MAX_ANY_LINES
+
+
+def test_every_public_class_and_function_has_an_example() -> None:
+    public = {name: getattr(turnwise, name) for name in turnwise.__all__}
+    without = [
+        name
+        for name, value in public.items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        if not (inspect.isclass(value) and issubclass(value, BaseException))
+        if "Example:" not in (value.__doc__ or "")
+    ]
+    assert len(public) > 20
+    assert without == []

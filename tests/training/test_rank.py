@@ -1,0 +1,343 @@
+"""The policy in this process (one rank), and as several ranks in processes of their own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.plain_scoring import token_logprobs
+from turnwise.config import Config, SamplingConfig
+from turnwise.errors import InputError, TurnwiseError
+from turnwise.training import Sample, checkpoint
+from turnwise.training.batching import plan_micro_batches
+from turnwise.training.rank import TrainerRank
+from turnwise.training.reports import merge
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {},
+    {"kl": {"coef": 0.01}},
+    {"loss": {"name": "gspo"}, "reduction": "sequence_mean"},
+    {"advantage": {"name": "gae"}},
+    {"loss": {"name": "dpo"}},
+    {"correction": {"name": "sequence_tis"}, "kl": {"coef": 0.1, "where": "reward"}},
+]
+
+
+@pytest.fixture
+def make_policy(make_config: Callable[..., Config]) -> Callable[..., TrainerRank]:
+    def make(algorithm: dict[str, Any] | None = None, **training: Any) -> TrainerRank:
+        values = {"learning_rate": 1e-3, "threads": 1, **training}
+        return TrainerRank(make_config(training=values, algorithm=algorithm or {}))
+
+    return make
+
+
+def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
+    """Train as `TrainerGroup.train` does, in this process."""
+    training = policy._training
+    shares = plan_micro_batches(
+        samples,
+        training.updates_per_step,
+        1,
+        training.micro_batch_tokens,
+        training.packing == "packed",
+    )
+    return merge([policy.train(shares[0])])
+
+
+def model_of(policy: TrainerRank) -> Any:
+    return policy._scorer.get_submodule("model")
+
+
+def score(model: Any, ids: list[int], start: int, **sampling: Any) -> list[float]:
+    ids_1T = torch.tensor([ids])
+    mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
+    mask_1T[:, start:] = True
+    with torch.no_grad():
+        values: list[float] = token_logprobs(
+            model, ids_1T, mask_1T, SamplingConfig(**sampling)
+        ).tolist()
+    return values
+
+
+def samples_for(model: Any, count: int = 8, version: int = 0) -> list[Sample]:
+    """Samples as the engine would have made them: log-probs under the model itself. Each even
+    one and the odd one after it are a pair."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(count):
+        length = 20 + 3 * i
+        ids = torch.randint(0, 600, (length,), generator=generator).tolist()
+        logprobs = [0.0] * 10 + score(model, ids, 10)
+        mask = [0] * 10 + [1] * (length - 10)
+        versions = [-1] * 10 + [version] * (length - 10)
+        made.append(
+            Sample.of(ids, mask, logprobs, versions, -1.0 if i % 2 else 1.0, i, pair_id=i // 2)
+        )
+    return made
+
+
+def weights(policy: TrainerRank) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy._scorer.parameters()])
+
+
+def test_logprobs_are_log_softmax_of_the_logits(make_policy: Callable[..., TrainerRank]) -> None:
+    model = model_of(make_policy())
+    ids = list(range(3, 33))
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].float()
+    expected = [float(logits[t - 1].log_softmax(-1)[ids[t]]) for t in range(5, 30)]
+    assert score(model, ids, 5) == pytest.approx(expected, abs=1e-5)
+    warm = [float((logits[t - 1] / 2).log_softmax(-1)[ids[t]]) for t in range(5, 30)]
+    assert score(model, ids, 5, temperature=2.0) == pytest.approx(warm, abs=1e-5)
+
+
+def test_a_token_outside_of_top_k_keeps_a_finite_logprob(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    model = model_of(make_policy())
+    ids = torch.randint(0, 600, (40,)).tolist()
+    for limits in ({"top_k": 1}, {"top_p": 0.01}):
+        values = score(model, ids, 1, **limits)
+        assert all(-50 < value <= 0 for value in values)
+
+
+def test_a_temperature_is_the_one_that_vllm_samples_at(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    model = model_of(make_policy())
+    ids = torch.randint(0, 600, (40,)).tolist()
+    for temperature in (1e-6, 0.004):
+        assert score(model, ids, 1, temperature=temperature) == score(
+            model, ids, 1, temperature=0.01
+        )
+    greedy = score(model, ids, 1, temperature=0.0, top_k=2, top_p=0.1)
+    assert greedy == score(model, ids, 1)
+
+
+def test_a_step_makes_good_tokens_likelier_and_bad_ones_less(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    policy = make_policy()
+    batch = samples_for(model_of(policy))
+    metrics = train(policy, batch)
+    assert policy.version == 1
+    assert metrics["logprob_diff_max"] < 1e-4
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ratio_p1"] == pytest.approx(1, abs=1e-4)
+    assert metrics["staleness"] == {"0": sum(s.trained for s in batch)}
+    assert 0 < metrics["entropy"] < np.log(1000)
+    for sample in batch:
+        before = float(sample.logprobs_T.sum())
+        after = sum(score(model_of(policy), sample.token_ids_T.tolist(), 10))
+        assert (after - before) * sample.advantage > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
+    make_policy: Callable[..., TrainerRank], algorithm: dict[str, Any]
+) -> None:
+    runs = []
+    for options in (
+        {"micro_batch_tokens": 10_000},
+        {"micro_batch_tokens": 100},
+        {"packing": "packed"},
+        {"activation_checkpointing": True},
+    ):
+        policy = make_policy(algorithm, updates_per_step=2, **options)
+        metrics = train(policy, samples_for(model_of(policy)))
+        again = train(policy, samples_for(model_of(policy), version=policy.version))
+        runs.append((metrics, again, weights(policy)))
+    first = runs[0]
+    for run in runs[1:]:
+        for key in ("loss", "entropy", "kl", "value_loss"):
+            for i in (0, 1):
+                expected = first[i].get(key, 0.0)
+                assert run[i].get(key, 0.0) == pytest.approx(expected, abs=1e-5)
+        # AdamW's first steps divide a gradient by itself: only near-zero ones can differ visibly.
+        assert (run[2] - first[2]).abs().mean() < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_a_sample_that_is_only_counted_acts_as_one_of_advantage_0_that_is_computed(
+    make_policy: Callable[..., TrainerRank], reduction: str
+) -> None:
+    steps = []
+    for counted_only in (True, False):
+        policy = make_policy({"reduction": reduction})
+        samples = [
+            replace(s, pair_id=s.sequence, trajectory=s.sequence)
+            for s in samples_for(model_of(policy))
+        ]
+        silent = [replace(s, advantage=0.0, counted_only=counted_only) for s in samples[4:]]
+        steps.append(train(policy, [*samples[:4], *silent]))
+    counted, computed = steps
+    alone = train(make_policy({"reduction": reduction}), samples[:4])
+    assert counted["grad_norm"] == pytest.approx(computed["grad_norm"], rel=1e-4)
+    assert counted["loss"] == pytest.approx(computed["loss"], abs=1e-6)
+    assert counted["trained_tokens"] == alone["trained_tokens"] < computed["trained_tokens"]
+    assert alone["grad_norm"] > 1.5 * counted["grad_norm"]
+
+
+def test_a_head_in_chunks_gives_the_same_gradients(
+    make_policy: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for elements in (2**25, 20_000):
+        monkeypatch.setattr("turnwise.training.scoring.CHUNK_ELEMENTS", elements)
+        policy = make_policy()
+        loss = train(policy, samples_for(model_of(policy)))["loss"]
+        runs.append((loss, weights(policy)))
+    assert runs[0][0] == pytest.approx(runs[1][0], abs=1e-6)
+    assert (runs[0][1] - runs[1][1]).abs().mean() < 1e-6
+
+
+def test_several_updates_a_step_count_versions_and_warm_up(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    policy = make_policy(updates_per_step=4, warmup_steps=7)
+    metrics = train(policy, samples_for(model_of(policy)))
+    assert policy.version == 4
+    assert metrics["learning_rate"] == pytest.approx(1e-3 * 4 / 8)  # of the last of them
+    assert metrics["logprob_diff_max"] < 1e-4  # measured before the first of them
+    stale = train(policy, samples_for(model_of(policy)))
+    assert stale["staleness_max"] == 4
+
+
+def test_a_correction_measures_the_engine_against_the_trainer_before_the_step(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    policy = make_policy({"correction": {"name": "token_tis", "high": 1.5}}, updates_per_step=2)
+    batch = samples_for(model_of(policy))
+    for sample in batch:
+        sample.logprobs_T[sample.response_mask_T] -= 1.0  # an engine that found them less likely
+    metrics = train(policy, batch)
+    assert metrics["correction"] == pytest.approx(1.5)
+    assert metrics["ratio"] == pytest.approx(1, abs=0.05)
+    assert metrics["logprob_diff_mean"] == pytest.approx(1, abs=1e-3)
+
+
+def test_fresh_tokens_are_not_corrected_in_any_update_of_their_step(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    """The engine's log-probs are so far off that `mask` leaves out every token that it sees."""
+    kept = []
+    for stale_only in (True, False):
+        correction = {"name": "mask", "stale_only": stale_only}
+        policy = make_policy({"correction": correction}, updates_per_step=4)
+        batch = samples_for(model_of(policy))
+        for sample in batch:
+            sample.logprobs_T[sample.response_mask_T] -= 3.0
+        kept.append(train(policy, batch)["correction"])
+    assert kept == [1.0, 0.0]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_the_third_ends_the_run(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    policy = make_policy()
+    before = weights(policy).clone()
+    (good, *_) = samples_for(model_of(policy), 1)
+    lists = (good.token_ids_T, good.response_mask_T, good.logprobs_T, good.weight_versions_T)
+    bad = Sample.of(*(x.tolist() for x in lists), float("nan"), 0)
+    for _ in range(2):
+        metrics = train(policy, [bad])
+        assert (metrics["skipped_updates"], policy.version) == (1.0, 0)
+    with pytest.raises(TurnwiseError, match="3 updates in a row had no finite loss"):
+        train(policy, [bad])
+    assert torch.equal(before, weights(policy))
+
+
+def test_the_value_model_learns_before_the_policy_where_it_shall(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    policy = make_policy({"advantage": {"name": "gae", "warmup_steps": 5, "learning_rate": 0.001}})
+    steps = [train(policy, samples_for(model_of(policy))) for _ in range(5)]
+    assert policy.version == 0
+    assert steps[-1]["value_loss"] < steps[0]["value_loss"] / 2
+    assert steps[-1]["learning_rate"] == 0.0
+    assert train(policy, samples_for(model_of(policy)))["learning_rate"] == 1e-3
+    assert policy.version == 1
+
+
+def test_a_model_exported_loads_in_transformers(
+    make_policy: Callable[..., TrainerRank], tmp_path: Path
+) -> None:
+    policy = make_policy()
+    train(policy, samples_for(model_of(policy)))
+    folder = tmp_path / "step-0001"
+    policy.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode("The answer is 7.")
+    assert score(model.eval(), ids, 1) == pytest.approx(score(model_of(policy), ids, 1), abs=1e-6)
+    assert tokenizer.chat_template
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}], ids=str)
+def test_a_policy_goes_on_from_its_checkpoint_bit_for_bit(
+    make_policy: Callable[..., TrainerRank], tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    options = {"updates_per_step": 2, "warmup_steps": 5}
+    one = make_policy(algorithm, **options)
+    batch = samples_for(model_of(one))
+    train(one, batch)
+    folder = tmp_path / "step-0001"
+    one.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    two = make_policy(algorithm, **options)
+    assert two.load(folder) == one.version == 2
+    first, second = train(one, batch), train(two, batch)
+    assert torch.equal(weights(one), weights(two))
+    for metrics in (first, second):
+        for key in ("train_seconds", "train_tokens_per_s", "train_memory_gib"):
+            del metrics[key]
+    assert first == second
+
+
+def test_small_steps_are_not_lost_to_bfloat16(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    model = make_config().model.model_copy(update={"dtype": "bfloat16"})
+    config = make_config(model=model, training={"learning_rate": 1e-6, "threads": 1})
+    policy = TrainerRank(config)
+    before = [p.detach().clone() for p in policy._scorer.parameters()]
+    metrics = train(policy, samples_for(model_of(policy)))
+    moved = [
+        (p.detach() != b).float().mean().item()
+        for p, b in zip(policy._scorer.parameters(), before, strict=True)
+    ]
+    assert min(moved[1:]) > 0.5
+    assert metrics["logprob_diff_max"] < 0.5
+    manifest = policy.publish().manifest
+    assert {tensor.dtype for tensor in manifest.tensors} == {"bfloat16"}
+    folder = tmp_path / "half"
+    policy.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    assert saved.dtype == torch.bfloat16
+    assert model_of(policy).dtype == torch.float32
+
+
+def test_a_model_that_is_not_there_is_named(make_config: Callable[..., Config]) -> None:
+    config = make_config(model={"path": "/nowhere"})
+    with pytest.raises(InputError, match="the model /nowhere cannot be loaded"):
+        TrainerRank(config)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    make_config: Callable[..., Config], build: Path, tmp_path: Path
+) -> None:
+    shape = AutoModelForCausalLM.from_pretrained(build / "model").config
+    shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 16384, 65536, 64
+    shape.layer_types = ["full_attention"] * 64
+    shape.save_pretrained(tmp_path)
+    config = make_config(model={"path": str(tmp_path)})
+    with pytest.raises(InputError, match=r"does not fit: its [\d,]+ M parameters need"):
+        TrainerRank(config)

@@ -1,0 +1,141 @@
+"""From a trainer of two ranks, each with its shards of the model, to the real engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weights.links import free_port
+from tests.weights.ranks import Ranks
+from tests.weights.trainer import PROMPT, Model, open_collective
+from turnwise.config import SamplingConfig
+from turnwise.errors import DeadlineError, WeightUpdateError
+from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.canary import check_canary
+from turnwise.weights.collective import CollectiveSender
+from turnwise.weights.ipc import IpcSender
+from turnwise.weights.manifest import Publication
+from turnwise.weights.sync import WeightSync
+from turnwise.weights.transport import make_sender
+
+
+@pytest.fixture(scope="module")
+async def ranks(
+    ray_started: None, model_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Ranks]:
+    ranks = Ranks(model_path, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.kill()
+
+
+async def assert_serves(engine: WorkerHandle, ranks: Ranks, version: int) -> None:
+    """The weights of the ranks, under this version."""
+    (prompt, expected), _ = await ranks.all("canary")
+    await check_canary(engine, prompt, expected, 1e-4, version)
+    completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"v{version}")
+    assert set(completion.weight_versions) == {version}
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc", "collective", "disk"])
+async def test_shards_of_two_ranks_become_the_engines_weights(
+    ready: WorkerHandle, ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    await ranks.all("open", transport, str(tmp_path))
+    sync = WeightSync(ranks, timeout=60, patience=60)
+    for _ in range(2):
+        await ranks.all("train", 0.05)
+        version = (await sync.publish()).version
+        assert await sync.check([ready]) == [None]
+        assert await sync.push([ready], "keep") == [version]
+        await assert_serves(ready, ranks, version)
+    await ranks.all("train", 0.05)  # what must be sent anew is the trainer's newest
+    served = await sync.sync_one(ready, "keep")
+    assert served == version + (transport in ("ipc", "collective"))
+    if served > version:
+        await assert_serves(ready, ranks, served)
+    await ready.prepare_refit_info({"weight": ((2, 2), "float32")})
+    await sync.publish()
+    (refused,) = await sync.check([ready])
+    with pytest.raises(WeightUpdateError, match=r"worker-0: refused .* was not expected"):
+        raise refused or AssertionError("it fits")
+    completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
+    assert set(completion.weight_versions) == {served}
+
+
+class Silent:
+    """A trainer that publishes, and never answers again."""
+
+    def __init__(self, published: Publication) -> None:
+        self._published = published
+
+    async def publish(self) -> Publication:
+        return self._published
+
+    async def send(self, devices: Any) -> None:
+        await self.rendezvous()
+
+    async def rendezvous(self) -> tuple[str, int]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
+        await self.rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("transport", "who"),
+    [
+        ("collective", "the trainer did not open a rendezvous address within 1 s"),
+        ("ipc", "worker-0: the trainer at "),
+    ],
+)
+async def test_a_trainer_that_does_not_answer_is_named_in_time(
+    ready: WorkerHandle, model_path: str, tmp_path: Path, transport: str, who: str
+) -> None:
+    tensors = Model(model_path).tensors
+    sender = make_sender(transport, tensors)
+    sync = WeightSync(Silent(Publication(sender.publish(1, tensors))), timeout=1, patience=1)
+    await sync.publish()
+    assert await sync.check([ready]) == [None]
+    (outcome,) = await sync.push([ready], "keep")
+    assert isinstance(outcome, DeadlineError)
+    assert str(outcome).startswith(who)
+    completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
+    assert set(completion.weight_versions) == {0}
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_refit_by_the_actors_methods_alone(
+    ready: WorkerHandle, model_path: str, transport: str
+) -> None:
+    """B14, B23 to B25: the calls of a trainer that knows the worker's names only."""
+    actor, model = ready.actor, Model(model_path)
+    info = {name: (tensor.shape, tensor.dtype) for name, tensor in model.tensors}
+    await actor.prepare_refit_info_async.remote(info)
+    if transport == "ipc":
+        sender: IpcSender | CollectiveSender = IpcSender(model.tensors)
+        update = actor.update_weights_via_ipc_zmq_async
+    else:
+        port = free_port()
+        making = asyncio.to_thread(open_collective, model.tensors, "127.0.0.1", port)
+        joining = actor.init_collective_async.remote(0, "127.0.0.1", port, 2, 1)
+        sender, _ = await asyncio.gather(making, joining)
+        update = actor.update_weights_from_collective_async
+    for version in (1, 2):
+        model.perturb(0.05)
+        loading = update.remote()
+        await asyncio.to_thread(sender.send, version, model.tensors)
+        assert await loading is True
+        data = {"input_ids": torch.tensor([PROMPT]), "input_lengths": torch.tensor([len(PROMPT)])}
+        ((_, output),) = [await reply async for reply in actor.generate_async.remote(data)]
+        end = int(output["unpadded_sequence_lengths"])
+        ids, start = output["output_ids"][0, :end].tolist(), len(PROMPT)
+        assert output["logprobs"][0, start:end].tolist() == pytest.approx(
+            model.logprobs(ids, start), abs=1e-4
+        )
+        assert set(output["weight_versions"][0, start:end].tolist()) == {version}
+    sender.close()
