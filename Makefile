@@ -6,7 +6,7 @@
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
 # make docs   build the documentation into build/docs, every warning an error
-# make lock   resolve requirements/*.in anew into requirements/*.txt
+# make lock   resolve requirements/*.in into requirements/*.txt
 
 # The first Python that is there and runs; requirements/cpu.txt is resolved for 3.11, and its wheels
 # are there for all three.
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Bytecode is written when a module is first imported: not at install, and not anew at every start.
+# Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo gsm8k algorithms quick test test-all bench docs lint lock clean
