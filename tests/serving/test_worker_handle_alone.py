@@ -46,7 +46,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(
     worker = WorkerHandle(handle_of(Actor()), make_config())
     plain = SamplingConfig(max_tokens=1)
     locked = plain.model_copy(update={"logits_processor_args": {"lock": object()}})
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         outcomes = await asyncio.gather(
             worker.generate([5], plain, "first"),
             worker.generate([5], locked, "second"),
@@ -68,7 +68,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
     worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
     worker._engine = Mute()
     await worker.submit([("mute", [5], SamplingConfig(), None)])
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         events = await worker.collect()
         while len(events) < 2:
             events += await worker.collect()

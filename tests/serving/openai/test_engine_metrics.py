@@ -72,7 +72,7 @@ class Slow(Told):
 async def test_two_who_look_at_once_both_see_the_workers() -> None:
     """C38: one asks again at the moment in which the answers of the other arrive."""
     engine = Slow(name="worker-0")
-    metrics = EngineMetrics(engine, seconds=5.0)
+    metrics = EngineMetrics(engine, seconds=60.0)
     first = asyncio.create_task(metrics.collect())
     await asyncio.sleep(0.01)
     engine.may.set()

@@ -42,7 +42,7 @@ async def check_with_schemathesis(
     try:
         fuzzer = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{root}/openapi.json"),
-            *("--checks", "not_a_server_error", "--request-timeout", "60"),
+            *("--checks", "not_a_server_error", "--request-timeout", "240"),
             *("--phases", "fuzzing", "--max-examples", str(examples), "--seed", "1"),
             *("--suppress-health-check", "all", "--continue-on-failure", "--no-color"),
             cwd=folder,
@@ -53,12 +53,14 @@ async def check_with_schemathesis(
         text = said.decode(errors="replace")
         assert fuzzer.returncode == 0, text[-12_000:]
         assert "generated" in text
-        async with httpx.AsyncClient(base_url=root) as http:
+        async with httpx.AsyncClient(base_url=root, timeout=60) as http:
             assert (await http.get("/health")).status_code == 200
             served = (await http.get("/metrics")).text
         assert 'turnwise_requests_total{what="200"}' in served
         assert 'what="500"' not in served
-        assert await engine.num_in_flight() == 0
+        async with asyncio.timeout(60):  # a client may leave before its answer ends
+            while await engine.num_in_flight():
+                await asyncio.sleep(0.01)
         await engine.check_health()
     finally:
         await server.stop()
