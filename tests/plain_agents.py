@@ -7,13 +7,13 @@ import asyncio
 import json
 import os
 import sys
-import time
 from typing import Any
 
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from examples.step04_agent.agent import solve as calculator
+from tests.blocking import gate
 
 
 async def cold(base_url: str, problem: dict[str, Any]) -> str:
@@ -34,7 +34,7 @@ def synchronous(base_url: str, problem: dict[str, Any]) -> None:
 
 async def blocking(base_url: str, problem: dict[str, Any]) -> None:
     """Block the event loop that it runs on."""
-    time.sleep(4)  # noqa: ASYNC251
+    gate().wait()
 
 
 ANSWERED: list[tuple[str, int]] = []

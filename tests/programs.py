@@ -1,6 +1,9 @@
 """The processes that a program starts, so that tests can count and end exactly these."""
 
 import contextlib
+import os
+import sys
+import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,7 +26,7 @@ class Mark:
     """Recognises processes by a variable in their environment, which children inherit.
 
     Forks of the session's fork server show that server's environment; they count when they started
-    after the mark was made.
+    after the mark was made, unless the session's own Ray started them.
     """
 
     def __init__(self) -> None:
@@ -42,11 +45,24 @@ class Mark:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if process.pid in new or self._value.encode() in environment:
+                if self._value.encode() in environment or (
+                    process.pid in new and not _belongs_to_own_ray(process.pid)
+                ):
                     found.append(process)
         return found
 
-    def left(self, seconds: float = 5.0) -> list[psutil.Process]:
+    def left(self, seconds: float = 60.0) -> list[psutil.Process]:
         """Return the processes that do not end within some seconds."""
-        alive: list[psutil.Process] = psutil.wait_procs(self.processes(), timeout=seconds)[1]
+        ends = time.monotonic() + seconds
+        while (alive := self.processes()) and time.monotonic() < ends:
+            time.sleep(0.05)
         return alive
+
+
+def _belongs_to_own_ray(pid: int) -> bool:
+    """Return whether a fork writes to the log files of this process's own Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    folder = os.path.realpath(ray._private.worker._global_node.get_session_dir_path())
+    return any(os.readlink(f"/proc/{pid}/fd/{stream}").startswith(folder) for stream in (1, 2))

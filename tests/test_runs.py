@@ -1,7 +1,9 @@
 """Whole training runs that are killed, resumed, spread out or squeezed together."""
 
 import contextlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,11 +18,29 @@ from tests.conftest import ROOT, command_environment, python
 from tests.programs import Mark
 from tests.test_cli import TIMES, Lottery, file, metrics_of, turnwise, write_config
 from turnwise.config import Config, load_config
-from turnwise.trajectory import read_jsonl
+from turnwise.trajectory import Trajectory, read_jsonl
 
 __all__ = ["Lottery", "file"]
 
 SHORT = ("eval.every=0", "sampling.n=4")
+PER_STEP = 16
+"""Trajectories of a step of these runs."""
+HELD = "environment=tests.test_runs:Held"
+
+
+class Held(Lottery):
+    """Lottery that gives as many rewards as TURNWISE_HELD says, and others once its file exists."""
+
+    given = itertools.count(1)
+
+    def reward(self, trajectory: Trajectory) -> float:
+        most, _, file = os.environ.get("TURNWISE_HELD", "").partition(" ")
+        if most and next(self.given) > int(most):
+            sys.stdout.write("held\n")
+            sys.stdout.flush()
+            while not Path(file).exists():
+                time.sleep(0.05)
+        return super().reward(trajectory)
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
@@ -31,26 +51,36 @@ def timeless(run: Path) -> list[dict[str, Any]]:
 
 
 class Running:
-    """`turnwise train` in a process of its own, watched line by line."""
+    """`turnwise train` in a process of its own, watched line by line.
 
-    def __init__(self, *arguments: object) -> None:
+    Args:
+        steps: Steps after which `Held` waits.
+        go: File that it waits for; None waits for ever.
+    """
+
+    def __init__(self, *arguments: object, steps: int, go: Path | None = None) -> None:
         self.mark = Mark()
         self.process = subprocess.Popen(
-            [*python(), "-m", "turnwise.cli", "train", *map(str, arguments)],
+            [*python(), "-m", "turnwise.cli", "train", *map(str, arguments), HELD],
             cwd=ROOT,
-            env=command_environment() | self.mark.environment,
+            env=command_environment()
+            | self.mark.environment
+            | {"TURNWISE_HELD": f"{steps * PER_STEP} {go or '/no/such/file'}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def until(self, text: str) -> None:
+    def until(self, *texts: str) -> None:
+        """Read its lines until each of these has come, in any order."""
         assert self.process.stdout is not None
+        missing = set(texts)
         for line in self.process.stdout:
-            if text in line:
+            missing -= {text for text in missing if text in line}
+            if not missing:
                 return
-        raise AssertionError(f"it ended before it said {text!r}: {self.process.stderr.read()}")
+        raise AssertionError(f"it ended before it said {missing}: {self.process.stderr.read()}")
 
     def ranks(self) -> list[psutil.Process]:
         """The trainer's processes, in the order in which they began."""
@@ -59,10 +89,13 @@ class Running:
 
     def kill(self) -> None:
         """As a machine that loses power, as far as a test can."""
-        for process in self.mark.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.communicate(timeout=30)
+        ends = time.monotonic() + 120
+        while (alive := self.mark.processes()) and time.monotonic() < ends:
+            for process in alive:  # one of them may have been starting another
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
+        self.process.communicate(timeout=120)
 
 
 REPEATABLE = ("deterministic=true", "training.steps=4", "training.checkpoint_every=1", *SHORT)
@@ -80,9 +113,8 @@ def whole(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathF
 
 def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
     killed = whole.with_name("killed")
-    running = Running(whole.parents[1] / "config.yaml", *REPEATABLE, "name=killed")
-    running.until("step    3/4")
-    time.sleep(0.5)
+    running = Running(whole.parents[1] / "config.yaml", *REPEATABLE, "name=killed", steps=3)
+    running.until("step    3/4", "held")
     running.kill()
     assert len(metrics_of(killed)) == 3
     # A crash while it saves leaves less than a checkpoint; the one before is taken, and it says so.
@@ -125,7 +157,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         ],
         cwd=ROOT,
         env=command_environment(),
-        timeout=400,
+        timeout=1000,
         check=True,
     )
     for step in (1, 2):
@@ -153,7 +185,7 @@ def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
 def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     file: Path, tmp_path: Path, restarts: int
 ) -> None:
-    name = f"restarts{restarts}"
+    name, go = f"restarts{restarts}", tmp_path / "go"
     running = Running(
         file,
         *SHORT,
@@ -163,20 +195,23 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
         "training.checkpoint_every=1",
         f"training.restarts={restarts}",
         f"name={name}",
+        steps=5,  # it does not end before the rank is killed
+        go=go,
     )
     running.until("step    2/6")
     ranks = running.ranks()
     assert len(ranks) == 2
     ranks[1].kill()
+    go.touch()
     killed = time.monotonic()
-    stdout, stderr = running.process.communicate(timeout=400)
+    stdout, stderr = running.process.communicate(timeout=1000)
     if restarts:
         assert running.process.returncode == 0, stderr
         assert "died; restart 1 of 1" in stdout
         rows = metrics_of(tmp_path / "runs" / name)
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     else:
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < 200  # and not only after training.step_timeout, 1800 s
         assert running.process.returncode == 2
         assert "the process of policy rank " in stderr
         assert "died" in stderr
@@ -216,7 +251,7 @@ def two_nodes() -> Iterator[str]:
         "cluster = Cluster(initialize_head=True, head_node_args="
         "{'num_cpus': 2, 'resources': {'engines': 2}})\n"
         "cluster.add_node(num_cpus=2, resources={'trainers': 2})\n"
-        "cluster.wait_for_nodes()\n"
+        "cluster.wait_for_nodes(300)\n"
         "print(cluster.address, flush=True); sys.stdin.read(); cluster.shutdown()\n"
     )
     process = subprocess.Popen(
@@ -258,7 +293,7 @@ def test_engines_and_trainer_on_two_nodes_by_collective(
 
 def test_rollouts_that_run_ahead_outlive_a_crash(file: Path, tmp_path: Path) -> None:
     options = ("training.max_staleness=2", "training.checkpoint_every=1", *SHORT)
-    running = Running(file, *options, "training.steps=500", "name=ahead")
+    running = Running(file, *options, "training.steps=500", "name=ahead", steps=7)
     running.until("step    3/500")
     running.kill()
     run = tmp_path / "runs" / "ahead"

@@ -58,6 +58,8 @@ Overrides = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
+_FILE_CLOCK_SECONDS = 0.05
+"""How far the clock of files' times, which ticks, may be behind `time.time`."""
 _END_SECONDS = 10.0
 """Deadline for closing the event loop when user code has not returned."""
 _NO_SIGNAL = (
@@ -73,7 +75,7 @@ class _Command:
     debug: bool
     folder: Path | None = None
     """The run folder; None until the configuration is read."""
-    _began: float = field(default_factory=time.time)
+    _began: float = field(default_factory=lambda: time.time() - _FILE_CLOCK_SECONDS)
 
     def of(self, config: Config) -> Config:
         """Remember a configuration's run folder, and return the configuration."""

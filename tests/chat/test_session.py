@@ -1,12 +1,13 @@
 """The store of sessions: what it keeps, what it forgets, and what rollouts have for themselves."""
 
 import gc
-import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from turnwise.chat import session_store
 from turnwise.chat.messages import Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session, valid_name
@@ -47,11 +48,15 @@ def test_any_number_of_sessions_can_be_opened() -> None:
         store.open("s7")
 
 
-def test_a_session_that_is_idle_for_too_long_is_forgotten() -> None:
+def test_a_session_that_is_idle_for_too_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr(session_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = SessionStore(SAMPLING, idle_seconds=0.2)
     store.open("old")
     with store.request("busy", None):
-        time.sleep(0.3)
+        now[0] += 0.1
+        assert store.get("old") is not None
+        now[0] += 0.2
         assert store.get("old") is None
         assert store.gone("old") == (
             "was forgotten: 0.2 s without a request (serving.session_idle)"

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from examples.calculator.tool import calculate
 from tests import plain_agents
-from tests.blocking import tick
+from tests.blocking import new_gate, tick
 from turnwise.config import Config
 from turnwise.core.deadlines import StallClock
 from turnwise.engine.simulated import SimulatedEngine
@@ -46,7 +46,7 @@ async def run(
     tokenizer: Any,
 ) -> Group:
     config = make_config(
-        rollout={"loop": "agent", "agent": agent, "trajectory_timeout": 60},
+        rollout={"loop": "agent", "agent": agent},
         sampling={"n": 4, "max_tokens": 32},
     )
     runner = Runner(config, tokenizer)
@@ -134,7 +134,7 @@ async def try_agent(
     **rollout: Any,
 ) -> Group:
     """Two trajectories of an agent about one problem."""
-    rollout = {"loop": "agent", "agent": agent, "trajectory_timeout": 60, **rollout}
+    rollout = {"loop": "agent", "agent": agent, **rollout}
     config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 16})
     runner = Runner(config, tokenizer)
     runner.server = server
@@ -207,13 +207,16 @@ async def test_a_blocking_agent_stalls_no_run(
     simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     ticks: list[None] = []
-    ticking = asyncio.create_task(tick(ticks))
-    group = await try_agent(
-        "tests.plain_agents:blocking", simulated, make_config, tokenizer, stall_timeout=0.5
-    )
-    ticking.cancel()
-    assert group.dropped == {"stalled": 2}
-    assert len(ticks) > 10
+    ticking, gate = asyncio.create_task(tick(ticks)), new_gate()
+    try:
+        group = await try_agent(
+            "tests.plain_agents:blocking", simulated, make_config, tokenizer, stall_timeout=0.5
+        )
+        assert group.dropped == {"stalled": 2}
+        assert len(ticks) > 1, "the event loop went on while the agent blocked its own"
+    finally:
+        gate.set()
+        ticking.cancel()
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ async def kill(model: Any) -> None:
     actor = model._actor.actor
     model.kill()
     with suppress(RayError):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while await actor.__ray_ready__.remote():
                 await asyncio.sleep(0.01)
 
@@ -266,7 +266,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     folder, _ = make_model(seed=1)
     other, _ = make_model(seed=2)
     parts = [{}, {"model": folder, "weight": 2.0}, {"model": other}]
-    config = make_config(rollout={"rewards": parts, "trajectory_timeout": 60})
+    config = make_config(rollout={"rewards": parts})
     models = await start_reward_models(config)
     rewards = Rewards(config.rollout.rewards)
     rewards.models = models
@@ -283,7 +283,8 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
         await rewards.judge(Desk({"reward": 1}), trajectories[0], {})
     await kill(models[other])
     scores = await asyncio.gather(*(models[other].score(t.messages) for t in trajectories[1:]))
-    assert scores == pytest.approx([t.reward_parts[other] for t in trajectories[1:]])
+    expected = [t.reward_parts[other] for t in trajectories[1:]]
+    assert scores == pytest.approx(expected, abs=1e-5)  # whatever was batched with what
     (line,) = (text for text in caplog.messages if "it is back after" in text)
     assert f"the process of the reward model {other} died; it is back after" in line
     models[other]._restarts = config.serving.max_restarts

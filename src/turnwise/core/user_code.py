@@ -32,7 +32,7 @@ GRACE_SECONDS = 2.0
 """Time that a cancelled coroutine of user code has for its clean-up."""
 BLOCKED_SECONDS = 10.0
 """Time without beginning a call after which a loop of user code is blocked, and is replaced."""
-STR_SECONDS = 1.0
+STR_SECONDS = 10.0
 """Deadline of an error's own `__str__`, which is user code."""
 _NAMED = 4
 """Maximum number of calls that one line names."""
