@@ -188,7 +188,7 @@ async def test_a_worker_can_serve_by_itself(
     worker = await WorkerHandle.start(config, name="worker-9")
     try:
         assert worker.base_url is not None
-        async with httpx.AsyncClient(base_url=worker.base_url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=worker.base_url, timeout=120) as http:
             model = (await http.get("/models")).json()["data"][0]["id"]
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
             answer = (await http.post("/completions", json=body)).json()

@@ -238,36 +238,40 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
 ) -> None:
     """C31, B20: requests wait in the queue, and take, longer than request_timeout; an engine that
     samples nothing for so long is named, and so is one that died."""
-    config = make_config(engine={"request_timeout": 3.0, "max_num_seqs": 1})
+    seconds = 6.0
+    config = make_config(engine={"request_timeout": seconds, "max_num_seqs": 1})
     engine = await WorkerHandle.start(config, name="worker-7")
     endless = SamplingConfig(max_tokens=400, ignore_eos=True)
     try:
         started = time.monotonic()
-        patient = [engine.generate(PROMPT, endless, f"long-{n}") for n in range(14)]
+        patient = [engine.generate(PROMPT, endless, f"long-{n}") for n in range(20)]
         paused = asyncio.create_task(engine.pause("keep"))
         ended = []
         for completion in asyncio.as_completed(patient):
             if paused is not None:
                 await paused
-                await asyncio.sleep(4.0)  # nothing is expected of an engine that is paused
+                await asyncio.sleep(1.3 * seconds)  # nothing is expected of a paused engine
                 await engine.resume()
                 paused = None
             ended.append((await completion, time.monotonic() - started))
-        assert [len(completion.token_ids) for completion, _ in ended] == [400] * 14
-        assert ended[-1][1] > 2 * 3.0
+        assert [len(completion.token_ids) for completion, _ in ended] == [400] * 20
+        assert ended[-1][1] > 2 * seconds
         core = (await engine_process(engine)).pid
         os.kill(core, signal.SIGSTOP)
         try:
-            why = r"worker-7, with request slow waiting, sampled no token within 3 s \(engine\."
+            why = r"worker-7, with request slow waiting, sampled no token within 6 s \(engine\."
             with pytest.raises(DeadlineError, match=why):
                 await engine.generate(PROMPT, endless, "slow")
         finally:
             os.kill(core, signal.SIGCONT)
+        await engine.pause("keep")  # so that "doomed" does not end before the engine does
         running = asyncio.create_task(engine.generate(PROMPT, endless, "doomed"))
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while not await engine.num_in_flight():
+                await asyncio.sleep(0.01)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="the process of worker-7 died"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await running
         with pytest.raises(EngineError, match="worker-7"):
             await engine.check_health()

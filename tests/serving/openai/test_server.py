@@ -315,8 +315,13 @@ async def test_other_apis_are_served_and_sessions_count_for_them(
     )
     assert said.json()["type"] == "message"
     told = client.with_options(default_headers={"X-Session-ID": "claude"})
-    response = await told.responses.create(model=model, input="12 plus", max_output_tokens=6)
-    assert response.output
+    response = await told.responses.create(
+        model=model,
+        input="12 plus",
+        max_output_tokens=6,
+        extra_body={"vllm_xargs": {"script": template.encode("30 is 42")}},
+    )
+    assert response.output  # an answer without text would have none
     assert len((await fetched(http, "claude")).turns) == 2
     await told.completions.create(model=model, prompt="12 plus", max_tokens=5)
     assert len((await fetched(http, "claude")).turns) == 3
@@ -333,7 +338,7 @@ async def test_a_connection_stays_open_longer_than_clients_keep_theirs(
     reader, writer = await asyncio.open_connection(host, int(port))
     for pause in (5.5, 0.0):  # OpenAI's client gives a connection up after 5 s
         writer.write(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
-        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert answer.startswith(b"HTTP/1.1 200")
         await asyncio.sleep(pause)
     writer.close()
@@ -362,18 +367,22 @@ async def test_a_client_that_goes_away_ends_its_request(
         "min_tokens": 400,
         "ignore_eos": True,
     }
-    for headers in ({}, {"x-stainless-retry-count": "0"}):
-        asking = asyncio.create_task(
-            http.post(
-                "/v1/chat/completions", json=body, headers={**headers, "X-Session-ID": "gone"}
+    await engine.pause("keep")  # so that nothing else ends it
+    try:
+        for headers in ({}, {"x-stainless-retry-count": "0"}):
+            asking = asyncio.create_task(
+                http.post(
+                    "/v1/chat/completions", json=body, headers={**headers, "X-Session-ID": "gone"}
+                )
             )
-        )
-        async with asyncio.timeout(20):
-            while await engine.num_in_flight() == 0:
-                await asyncio.sleep(0.01)
-            asking.cancel()
-            while await engine.num_in_flight() > 0:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while await engine.num_in_flight() == 0:
+                    await asyncio.sleep(0.01)
+                asking.cancel()
+                while await engine.num_in_flight() > 0:
+                    await asyncio.sleep(0.01)
+    finally:
+        await engine.resume()
     described = (await http.get("/sessions/gone")).json()
     assert (described["turns"], described["lost_turns"]) == (0, 2)
 
@@ -387,13 +396,25 @@ async def test_a_retry_joins_the_request_that_it_repeats(
         headers = {"x-stainless-retry-count": count, "X-Session-ID": session}
         return await http.post("/v1/chat/completions", json=body, headers=headers)
 
-    first = asyncio.create_task(ask("0"))
-    async with asyncio.timeout(20):
-        while await engine.num_in_flight() == 0:
-            await asyncio.sleep(0.01)
-    retry = asyncio.create_task(ask("1"))
-    await asyncio.sleep(0.1)
-    first.cancel()  # the client gave up on it; the retry still waits
+    async def joined() -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        name = 'turnwise_requests_total{what="joined"} '
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    before = await joined()
+    await engine.pause("keep")  # so that it does not end before its retry comes
+    try:
+        first = asyncio.create_task(ask("0"))
+        async with asyncio.timeout(60):
+            while await engine.num_in_flight() == 0:
+                await asyncio.sleep(0.01)
+            retry = asyncio.create_task(ask("1"))
+            while await joined() == before:
+                await asyncio.sleep(0.01)
+        first.cancel()  # the client gave up on it; the retry still waits
+        await asyncio.sleep(0.1)
+    finally:
+        await engine.resume()
     answer = (await retry).json()
     assert answer["usage"]["completion_tokens"] == 300
     assert len((await fetched(http, "retried")).turns) == 1
@@ -408,7 +429,7 @@ async def test_the_key_guards_all_but_health(
     server = OpenAIServer(make_config(serving={"port": 0, "api_key": "secret"}), engine)
     try:
         root = (await server.start()).removesuffix("/v1")
-        async with httpx.AsyncClient(base_url=root) as http:
+        async with httpx.AsyncClient(base_url=root, timeout=60) as http:
             assert (await http.get("/health")).status_code == 200
             for path in ("/v1/models", "/metrics", "/sessions/x", "/tokenize", "/openapi.json"):
                 for key in ({}, {"Authorization": "Bearer wrong"}):
