@@ -139,18 +139,18 @@ async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
     while busy.tokens < begun + 200:
         await asyncio.sleep(0.01)
     before[1].send_signal(signal.SIGKILL)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         finished = await asyncio.gather(*groups)
     assert [group.dropped for group in finished] == [{}] * 8
     trajectories = [t for group in finished for t in group.trajectories]
     assert len(trajectories) == 32
     assert all(audit(trajectory).first_violation is None for trajectory in trajectories)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while len(manager.failures) == known:
             await asyncio.sleep(0.1)
     assert manager.failures[-1].worker == victim.name
     assert len(manager.engines) == 2
-    assert psutil.wait_procs(before, timeout=10)[1] == []
+    assert psutil.wait_procs(before, timeout=60)[1] == []
     assert len(await shards(manager.engines[0])) == 2
 
 
@@ -169,7 +169,7 @@ async def test_shards_may_be_actors_in_bundles_of_their_own(
         ids, mask = [*prompt, *completion.token_ids], [0] * 35 + [1] * 8
         assert completion.logprobs == pytest.approx(reference_logprobs(model, ids, mask), abs=1e-4)
         gone = await shards(worker)
-    assert psutil.wait_procs(gone, timeout=10)[1] == []
+    assert psutil.wait_procs(gone, timeout=60)[1] == []
 
 
 def test_vllm_has_no_pipeline_parallelism_on_a_cpu(make_config: Callable[..., Config]) -> None:

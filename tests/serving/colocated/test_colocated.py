@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,28 @@ class Trainer(WorkerHost):
             "random": [random.getstate(), str(np.random.get_state()), str(torch.get_rng_state())],
         }
 
-    def nap(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def busy(self, folder: Path) -> None:
+        """Make the folder, and compute until it is gone."""
+        folder.mkdir()
+        while folder.exists():
+            time.sleep(0.01)
+
+
+def keep_busy(actor: Any, folder: Path) -> None:
+    """Return when an actor is busy, which it stays until this folder is gone."""
+    actor.busy.remote(folder)
+    while not folder.exists():
+        time.sleep(0.01)
+
+
+@contextmanager
+def training(actor: Any, folder: Path) -> Iterator[None]:
+    """Keep an actor busy during the block."""
+    keep_busy(actor, folder)
+    try:
+        yield
+    finally:
+        folder.rmdir()
 
 
 def memory(pid: int, kind: str) -> float:
@@ -211,23 +232,24 @@ async def test_the_engine_keeps_its_weights_until_it_is_given_others(
     assert after.weight_versions == [version]
 
 
-async def test_a_request_waits_while_its_actor_trains(engine: VllmEngine, trainer: Any) -> None:
-    training = trainer.nap.remote(1.0)
-    started = time.monotonic()
-    await engine.generate(PROMPT, SHORT, "waiting")
-    assert time.monotonic() - started > 0.9
-    await training
+async def test_a_request_waits_while_its_actor_trains(
+    engine: VllmEngine, trainer: Any, tmp_path: Path
+) -> None:
+    with training(trainer, tmp_path / "training"):
+        waiting = asyncio.create_task(engine.generate(PROMPT, SHORT, "waiting"))
+        done, _ = await asyncio.wait([waiting], timeout=1.0)
+        assert not done
+    assert len((await waiting).token_ids) == 16
 
 
 async def test_a_paused_engine_is_well_while_its_actor_trains(
-    engine: VllmEngine, trainer: Any
+    engine: VllmEngine, trainer: Any, tmp_path: Path
 ) -> None:
     await engine.pause("keep")
-    training = trainer.nap.remote(1.0)
-    async with asyncio.timeout(0.8):
-        await engine.check_health()
+    with training(trainer, tmp_path / "training"):
+        async with asyncio.timeout(60):
+            await engine.check_health()
     await engine.resume()
-    await training
 
 
 async def test_an_actor_hosts_one_engine_after_the_other(
@@ -249,16 +271,17 @@ async def test_an_actor_hosts_one_engine_after_the_other(
 
 
 async def test_the_death_of_an_actor_is_told_at_once(
-    ray_started: None, model_path: str, build_engine: Callable[..., VllmEngine]
+    ray_started: None, model_path: str, build_engine: Callable[..., VllmEngine], tmp_path: Path
 ) -> None:
     doomed = Trainer.remote(model_path)
     engine = build_engine({"trainer-7": doomed})
-    sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
-    running = asyncio.create_task(engine.generate(PROMPT, sampling, "doomed"))
-    await asyncio.sleep(0.3)
-    os.kill(await doomed.pid.remote(), signal.SIGKILL)
+    pid = await doomed.pid.remote()
+    keep_busy(doomed, tmp_path / "training")  # so that the request does not end before
+    running = asyncio.create_task(engine.generate(PROMPT, SHORT, "doomed"))
+    await asyncio.wait([running], timeout=0.3)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="engine in trainer-7 died during request doomed"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):  # and not the two minutes of engine.request_timeout
             await running
     with pytest.raises(EngineError, match="engine in trainer-7 is dead"):
         await engine.check_health()
