@@ -1,7 +1,9 @@
 """`WorkerHandle` before an actor that is none: what becomes of requests that get lost."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.actor import ActorHandle
 from turnwise.engine import Chunk
 from turnwise.errors import EngineError
+from turnwise.serving import worker_handle
 from turnwise.serving.worker import VllmAsyncGenerationWorker
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -38,6 +41,30 @@ class Actor:
 
     async def _collect(self) -> list[tuple[str, Chunk]]:
         return [(await self._asked.get(), Chunk([1], [-0.5], [0], "stop"))]
+
+
+class Elsewhere(Actor):
+    """Answers while the caller's event loop is held up for longer than the deadline."""
+
+    async def _collect(self) -> list[tuple[str, Chunk]]:
+        answer = Future[list[tuple[str, Chunk]]]()
+        request_id = await self._asked.get()
+
+        def hold_up() -> None:
+            answer.set_result([(request_id, Chunk([1], [-0.5], [0], "stop"))])
+            time.sleep(0.5)
+
+        asyncio.get_running_loop().call_soon(hold_up)
+        return await asyncio.wrap_future(answer)
+
+
+async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
+    worker = WorkerHandle(handle_of(Elsewhere()), make_config(engine={"request_timeout": 0.1}))
+    completion = await worker.generate([5], SamplingConfig(max_tokens=1), "request")
+    assert completion.token_ids == [1]
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(
@@ -74,3 +101,19 @@ async def test_a_request_that_ends_without_a_reason_is_told(
             events += await worker.collect()
     with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):
         raise events[1][1]  # type: ignore[misc]
+
+
+class Silent(Actor):
+    """Never answers."""
+
+    async def _collect(self) -> list[tuple[str, Chunk]]:
+        return await asyncio.Future()
+
+
+async def test_an_actor_that_does_not_answer_is_named(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
+    worker = WorkerHandle(handle_of(Silent()), make_config(engine={"request_timeout": 0.1}))
+    with pytest.raises(EngineError, match=r"worker-0 did not answer within 0\.2 s"):
+        await worker.generate([5], SamplingConfig(max_tokens=1), "request")

@@ -200,12 +200,20 @@ class WorkerHandle:
     async def _collect(self) -> None:
         seconds = self._timeout + HEARTBEAT_SECONDS
         while self._failure is None and self._inboxes:
+            answer = asyncio.ensure_future(self.actor.collect.remote())
             try:
-                async with asyncio.timeout(seconds):
-                    events = await self.actor.collect.remote()
-            except TimeoutError:
+                # Not `asyncio.timeout`: after this process itself was held up for so long, an
+                # answer that has come meanwhile counts, not the time.
+                done, _ = await asyncio.wait([answer], timeout=seconds)
+            except asyncio.CancelledError:
+                answer.cancel()
+                raise
+            if not done:
+                answer.cancel()
                 self.fail(f"{self.name} did not answer within {seconds:g} s")
                 return
+            try:
+                events = answer.result()
             except Exception as error:  # after any error no more chunks arrive
                 known = isinstance(error, RayError) and not isinstance(error, RayTaskError)
                 logger.debug("%s", error)
