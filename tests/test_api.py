@@ -17,7 +17,7 @@ from turnwise.run.api import _inputs, _resolve, _settings
 from turnwise.trajectory import read_jsonl
 
 
-def python(code: str, *, cwd: Path = ROOT, timeout: float = 60) -> str:
+def python(code: str, *, cwd: Path = ROOT, timeout: float = 300) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -161,7 +161,7 @@ def test_ten_lines_train_a_class_of_the_script_itself(
     model_path: str, keys: dict[str, object], tmp_path: Path
 ) -> None:
     script = TRAIN.format(environment=ENVIRONMENT, model=model_path, keys=keys)
-    said = python(script, cwd=tmp_path, timeout=400)
+    said = python(script, cwd=tmp_path, timeout=1000)
     assert "steps [0, 1, 2] step-0002" in said or "steps [1, 2] step-0002" in said
     assert "sampled 8 True" in said
     run = tmp_path / "runs" / "weather"
@@ -175,7 +175,7 @@ def test_a_running_event_loop_is_no_obstacle(
     model_path: str, keys: dict[str, object], tmp_path: Path
 ) -> None:
     script = NOTEBOOK.format(environment=ENVIRONMENT, model=model_path, keys=keys)
-    said = python(script, cwd=tmp_path, timeout=400)
+    said = python(script, cwd=tmp_path, timeout=1000)
     assert "evaluated 4 True" in said
     assert "served 200" in said
 

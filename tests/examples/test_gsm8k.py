@@ -134,9 +134,9 @@ def test_more_than_a_number_earns_nothing(answer):
 )  # fmt: skip
 def test_hostile_text_earns_nothing_and_at_once(answer):
     for text in (answer, f"#### {answer}", rf"\boxed{{{answer}}}", rf"#### \boxed{{{answer}"):
-        start = time.perf_counter()
+        start = time.thread_time()
         assert reward(text) == 0.0
-        assert time.perf_counter() - start < 10
+        assert time.thread_time() - start < 10
 
 
 @given(st.text())

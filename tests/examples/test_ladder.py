@@ -27,7 +27,7 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("--- ") == 5

@@ -23,7 +23,7 @@ def test_the_example_holds_a_conversation_and_makes_a_batch(model_path: str) -> 
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout

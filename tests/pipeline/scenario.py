@@ -122,7 +122,7 @@ def run(config: str, model_file: str, seen: dict[str, Any]) -> None:
     policy = VLLMModule("policy", model_file)
     with Pipeline(config, policy, overrides=["name=scenario"]) as pipeline:
         rows = pipeline.rows()
-        data = policy.build_dataset(rows[:4])
+        data = policy.build_dataset(rows[:8])
 
         seen["eval_before"] = lists(policy.eval_forward(data))
         outputs = policy.forward_step(data)

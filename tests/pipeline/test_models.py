@@ -94,11 +94,11 @@ def seen(file: Path, grpo: Path) -> Seen:
         env=command_environment() | mark.environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     seen: Seen = json.loads(output.read_text())
-    return {**seen, "left": mark.left(10)}
+    return {**seen, "left": mark.left()}
 
 
 def folder_of(file: Path, model: str) -> str:

@@ -34,7 +34,7 @@ class Bench:
         self.runner.tool_parser = None  # type: ignore[assignment]  # nothing calls tools
         self.generator = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=8)
         self._thread = EventLoopThread(self._open, "the bench")
-        self._thread.start(30)
+        self._thread.start(120)
         self.submit = self._thread.submit
 
     @asynccontextmanager
@@ -45,7 +45,7 @@ class Bench:
         return [request.result(seconds) for request in requests]
 
     def close(self) -> None:
-        self._thread.stop(30)
+        self._thread.stop(120)
 
 
 Join = Callable[..., Any]

@@ -44,7 +44,7 @@ def test_the_examples_of_functions(module: str) -> None:
 
 async def test_the_example_of_an_environment() -> None:
     opened = open_environment(example(Environment), ROW, "rows:1")
-    result = await Toolbox(opened.tools, timeout=5, max_chars=99).call(
+    result = await Toolbox(opened.tools, timeout=60, max_chars=99).call(
         "look_up", '{"city": "Oslo"}'
     )
     assert (opened.problem[0]["role"], result.text) == ("user", "rain")

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ class Desk:
         if number <= self.row.get("fails", 0):
             raise ValueError(f"failure {number}")
         time.sleep(self.row.get("takes", 0.0))
+        if "until" in self.row:
+            assert self.row["until"].wait(300)
         return 1.0
 
 
@@ -226,16 +229,16 @@ async def test_each_try_has_a_name_and_a_seed_of_its_own_within_the_group(
 async def test_a_try_that_hangs_has_its_own_deadline(run: Callable[..., Any]) -> None:
     group = await run({"takes": 60.0}, n=1, retries=1, trajectory_timeout=0.2)
     assert (group.retried, group.dropped) == ({"trajectory_timeout": 1}, {"trajectory_timeout": 1})
-    assert 0.4 <= group.elapsed < 30
+    assert 0.4 <= group.elapsed < 60
 
 
 async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], tokenizer: Any) -> None:
     """C31: what bounds a trajectory is that nothing of it moves, not how long its turns are."""
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
-    engine.slowdown = 50
-    group = await run({"takes": 0.2}, n=2, engine=engine, stall_timeout=0.5)
+    engine.slowdown = 100
+    group = await run({"takes": 0.2}, n=2, engine=engine, stall_timeout=1.5)
     assert group.dropped == {}
-    assert group.seconds["generate"] > 2 * 2 * 0.5
+    assert group.seconds["generate"] > 2 * 2 * 1.5
     stalled = await run({"takes": 60.0}, n=1, stall_timeout=0.5)
     assert stalled.dropped == {"stalled": 1}
     assert stalled.causes["stalled"].endswith("no progress for 0.5 s (rollout.stall_timeout)")
@@ -244,10 +247,10 @@ async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], token
 async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
     engine.slowdown = 5
-    group = await run({"takes": 0.2}, n=3, engine=engine)
+    group = await run({"takes": 0.2}, n=32, engine=engine)
     assert set(group.seconds) == {"generate", "reward"}
-    assert group.seconds["reward"] >= 3 * 0.2
-    assert group.seconds["generate"] >= 3 * 8 * 4e-3 * 5 * 0.9
+    assert group.seconds["reward"] >= 32 * 0.2
+    assert group.seconds["generate"] >= 32 * 8 * 4e-3 * 5 * 0.9
     assert group.elapsed < sum(group.seconds.values()), "they ran side by side"
 
 
@@ -255,16 +258,27 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
     run: Callable[..., Any], tokenizer: Any
 ) -> None:
     told: list[str] = []
-    async with Watchdog(0.2, told.append):
-        await run({"takes": 0.6}, n=2)
-        engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10**9)
-        engine.slowdown = 20
-        await run({}, n=3, engine=engine)
-    for heard in (
-        "2 rewards (environment of rows:1 for ",
-        "3 answers (turn 0 of step1.0-rows:1-",
-    ):
-        assert any(f"waiting for: {heard}" in line for line in told), told
+    rewards, answers = (
+        "waiting for: 2 rewards (environment of rows:1 for ",
+        "waiting for: 3 answers (turn 0 of step1.0-rows:1-",
+    )
+    heard = {rewards: threading.Event(), answers: threading.Event()}
+
+    def hear(line: str) -> None:
+        told.append(line)
+        for text, event in heard.items():
+            if text in line:
+                event.set()
+
+    class Patient(SimulatedEngine):
+        async def generate(self, *call: Any) -> Completion:
+            assert await asyncio.to_thread(heard[answers].wait, 300), told
+            return await super().generate(*call)
+
+    async with Watchdog(0.2, hear):
+        assert (await run({"until": heard[rewards]}, n=2)).dropped == {}, told
+        engine = Patient(vocab_size=len(tokenizer), mean_tokens=10**9)
+        assert (await run({}, n=3, engine=engine)).dropped == {}, told
 
 
 async def test_tools_that_run_together_count_once(
@@ -277,7 +291,7 @@ async def test_tools_that_run_together_count_once(
 
     async def nap() -> str:
         """Sleep a little."""
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         return "awake"
 
     config = make_config()
@@ -287,7 +301,7 @@ async def test_tools_that_run_together_count_once(
         engine=SimulatedEngine(),
         template=runner.template,
         tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
-        toolbox=Toolbox([nap], timeout=5, max_chars=99),
+        toolbox=Toolbox([nap], timeout=60, max_chars=99),
         rollout=config.rollout,
         sampling=config.sampling,
         max_length=512,
@@ -295,9 +309,11 @@ async def test_tools_that_run_together_count_once(
         row={},
     )
     parsed = ParsedText("", [ToolCall("nap", "{}")] * 3, malformed=False)
+    started = time.perf_counter()
     messages = await answer_calls(parsed, context, 0)
+    elapsed = time.perf_counter() - started
     assert [message["content"] for message in messages] == ["awake"] * 3
-    assert 1.0 <= context.seconds["tools"] < 3.0
+    assert 0.5 <= context.seconds["tools"] <= elapsed
 
 
 def errors_logged(folder: Path) -> str:
@@ -314,15 +330,17 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
     ticks: list[None] = []
     ticking = asyncio.create_task(tick(ticks))
     options = {"environment": "Rough", "loop": f"{HERE}:RoughLoop", "output_dir": str(tmp_path)}
-    limit = 0.3 if how == "block" else 20
-    async with asyncio.timeout(20):
+    limit = 120.0
+    if how == "block":  # time enough to come to the place
+        limit = 3.0 if where in ("reward", "loop") else 0.3
+    async with asyncio.timeout(120):
         row = {"where": where, "how": how}
         group = await run(row, n=2, stall_timeout=limit, **options)
     ticking.cancel()
     reason = {"reward": "reward_error", "loop": "loop_error"}.get(where, "environment_error")
     if how == "block":
         assert group.dropped == {"stalled": 2}
-        assert len(ticks) > 5, "the event loop went on"
+        assert len(ticks) > 1, "the event loop went on"
         name = {"reward": "the environment's reward", "loop": "the loop "}.get(where)
         assert (name or f"the environment {HERE}:Rough") in stuck_calls()
         return
@@ -343,12 +361,16 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
 def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    config = make_config(environment=f"{HERE}:Rough", rollout={"stall_timeout": 0.1})
-    runner = Runner(config, tokenizer)
+    runner, patient = (
+        Runner(
+            make_config(environment=f"{HERE}:Rough", rollout={"stall_timeout": seconds}), tokenizer
+        )
+        for seconds in (0.1, 120)
+    )
     with pytest.raises(DeadlineError, match=rf"the environment {HERE}:Rough did not answer within"):
         runner.within_prompt_limit([Problem("rows:1", {"where": "init", "how": "block"})])
     with pytest.raises(InputError, match=r"rows:1: .* ValueError: the judge is down \(tests/"):
-        runner.within_prompt_limit([Problem("rows:1", {"where": "problem", "how": "raise"})])
+        patient.within_prompt_limit([Problem("rows:1", {"where": "problem", "how": "raise"})])
 
 
 def rows(*words: int) -> list[Problem]:
