@@ -8,6 +8,7 @@ known. One JSON object on standard output says what happened; log lines go to st
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -78,7 +79,7 @@ class Load:
     async def more(self, turns: int = 16) -> None:
         """Until so many more are done."""
         end = self.turns + turns
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while self.turns < end:
                 await asyncio.sleep(0.05)
 
@@ -92,7 +93,7 @@ async def seeds(manager: Any) -> list[int]:
 
 
 async def back(manager: Any, losses: int) -> None:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(200):
         while len(manager.failures) < losses or len(manager.engines) < 2:
             await asyncio.sleep(0.05)
 
@@ -141,14 +142,16 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             await load.more()
 
             told["seeds"] += await seeds(manager)
-            known = len(manager.failures)
+            known, waiting = len(manager.failures), asyncio.Event()
+            placing = logging.getLogger("turnwise.serving.placement")
+            placing.addFilter(lambda record: waiting.set() is None)
             told["removed"] = next(name for name in nodes if name != on_head.name)
             second.kill_raylet(check_alive=False)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while len(manager.engines) == 2:
                     await asyncio.sleep(0.05)
-            await load.more()  # the other one serves meanwhile
-            await asyncio.sleep(3.0)
+                await load.more()  # the other one serves meanwhile
+                await waiting.wait()
             cluster.add_node(num_cpus=2, resources={"engines": 1})
             await back(manager, known + 1)
             told["node"] = [loss.why for loss in manager.failures[known:]]
@@ -178,6 +181,7 @@ def main(folder: str) -> None:
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_failure_threshold": "4",
         "RAY_health_check_initial_delay_ms": "500",
+        "RAY_timeout_ms_task_wait_for_death_info": "20000",  # until the cause is known
     }
     os.environ |= bounded()
     nodes = {"num_cpus": 2, "resources": {"engines": 1}, "object_store_memory": 2**27}

@@ -19,7 +19,7 @@ def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
         env=command_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
     )
     assert done.stdout.startswith("{"), done.stderr  # and nothing of Ray's is printed
     told = json.loads(done.stdout)
