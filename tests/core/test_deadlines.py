@@ -1,6 +1,7 @@
 """Deadlines that watch progress (C31)."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,23 @@ async def test_a_timeout_of_the_work_itself_is_no_missed_deadline() -> None:
             raise TimeoutError("its own")
     async with deadline(None, "it did not end"):
         await asyncio.sleep(0)
+
+
+async def test_an_answer_that_came_while_the_loop_was_held_up_is_in_time() -> None:
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+
+    def hold_up() -> None:
+        threading.Thread(target=loop.call_soon_threadsafe, args=(answer.set_result, 3)).start()
+        time.sleep(1.5)
+
+    async with deadline(0.2, "it did not answer"):
+        loop.call_soon(hold_up)
+        assert await answer == 3
+    loop.call_soon(time.sleep, 1.5)
+    with pytest.raises(DeadlineError, match=r"it did not answer within 0\.2 s"):
+        async with deadline(0.2, "it did not answer"):
+            await asyncio.sleep(30)
 
 
 async def test_a_stalled_wait_says_what_did_not_move() -> None:

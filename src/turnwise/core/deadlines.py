@@ -9,12 +9,16 @@ from contextlib import asynccontextmanager, contextmanager
 
 from turnwise.errors import DeadlineError
 
+_LATE_SECONDS = 1.0
+"""Lateness of a timer that shows that the event loop was held up."""
+
 
 @asynccontextmanager
 async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIterator[None]:
     """Raise DeadlineError from the block when it takes longer than `seconds`.
 
-    A TimeoutError that the block itself raises passes unchanged.
+    A TimeoutError that the block itself raises passes unchanged. If the event loop was held up, or
+    the process stopped, over the deadline, an answer that came meanwhile is read first.
 
     Args:
         seconds: None waits indefinitely.
@@ -26,13 +30,33 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
             await started
         # DeadlineError: worker-0 did not start within 30 s (engine.start_timeout)
     """
+    if seconds is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    due = loop.time() + seconds
+
+    timer: asyncio.TimerHandle
+
+    def expire() -> None:
+        nonlocal due, timer
+        now = loop.time()
+        if now - due > _LATE_SECONDS:
+            due = now + min(_LATE_SECONDS, seconds / 10)
+            timer = loop.call_at(due, expire)
+        else:
+            timeout.reschedule(now)
+
+    timer = loop.call_at(due, expire)
     try:
-        async with asyncio.timeout(seconds) as timeout:
+        async with asyncio.timeout(None) as timeout:
             yield
     except TimeoutError:
-        if seconds is None or not timeout.expired():
+        if not timeout.expired():
             raise
         raise deadline_error(seconds, missed, key) from None
+    finally:
+        timer.cancel()
 
 
 def deadline_error(seconds: float, missed: str, key: str = "") -> DeadlineError:
