@@ -26,7 +26,7 @@ class Mark:
     """Recognises processes by a variable in their environment, which children inherit.
 
     Forks of the session's fork server show that server's environment; they count when they started
-    after the mark was made, unless the session's own Ray started them.
+    after the mark was made, unless they are workers of the session's own Ray.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,13 @@ class Mark:
 
 
 def _belongs_to_own_ray(pid: int) -> bool:
-    """Return whether a fork writes to the log files of this process's own Ray."""
+    """Return whether a fork is a worker of this process's own Ray, by the log files that it has."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False
-    folder = os.path.realpath(ray._private.worker._global_node.get_session_dir_path())
-    return any(os.readlink(f"/proc/{pid}/fd/{stream}").startswith(folder) for stream in (1, 2))
+    logs = os.path.realpath(ray._private.worker._global_node.get_session_dir_path())
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            if os.readlink(descriptor).startswith(logs):
+                return True
+    return False
