@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.virtual_time import stand_still, virtual_time
 from turnwise.config import NO_DEADLINE, Config, dump_config, known_keys, load_config
 from turnwise.core.deadlines import StallClock, deadline, deadline_error
 from turnwise.errors import DeadlineError, first_line
 
 
+@virtual_time
 async def test_a_deadline_says_who_did_not_do_what_and_within_how_long() -> None:
     with pytest.raises(
         DeadlineError, match=r"^worker-0 did not start within 0\.05 s \(engine\.x\)$"
@@ -22,6 +24,7 @@ async def test_a_deadline_says_who_did_not_do_what_and_within_how_long() -> None
     assert str(deadline_error(2.0, "it did not end")) == "it did not end within 2 s"
 
 
+@virtual_time
 async def test_a_timeout_of_the_work_itself_is_no_missed_deadline() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         async with deadline(30.0, "it did not end"):
@@ -47,6 +50,7 @@ async def test_an_answer_that_came_while_the_loop_was_held_up_is_in_time() -> No
             await asyncio.sleep(30)
 
 
+@virtual_time
 async def test_a_stalled_wait_says_what_did_not_move() -> None:
     with pytest.raises(DeadlineError, match=r"^nothing was sampled within 0\.05 s \(a\.b\)$"):
         async with StallClock(0.05).watching("nothing was sampled", "a.b"):
@@ -58,6 +62,7 @@ def test_the_first_line_of_an_error_is_never_empty() -> None:
     assert first_line(ValueError()) == "ValueError"
 
 
+@virtual_time
 async def test_work_that_moves_takes_any_time() -> None:
     clock, loop = StallClock(0.2), asyncio.get_running_loop()
     started = loop.time()
@@ -70,6 +75,7 @@ async def test_work_that_moves_takes_any_time() -> None:
             await asyncio.sleep(30)
 
 
+@virtual_time
 async def test_one_wait_that_moves_saves_the_others_and_all_end_together() -> None:
     clock = StallClock(0.3)
     ended: list[str] = []
@@ -94,6 +100,7 @@ async def test_one_wait_that_moves_saves_the_others_and_all_end_together() -> No
         pass
 
 
+@virtual_time
 async def test_a_clock_stands_still_while_it_is_held_or_stopped() -> None:
     clock = StallClock(0.1)
     async with clock.watching():
@@ -107,6 +114,7 @@ async def test_a_clock_stands_still_while_it_is_held_or_stopped() -> None:
             await asyncio.sleep(30)
 
 
+@virtual_time
 async def test_a_process_that_stood_still_reads_what_came_before_it_judges() -> None:
     clock = StallClock(0.2)
     arrived = asyncio.get_running_loop().create_future()
@@ -118,12 +126,13 @@ async def test_a_process_that_stood_still_reads_what_came_before_it_judges() -> 
     task = asyncio.create_task(deliver())
     async with clock.watching():
         await asyncio.sleep(0)
-        time.sleep(0.6)  # noqa: ASYNC251 (the process stands still)
+        stand_still(0.6)
         await arrived
         clock.moved()
     await task
 
 
+@virtual_time
 async def test_a_doubt_ends_with_the_waits_that_it_was_about() -> None:
     clock = StallClock(1.0)
     async with clock.watching():
@@ -131,8 +140,8 @@ async def test_a_doubt_ends_with_the_waits_that_it_was_about() -> None:
             await asyncio.sleep(0.01)
     arrived = asyncio.get_running_loop().create_future()
     async with clock.watching():
-        asyncio.get_running_loop().call_later(0.05, arrived.set_result, None)
-        time.sleep(1.5)  # noqa: ASYNC251 (the process stands still)
+        asyncio.get_running_loop().call_later(1.2, arrived.set_result, None)
+        stand_still(1.5)
         await arrived
 
 

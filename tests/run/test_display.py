@@ -1,4 +1,5 @@
 import io
+import threading
 import time
 from typing import Any
 
@@ -23,6 +24,23 @@ STEP = {
     "stale_groups": 0,
 }
 UNTRAINED = {**STEP, "trained_tokens": 0}
+
+
+class Clock:
+    """The display's time, which only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 def opened(out: io.StringIO, *, terminal: bool = False, steps: int = 4) -> Display:
@@ -54,12 +72,11 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
         assert part in second
 
 
-def test_the_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps(clock: Clock) -> None:
     out = io.StringIO()
     with opened(out, steps=9) as display:
         display.phase("rollout", 16)
-        assert display._first_step is not None
-        display._first_step -= 10  # seconds that the first step here took
+        clock.now += 10  # seconds that the first step here takes
         display.step(StepMetrics(**{**STEP, "step": 7}))
     assert "left 0:20" in out.getvalue()
 
@@ -71,16 +88,17 @@ def test_on_a_terminal_a_table_tells_what_happens_now() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_each_part_of_the_start_is_named_and_then_its_seconds(terminal: bool) -> None:
+def test_each_part_of_the_start_is_named_and_then_its_seconds(clock: Clock, terminal: bool) -> None:
     out = io.StringIO()
     with opened(out, terminal=terminal) as display:
         with display.part("starting Ray"), display.part("rendering 4,000 prompts"):
-            time.sleep(0.05)
+            clock.now += 0.5
         with pytest.raises(ValueError, match="no"), display.part("starting 2 engines"):
             raise ValueError("no")
     text = out.getvalue()
     found = [text.index(line) for line in ("starting Ray ...", "rendering 4,000 prompts ...")]
-    found += [text.index(line) for line in ("rendering 4,000 prompts: 0.", "starting Ray: 0.")]
+    ended = ("rendering 4,000 prompts: 0.5 s", "starting Ray: 0.5 s")
+    found += [text.index(line) for line in ended]
     assert found == sorted(found)
     assert "starting 2 engines ..." in text
     assert "starting 2 engines: " not in text, "it never was up"
@@ -101,23 +119,30 @@ def lines_until(out: io.StringIO, count: int) -> list[str]:
     return lines
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_without_a_terminal_a_quiet_start_says_what_it_is_at(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.02)
     out = io.StringIO()
     with opened(out) as display:
         with display.part("starting Ray"), display.part("starting 2 engines"):
+            clock.now += 3
             told = lines_until(out, 3)[2]
         display.phase("evaluate", 200)
         display.advance()
-        lines_until(out, len(out.getvalue().splitlines()) + 2)
-    assert told == "0 s: starting Ray (0 s), starting 2 engines (0 s)"
-    assert out.getvalue().splitlines()[-1] == "0 s: evaluate 1/200 (0 s)"
-    ended = out.getvalue()
-    time.sleep(0.1)
-    assert out.getvalue() == ended
+        clock.now += 0.01
+        time.sleep(0.1)
+        said = len(out.getvalue().splitlines())
+        clock.now += 4.99
+        lines_until(out, said + 1)
+    assert told == "3 s: starting Ray (3 s), starting 2 engines (3 s)"
+    assert said == 5, "it is silent while others speak"
+    assert out.getvalue().splitlines()[-1] == "8 s: evaluate 1/200 (5 s)"
+    for thread in threading.enumerate():
+        if thread.name == "turnwise-display":
+            thread.join(60)
+            assert not thread.is_alive(), "it says no more"
 
 
 @pytest.mark.parametrize(
