@@ -17,12 +17,15 @@ from tests.conftest import python
 from tests.programs import forks
 from turnwise.core import fork_server
 
+SECONDS = 300
+"""For what ends by itself: the server has to import vLLM before its first fork."""
 SCRIPT = """
 import json, os, sys, time
-sys.stdout.write(json.dumps([sys.argv[1:], os.getcwd(), os.environ["MARK"], sys.path[0]]) + "\\n")
+known = [sys.argv[1:], os.getcwd(), os.environ["MARK"], sys.path[0], os.getpid()]
+sys.stdout.write(json.dumps(known) + "\\n")
 sys.stdout.flush()
 if sys.argv[1] == "wait":
-    time.sleep(60)
+    time.sleep(600)
 sys.exit(int(sys.argv[1]))
 """
 
@@ -48,11 +51,11 @@ def start(command: list[str], *arguments: object) -> subprocess.Popen[str]:
 def test_a_fork_is_like_a_program_of_its_own(script: Path) -> None:
     for command in (python(), [sys.executable]):
         process = start(command, script, 3, "an argument")
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 3, errors
-        assert json.loads(said) == [["3", "an argument"], "/", "mark", str(script.parent)]
+        assert json.loads(said)[:4] == [["3", "an argument"], "/", "mark", str(script.parent)]
     failed = start(python(), script, "no number")
-    assert "ValueError: invalid literal" in failed.communicate(timeout=60)[1]
+    assert "ValueError: invalid literal" in failed.communicate(timeout=SECONDS)[1]
     assert failed.returncode == 1
 
 
@@ -63,22 +66,21 @@ def test_signals_reach_a_fork_and_it_ends_with_the_one_who_asked(
     assert ended.stdout is not None
     ended.stdout.readline()
     ended.send_signal(signal.SIGTERM)
-    ended.communicate(timeout=60)
+    ended.communicate(timeout=SECONDS)
     assert ended.returncode == -signal.SIGTERM
-    before = forks()
     killed = start(python(), script, "wait")
     assert killed.stdout is not None
-    killed.stdout.readline()
-    (fork,) = forks() - before
+    fork = json.loads(killed.stdout.readline())[-1]
+    assert fork in forks()
     killed.kill()
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=SECONDS)
     wait_for_the_end_of(fork)
 
 
 def test_without_a_server_the_program_is_started_plainly(script: Path, tmp_path: Path) -> None:
     command = fork_server.command(str(tmp_path / "nobody"))
     process = start(command, script, 4)
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 4, errors
     assert json.loads(said)[0] == ["4"]
 
@@ -91,9 +93,9 @@ def test_all_forks_end_with_their_server(script: Path) -> None:
     below = psutil.Process(server.pid).children()
     assert len(below) == 1
     server.close()
-    process.communicate(timeout=30)
+    process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert psutil.wait_procs(below, timeout=10)[1] == []
+    assert psutil.wait_procs(below, timeout=60)[1] == []
 
 
 def test_ray_starts_what_is_used_and_workers_without_importing_it_first(ray_started: None) -> None:
@@ -104,7 +106,10 @@ def test_ray_starts_what_is_used_and_workers_without_importing_it_first(ray_star
 
     assert ray.get(Actor.remote().parent.remote()) == fork_server._own.pid  # type: ignore[union-attr]
     below = psutil.Process().children(recursive=True)
-    commands = [" ".join(process.cmdline()) for process in below]
+    commands = []
+    for process in below:
+        with contextlib.suppress(psutil.Error):  # the actor ends meanwhile
+            commands.append(" ".join(process.cmdline()))
     assert any("gcs_server" in command for command in commands)
     for helper in ("dashboard.py", "monitor.py", "setup_worker.py"):
         assert not any(helper in command for command in commands), commands
@@ -127,4 +132,4 @@ def test_an_engine_compiles_nothing_for_its_first_request() -> None:
 
 def wait_for_the_end_of(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(10)
+        psutil.Process(pid).wait(60)

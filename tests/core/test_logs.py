@@ -50,7 +50,7 @@ def run(script: str, *arguments: object, **environment: str) -> subprocess.Compl
         env=command_environment() | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
 

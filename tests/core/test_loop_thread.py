@@ -9,6 +9,9 @@ import pytest
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import DeadlineError, EngineError, InputError
 
+SECONDS = 60
+"""For what takes none."""
+
 
 class Room:
     """The value of the open context manager; tests decide how it ends."""
@@ -42,7 +45,7 @@ async def open_room() -> AsyncIterator[Room]:
 def thread() -> Iterator[EventLoopThread[Room]]:
     thread = EventLoopThread(open_room, "the room")
     yield thread
-    thread.stop(5)
+    thread.stop(SECONDS)
 
 
 async def answer(value: int = 42) -> int:
@@ -51,20 +54,22 @@ async def answer(value: int = 42) -> int:
 
 
 def test_what_is_submitted_runs_in_the_other_thread(thread: EventLoopThread[Room]) -> None:
-    room = thread.start(5)
+    room = thread.start(SECONDS)
 
     async def where() -> threading.Thread:
         return threading.current_thread()
 
-    assert thread.call(where, 5, "the answer") is room.thread is not threading.current_thread()
+    assert (
+        thread.call(where, SECONDS, "the answer") is room.thread is not threading.current_thread()
+    )
     futures = [thread.submit(lambda n=n: answer(n)) for n in range(5)]
-    assert [future.result(5) for future in futures] == list(range(5))
+    assert [future.result(SECONDS) for future in futures] == list(range(5))
 
 
 def test_stopping_leaves_the_context_and_ends_what_runs(thread: EventLoopThread[Room]) -> None:
-    room = thread.start(5)
-    future = thread.submit(lambda: asyncio.sleep(60))
-    thread.stop(5)
+    room = thread.start(SECONDS)
+    future = thread.submit(lambda: asyncio.sleep(600))
+    thread.stop(SECONDS)
     assert room.left
     assert future.cancelled()
 
@@ -72,12 +77,12 @@ def test_stopping_leaves_the_context_and_ends_what_runs(thread: EventLoopThread[
 def test_a_late_answer_names_who_was_waited_for_and_is_cancelled(
     thread: EventLoopThread[Room],
 ) -> None:
-    thread.start(5)
+    thread.start(SECONDS)
     ended: list[str] = []
 
     async def slow() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
@@ -88,35 +93,35 @@ def test_a_late_answer_names_who_was_waited_for_and_is_cancelled(
 
 
 def test_an_error_is_raised_where_it_was_waited_for(thread: EventLoopThread[Room]) -> None:
-    thread.start(5)
+    thread.start(SECONDS)
 
     async def fail() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        thread.call(fail, 5, "it")
-    assert thread.call(answer, 5, "the answer") == 42
+        thread.call(fail, SECONDS, "it")
+    assert thread.call(answer, SECONDS, "the answer") == 42
 
 
 def test_all_callers_get_the_cause_then_and_later() -> None:
     thread = EventLoopThread(open_room, "the room")
-    room = thread.start(5)
+    room = thread.start(SECONDS)
 
     async def breaks() -> None:
         room.broken.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     attempts: list[Callable[[], object]] = [
-        lambda: thread.call(breaks, 30, "it"),
-        lambda: thread.call(answer, 5, "the answer"),
+        lambda: thread.call(breaks, 600, "it"),
+        lambda: thread.call(answer, SECONDS, "the answer"),
         lambda: thread.submit(answer),
-        lambda: thread.stop(5),
+        lambda: thread.stop(SECONDS),
     ]
     started = time.monotonic()
     for attempt in attempts:
         with pytest.raises(EngineError, match="the room fell down"):
             attempt()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 300
 
 
 def test_what_cannot_be_opened_raises_its_own_error() -> None:
@@ -126,16 +131,16 @@ def test_what_cannot_be_opened_raises_its_own_error() -> None:
         yield
 
     with pytest.raises(InputError, match="the door is locked"):
-        EventLoopThread(closed, "the room").start(5)
+        EventLoopThread(closed, "the room").start(SECONDS)
 
 
 def test_a_start_that_takes_too_long_can_be_stopped() -> None:
     @asynccontextmanager
     async def endless() -> AsyncIterator[None]:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
         yield
 
     thread = EventLoopThread(endless, "the room")
     with pytest.raises(DeadlineError, match="waited for the room to start: no answer"):
         thread.start(0.05)
-    thread.stop(5)
+    thread.stop(SECONDS)

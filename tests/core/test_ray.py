@@ -47,7 +47,7 @@ async def test_every_way_in_which_ray_says_that_an_actor_is_gone_is_its_death(na
     for kind in (EngineError, TrainerError):
         sentence = SENTENCES.get(name, "the process of w died")
         with pytest.raises(kind, match=sentence) as caught:
-            await get_with_deadline(failing(made(Silent)), "w", "answer", 5.0, kind)
+            await get_with_deadline(failing(made(Silent)), "w", "answer", 60.0, kind)
         assert is_death(caught.value)
 
 
@@ -56,10 +56,12 @@ async def test_what_an_actor_raises_itself_is_no_death() -> None:
         return RayTaskError("call", "a traceback", cause).as_instanceof_cause()
 
     with pytest.raises(EngineError, match="w failed to answer: ValueError"):
-        await get_with_deadline(failing(raised(ValueError("bad"))), "w", "answer", 5.0, EngineError)
+        await get_with_deadline(
+            failing(raised(ValueError("bad"))), "w", "answer", 60.0, EngineError
+        )
     error = raised(ray_errors.NodeDiedError("somebody else's"))
     with pytest.raises(EngineError, match=r"w failed to answer: .*NodeDied") as caught:
-        await get_with_deadline(failing(error), "w", "answer", 5.0, EngineError)
+        await get_with_deadline(failing(error), "w", "answer", 60.0, EngineError)
     assert not is_death(caught.value)
     with pytest.raises(InputError, match="its own words"):
-        await get_with_deadline(failing(raised(InputError("its own words"))), "w", "answer", 5.0)
+        await get_with_deadline(failing(raised(InputError("its own words"))), "w", "answer", 60.0)

@@ -56,6 +56,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 def test_a_hub_that_answers_at_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_SECONDS", 60.0)
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
