@@ -5,12 +5,13 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.weights.trainer import Named, open_collective
+from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
@@ -22,11 +23,18 @@ from turnwise.weights.transport import Receiver
 CPU = torch.device("cpu")
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that only those who ask for it by its number get until this process ends."""
+    holder = socket.socket()
+    # A store sets this option too, so that it may open what is bound here, but not listened to.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    port: int = holder.getsockname()[1]
+    return port
 
 
 def state_dict_info(tensors: Named, dtype: torch.dtype = torch.float32) -> StateDictInfo:
@@ -74,7 +82,7 @@ class CollectiveLink:
 
     def sender(self, tensors: Named, **options: Any) -> StreamSender:
         def join() -> None:
-            self._group = ProcessGroup(1, "127.0.0.1", self.port, 2, 1, CPU, 10)
+            self._group = ProcessGroup(1, "127.0.0.1", self.port, 2, 1, CPU, JOIN_SECONDS)
 
         thread = threading.Thread(target=join)
         thread.start()
@@ -87,7 +95,7 @@ class CollectiveLink:
         return (await asyncio.gather(make, self.join_engine(engine)))[0]
 
     async def join_engine(self, engine: WorkerHandle) -> None:
-        await engine._call("init_collective", 0, "127.0.0.1", self.port, 2, 1, 20.0)
+        await engine._call("init_collective", 0, "127.0.0.1", self.port, 2, 1, JOIN_SECONDS)
 
     def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         assert self._group is not None
@@ -102,6 +110,25 @@ class CollectiveLink:
 
 Link = IpcLink | CollectiveLink
 LINKS: dict[str, type[Link]] = {"ipc": IpcLink, "collective": CollectiveLink}
+
+
+def impatient_from_chunk_2(
+    sender: StreamSender, tensors: Named, received: threading.Event, seconds: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors; from those of the second chunk on the sender waits `seconds` for an answer.
+
+    That chunk is packed once `received` says that engines have the first.
+    """
+    first = len(sender._chunks[0])
+    yield from tensors[:first]
+    assert received.wait(JOIN_SECONDS)
+    sender._timeout = seconds  # type: ignore[attr-defined]
+    yield from tensors[first:]
+
+
+def hurry(receiver: StreamReceiver, seconds: float) -> None:
+    """Give a receiver that stops reading little time: an abandoned broadcast lasts as long."""
+    receiver._deadline = time.monotonic() + seconds
 
 
 def some_tensors() -> Named:

@@ -48,7 +48,7 @@ class Rank:
             self.sender.close()
         tensors = self.model.named_parameters()
         self.sender = make_sender(
-            transport, tensors, rank=self.rank, folder=folder, buffer_bytes=2**20, timeout=60
+            transport, tensors, rank=self.rank, folder=folder, buffer_bytes=2**20, timeout=240
         )
 
     def tensors(self, fail_at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ class Ranks:
         replies = [getattr(actor, method).remote(*args) for actor in self.actors]
         return await asyncio.gather(
             *(
-                get_with_deadline(reply, f"trainer rank {rank}", method, 200)
+                get_with_deadline(reply, f"trainer rank {rank}", method, 400)
                 for rank, reply in enumerate(replies)
             )
         )

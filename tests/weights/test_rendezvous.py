@@ -20,7 +20,7 @@ def test_a_store_listens_at_one_address_and_hears_those_with_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, "a secret of this run")
-    limit = timedelta(seconds=2)
+    limit = timedelta(seconds=120)
     store = open_store(LOOPBACK, 0, limit)
     assert listening(store.port) == {LOOPBACK}
     ours = private(join_store(LOOPBACK, store.port, limit))

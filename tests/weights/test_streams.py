@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.weights.links import LINKS, Link, assert_same, receive, some_tensors, state_dict_info
-from tests.weights.trainer import PROMPT, Model, Named, send_and_die, version_runs
+from tests.weights.links import (
+    LINKS,
+    Link,
+    assert_same,
+    hurry,
+    impatient_from_chunk_2,
+    receive,
+    some_tensors,
+    state_dict_info,
+)
+from tests.weights.trainer import (
+    PROMPT,
+    Model,
+    Named,
+    send_and_die,
+    version_runs,
+)
 from turnwise.config import SamplingConfig
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
@@ -24,8 +40,9 @@ from turnwise.weights.transport import Receiver
 
 SMALL = 64 * 2**10
 """Bytes of a buffer that the test model's weights fill dozens of times."""
-PATIENCE = 30.0
-"""Seconds for what should not take any: a busy machine may stand still for some."""
+PATIENCE = 240.0
+"""Seconds for what should not take any: a busy machine may stand still for some, and an engine has
+an eighth of a sender's time to accept."""
 
 
 @pytest.fixture(params=LINKS)
@@ -65,7 +82,7 @@ def test_every_tensor_arrives_as_it_was_sent(
     expected = state_dict_info(tensors, dtype)
     for version in range(1, 6):
         tensors = [(name, tensor + version) for name, tensor in tensors]
-        reader = pool.submit(receive, link.receiver(expected, 10))
+        reader = pool.submit(receive, link.receiver(expected, PATIENCE))
         sender.send(version, iter(tensors))
         arrived, received = reader.result()
         assert arrived == version
@@ -78,7 +95,7 @@ def test_a_buffer_is_not_written_before_its_reader_is_done(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000)
-    reader = pool.submit(receive, link.receiver(state_dict_info(tensors), 20), pause=0.05)
+    reader = pool.submit(receive, link.receiver(state_dict_info(tensors), PATIENCE), pause=0.05)
     sender.send(1, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -190,18 +207,20 @@ def test_waits_for_the_other_side_end_and_name_it(link: Link, pool: ThreadPoolEx
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=0.4)
     expected = state_dict_info(tensors)
-    started = time.monotonic()
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} did not .* 0\.3 s"):
         receive(link.receiver(expected, 0.3))
     with pytest.raises(DeadlineError, match=r"engine .* did not .* version 1 within 0\.[14] s"):
         sender.send(1, tensors)
-    idle = link.receiver(expected, 10)
-    sending = pool.submit(sender.send, 2, tensors)
+    sender._timeout = PATIENCE
+    idle, received = link.receiver(expected, PATIENCE), threading.Event()
+    source = impatient_from_chunk_2(sender, tensors, received, 0.4)
+    sending = pool.submit(sender.send, 2, source)
     while idle.poll() is None:
         time.sleep(0.001)
+    hurry(idle, 2)
+    received.set()
     with pytest.raises(DeadlineError, match=r"engine.* did not .*chunk . of \d+ of version 2 "):
         sending.result()
-    assert time.monotonic() - started < 4
     idle.end("too late")
     sender.close()
 
@@ -259,7 +278,7 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
     for version in (1, 2, 3):
         trainer.perturb(0.05)
         sending = asyncio.to_thread(sender.send, version, trainer.tensors)
-        await asyncio.gather(sending, link.update(ready, 60))
+        await asyncio.gather(sending, link.update(ready, PATIENCE))
         completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
         expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
@@ -275,7 +294,7 @@ async def test_twenty_updates_in_a_row_are_all_exact(
         trainer.perturb(0.05)
         expected = trainer.logprobs(trainer.canary, 1)
         sending = asyncio.to_thread(sender.send, version, trainer.tensors)
-        await asyncio.gather(sending, link.update(ready, 60))
+        await asyncio.gather(sending, link.update(ready, PATIENCE))
         assert (await check_canary(ready, trainer.canary, expected, 1e-4, version))[1] < 1e-4
     sender.close()
 
@@ -284,7 +303,7 @@ async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weigh
     ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors, buffer_bytes=SMALL)
-    updating = asyncio.create_task(link.update(ready, 60))
+    updating = asyncio.create_task(link.update(ready, PATIENCE))
     await asyncio.sleep(0.1)
     before = await ready.generate(PROMPT, SamplingConfig(max_tokens=8), "meanwhile")
     assert set(before.weight_versions) == {0}
@@ -311,10 +330,10 @@ async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     ready: WorkerHandle, trainer: Model, link: Link, damage: str
 ) -> None:
     damaged = DAMAGES[damage][0](trainer.tensors)
-    sender = await link.join(ready, damaged, buffer_bytes=SMALL, timeout=10)
+    sender = await link.join(ready, damaged, buffer_bytes=SMALL, timeout=PATIENCE)
     message = words(damage, trainer.tensors)
     sending = asyncio.to_thread(sender.send, 7, damaged)
-    errors = await asyncio.gather(sending, link.update(ready, 10), return_exceptions=True)
+    errors = await asyncio.gather(sending, link.update(ready, PATIENCE), return_exceptions=True)
     for error in errors:
         with pytest.raises(WeightUpdateError, match=message):
             raise error or AssertionError("nobody refused")
@@ -330,10 +349,9 @@ async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
     ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors)
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match=rf"worker-0: the trainer at {link.where} did not"):
+    error = rf"worker-0: the trainer at {link.where} did not .* within 1 s"
+    with pytest.raises(DeadlineError, match=error):
         await link.update(ready, 1.0)
-    assert time.monotonic() - started < 3
     await assert_old_weights_serve(ready)
     sender.close()
 
@@ -348,7 +366,7 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     process.start()
     await link.join_engine(ready)
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} .* chunk \d+ of \d+"):
-        await link.update(ready, 120.0)
+        await link.update(ready, PATIENCE)
     process.join()
     waiting = asyncio.create_task(ready.generate(PROMPT, SamplingConfig(max_tokens=4), "waits"))
     done, _ = await asyncio.wait([waiting], timeout=0.5)
@@ -359,7 +377,7 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     trainer.perturb(0.05)
     expected = trainer.logprobs(trainer.canary, 1)
     sending = asyncio.to_thread(sender.send, 2, trainer.tensors)
-    await asyncio.gather(sending, again.update(ready, 60))
+    await asyncio.gather(sending, again.update(ready, PATIENCE))
     assert (await check_canary(ready, trainer.canary, expected, 1e-4, 2))[1] < 1e-4
     assert set((await waiting).weight_versions) == {2}
     sender.close()
@@ -374,9 +392,9 @@ async def test_a_tensor_that_cannot_be_loaded_is_named_and_the_next_update_mends
     damaged[5] = (name, torch.zeros(3, *tensor.shape))
     info: dict[str, Any] = {name: (tuple(t.shape), "float32") for name, t in damaged}
     await ready._call("prepare_refit_info", info)
-    sender = await link.join(ready, damaged, buffer_bytes=SMALL, timeout=20)
+    sender = await link.join(ready, damaged, buffer_bytes=SMALL, timeout=PATIENCE)
     sending = asyncio.to_thread(sender.send, 3, damaged)
-    errors = await asyncio.gather(sending, link.update(ready, 20), return_exceptions=True)
+    errors = await asyncio.gather(sending, link.update(ready, PATIENCE), return_exceptions=True)
     for error in errors:
         with pytest.raises(WeightUpdateError, match=f"{name} cannot be loaded"):
             raise error or AssertionError("it was loaded")

@@ -44,7 +44,7 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     ready: WorkerHandle, ranks: Ranks, tmp_path: Path, transport: str
 ) -> None:
     await ranks.all("open", transport, str(tmp_path))
-    sync = WeightSync(ranks, timeout=60, patience=60)
+    sync = WeightSync(ranks, timeout=240, patience=240)
     for _ in range(2):
         await ranks.all("train", 0.05)
         version = (await sync.publish()).version
@@ -97,9 +97,10 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
 ) -> None:
     tensors = Model(model_path).tensors
     sender = make_sender(transport, tensors)
-    sync = WeightSync(Silent(Publication(sender.publish(1, tensors))), timeout=1, patience=1)
+    sync = WeightSync(Silent(Publication(sender.publish(1, tensors))), timeout=240, patience=1)
     await sync.publish()
     assert await sync.check([ready]) == [None]
+    sync._timeout = 1
     (outcome,) = await sync.push([ready], "keep")
     assert isinstance(outcome, DeadlineError)
     assert str(outcome).startswith(who)

@@ -22,6 +22,8 @@ from turnwise.weights.stream import StreamSender
 from turnwise.weights.transport import make_sender
 
 PROMPT = list(range(5, 45))
+JOIN_SECONDS = 240.0
+"""For all ranks of a process group to come: one may have to start and import torch first."""
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -76,7 +78,7 @@ class OneRank:
     def __init__(self, path: str, transport: str = "shm", folder: Path | str = "") -> None:
         self.model = Model(path)
         self.version = 0
-        self.sender = make_sender(transport, self.model.tensors, folder=folder, timeout=30)
+        self.sender = make_sender(transport, self.model.tensors, folder=folder, timeout=240)
 
     def train(self, version: int) -> None:
         self.version = version
@@ -98,9 +100,11 @@ class OneRank:
 def open_collective(
     tensors: Named, ip: str, port: int, engine_workers: int = 1, **options: Any
 ) -> CollectiveSender:
-    """A sender that has joined its engines."""
+    """A sender that has joined its engines, however short the `timeout` for their answers is."""
     sender = CollectiveSender(tensors, **options)
+    answers, sender._timeout = sender._timeout, JOIN_SECONDS
     sender.join(ip, port, engine_workers)
+    sender._timeout = answers
     return sender
 
 
