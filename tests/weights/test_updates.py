@@ -1,18 +1,18 @@
 """Weights from the trainer's memory into the real engine."""
 
-import asyncio
 import copy
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from tests.weights.trainer import PROMPT, Model, version_runs
+from tests.weights.trainer import PROMPT, Model, completed_across, version_runs
 from turnwise.config import SamplingConfig
 from turnwise.engine import Completion
-from turnwise.engine.protocol import Chunk, InFlight, collect
+from turnwise.engine.protocol import InFlight
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import check_canary
@@ -83,30 +83,31 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
     assert f"by up to {largest:.3g}" in str(error.value)
 
 
-async def in_flight(engine: WorkerHandle, manifest: Manifest, mode: InFlight) -> Completion:
-    """A request of `LONG` tokens that an update meets after its first ones."""
-    sampling = SamplingConfig(max_tokens=LONG, ignore_eos=True)
-    chunks = engine.stream(PROMPT, sampling, "in-flight")
-    begun = await anext(chunks)
-    updating = asyncio.create_task(engine.update_weights(manifest, mode))
-
-    async def all_of_them() -> AsyncIterator[Chunk]:
-        yield begun
-        async for chunk in chunks:
-            yield chunk
-
-    completion = await collect(all_of_them(), engine.name)
-    await updating
-    return completion
+async def in_flight(
+    engine: WorkerHandle, trainer: Trainer, mode: InFlight
+) -> tuple[Completion, int]:
+    """A request of `LONG` tokens that an update to the trainer's weights meets; their version."""
+    weights = trainer.state()
+    for attempt in range(20):
+        manifest = trainer.write(5 + attempt)  # what is cached goes by versions
+        completion = await completed_across(
+            engine, LONG, f"in-flight-{attempt}", partial(engine.update_weights, manifest, mode)
+        )
+        if len(version_runs(completion)) > 1:
+            return completion, manifest.version
+        trainer.perturb(0.0)  # it ended before the update came: once more from the old weights
+        await engine.update_weights(trainer.write(0))
+        trainer.take(weights)
+    pytest.fail("no update met a request")
 
 
 async def test_requests_in_flight_go_on_under_the_new_weights(
     engine: WorkerHandle, trainer: Trainer
 ) -> None:
     trainer.perturb(0.05)
-    completion = await in_flight(engine, trainer.write(5), "keep")
+    completion, version = await in_flight(engine, trainer, "keep")
     first, second = version_runs(completion)
-    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
+    assert (first.version, first.start, second.version, second.end) == (0, 0, version, LONG)
     assert first.end == second.start > 0
     expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
     assert completion.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-3)
@@ -120,9 +121,9 @@ async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
     trainer.perturb(0.0)
     old = copy.deepcopy(trainer.model)
     trainer.perturb(0.05)
-    completion = await in_flight(engine, trainer.write(5), "keep_cache")
+    completion, version = await in_flight(engine, trainer, "keep_cache")
     first, second = version_runs(completion)
-    assert (first.version, first.start, second.version, second.end) == (0, 0, 5, LONG)
+    assert (first.version, first.start, second.version, second.end) == (0, 0, version, LONG)
 
     ids = torch.tensor([[*PROMPT, *completion.token_ids]])
     known = len(PROMPT) + first.end - 1  # the last sampled token is the new weights' first input

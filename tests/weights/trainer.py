@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.plain_scoring import token_logprobs
 from turnwise.config import SamplingConfig
 from turnwise.engine import Completion
+from turnwise.engine.protocol import Chunk, collect
+from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import canary_prompt
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.manifest import Publication
@@ -43,6 +45,28 @@ def version_runs(completion: Completion) -> list[Run]:
     return runs
 
 
+async def completed_across(
+    engine: WorkerHandle, tokens: int, name: str, update: Callable[[], Awaitable[object]]
+) -> Completion:
+    """A request of so many tokens, which an update meets after its first ones if it is in time."""
+    sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
+    chunks = engine.stream(PROMPT, sampling, name)
+    begun: list[Chunk] = []
+    while sum(len(chunk.token_ids) for chunk in begun) < 8:
+        begun.append(await anext(chunks))
+    updating = asyncio.ensure_future(update())
+
+    async def all_of_them() -> AsyncIterator[Chunk]:
+        for chunk in begun:
+            yield chunk
+        async for chunk in chunks:
+            yield chunk
+
+    completion = await collect(all_of_them(), engine.name)
+    await updating
+    return completion
+
+
 class Model:
     """A model whose weights a test changes."""
 
@@ -60,6 +84,15 @@ class Model:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.original[name])
                 parameter.add_(torch.randn_like(parameter), alpha=scale)
+
+    def take(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take the weights that `state` returned."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.tensors}
 
     def logprobs(self, ids: list[int], start: int) -> list[float]:
         ids_1T = torch.tensor([ids])
