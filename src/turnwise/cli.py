@@ -59,7 +59,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _FILE_CLOCK_SECONDS = 0.05
-"""How far the clock of files' times, which ticks, may be behind `time.time`."""
+"""Largest lag of the clock of files' times, which ticks, behind `time.time`."""
 _END_SECONDS = 10.0
 """Deadline for closing the event loop when user code has not returned."""
 _NO_SIGNAL = (

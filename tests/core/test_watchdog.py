@@ -12,6 +12,9 @@ import pytest
 from turnwise.core import watchdog
 from turnwise.core.watchdog import Watchdog, made_progress, waiting
 
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+"""Tasks of other tests, whose progress would count here, wait on the session's event loop."""
+
 
 class Clock:
     """The watchdog's time, which only tests move; it looks at it all the same."""
