@@ -12,7 +12,7 @@ import pytest
 from turnwise.core import watchdog
 from turnwise.core.watchdog import Watchdog, made_progress, waiting
 
-pytestmark = pytest.mark.asyncio(loop_scope="function")
+on_its_own_loop = pytest.mark.asyncio(loop_scope="function")
 """Tasks of other tests, whose progress would count here, wait on the session's event loop."""
 
 
@@ -56,6 +56,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_Progress", SimpleNamespace(moved=0.0))
 
 
+@on_its_own_loop
 async def test_a_stall_is_told_once_with_who_is_waited_for(clock: Clock) -> None:
     told: list[str] = []
     async with Watchdog(0.02, told.append):
@@ -74,6 +75,7 @@ async def test_a_stall_is_told_once_with_who_is_waited_for(clock: Clock) -> None
     ]
 
 
+@on_its_own_loop
 async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again(clock: Clock) -> None:
     told: list[str] = []
     async with Watchdog(0.02, told.append):
@@ -89,6 +91,7 @@ async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again(clock: C
     assert all("no wait is registered" in line for line in told)
 
 
+@on_its_own_loop
 async def test_a_wait_that_begins_after_a_stall_was_told_is_told_too(clock: Clock) -> None:
     told: list[str] = []
     async with Watchdog(0.02, told.append):
@@ -99,6 +102,7 @@ async def test_a_wait_that_begins_after_a_stall_was_told_is_told_too(clock: Cloc
     assert "waiting for: somebody who never comes" in told[1]
 
 
+@on_its_own_loop
 async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
     told: list[str] = []
     end = time.monotonic() + 60
@@ -110,6 +114,7 @@ async def test_an_event_loop_that_is_stuck_is_told_too() -> None:
     assert re.fullmatch(r"no progress for \S+ s; waiting for: a blocking call \(\S+ s\)", told[-1])
 
 
+@on_its_own_loop
 async def test_it_is_silent_after_its_end(clock: Clock) -> None:
     told: list[str] = []
     async with Watchdog(0.02, told.append):
@@ -119,6 +124,7 @@ async def test_it_is_silent_after_its_end(clock: Clock) -> None:
     assert told == []
 
 
+@on_its_own_loop
 async def test_many_kinds_are_told_in_short(clock: Clock) -> None:
     told: list[str] = []
     for number in range(20):
