@@ -19,7 +19,8 @@ from turnwise.cli import app
 from turnwise.config import Config, known_keys, load_config
 from turnwise.pipeline.model_file import read_model_file
 from turnwise.pipeline.pipeline_file import read_pipeline_file
-from turnwise.rollout.environment import load_object, open_environment
+from turnwise.rollout.environment import load_object
+from turnwise.rollout.reading import open_environment
 from turnwise.rollout.tools import Toolbox
 
 TABLE = ROOT / "docs" / "coming-from.md"
@@ -141,7 +142,10 @@ def test_yaml_blocks_are_configurations(page: str) -> None:
                 ("environment", config.environment),
                 ("rollout.agent", config.rollout.agent or ""),
                 ("rollout.chat_scheduler", config.rollout.chat_scheduler or ""),
-                *(("rollout.rewards", part.function or "") for part in config.rollout.rewards),
+                *(
+                    ("rollout.rewards", part.function or part.group_function or "")
+                    for part in config.rollout.rewards
+                ),
             ):
                 if Path(f"{value.partition(':')[0]}.py").exists() or value.startswith("examples."):
                     load_object(value, key)

@@ -27,7 +27,7 @@ async def run(file: str, folder: Path, overrides: list[str]) -> list[dict[str, A
     problems = load_training(config)
     order = random.Random(f"{config.seed}-0").sample(problems, len(problems))
     rows = []
-    async with open_runtime(config, problems, folder=folder) as runtime:
+    async with open_runtime(config, problems[0], folder=folder) as runtime:
         policy = runtime.policy
         assert policy is not None
         weights = WeightSync(policy, 60.0, 60.0)

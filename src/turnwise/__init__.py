@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
-    from turnwise.rollout.environment import Environment
+    from turnwise.rollout.environment import Environment, Rewards, Tool
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
@@ -68,6 +68,8 @@ _HOMES = {
     "load_config": "turnwise.config",
     # Your own environment and your own loop.
     "Environment": "turnwise.rollout.environment",
+    "Rewards": "turnwise.rollout.environment",
+    "Tool": "turnwise.rollout.environment",
     "AgentLoop": "turnwise.rollout.agent_loop",
     "RolloutContext": "turnwise.rollout.agent_loop",
     # Your own training program.
@@ -116,9 +118,11 @@ __all__ = [
     "Pipeline",
     "ReferenceModule",
     "RewardModule",
+    "Rewards",
     "RolloutContext",
     "RolloutSampler",
     "StepError",
+    "Tool",
     "TrainerError",
     "TrainerModule",
     "TrainingResult",

@@ -51,7 +51,8 @@ async def test_a_group_renders_its_prompt_once(
 ) -> None:
     runner = Runner(make_config(), tokenizer)
     problems = load_training(make_config())[:3]
-    runner.check(problems)
+    for problem in problems:
+        runner.check(problem)
     engine = SimulatedEngine()
     for problem in problems:
         group = await runner.run_group(engine, problem, SamplingConfig(n=8, max_tokens=4), "once")

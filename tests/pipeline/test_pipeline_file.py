@@ -108,6 +108,7 @@ def test_every_key_reaches_the_configuration(file: Path) -> None:
     }
     assert algorithm.advantage.model_dump() == {
         "name": "gae",
+        "level": "token",
         "gamma": 1.0,
         "lam": 0.9,
         "learning_rate": 5e-6,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import turnwise
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import AgentLoop, Environment, Problem, RolloutContext, Runner
-from turnwise.rollout.environment import open_environment
+from turnwise.rollout.reading import open_environment
 from turnwise.rollout.tools import Toolbox
 from turnwise.trajectory import Trajectory
 
@@ -25,6 +26,7 @@ def example(documented: type) -> Any:
     names: dict[str, Any] = {
         "Trajectory": Trajectory,
         "Environment": Environment,
+        "turnwise": turnwise,
         "RolloutContext": RolloutContext,
     }
     known = set(names)

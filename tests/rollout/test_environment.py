@@ -9,7 +9,8 @@ import pytest
 from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.rollout import Problem, Runner
-from turnwise.rollout.environment import load_object, open_environment
+from turnwise.rollout.environment import load_object
+from turnwise.rollout.reading import open_environment
 
 HERE = "tests.rollout.test_environment"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -57,7 +58,8 @@ def test_a_problem_that_is_no_conversation_is_named(problem: Any) -> None:
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ([{"type": "function", "function": {"name": "add"}}], r"a docstring whose .*, not {'type'"),
+        ([{"type": "function", "function": {"name": "add"}}], r"Desk\.call_tool.* must run"),
+        ([{"name": "add"}], r"a description in Desk\.tools must be {\"type\": .*, not {'name'"),
         (["add"], r"a tool in Desk\.tools must be a function or method .* not 'add'"),
         (add, r"Desk\.tools must be a list of functions, not <function add"),
         ({"add": add}, r"Desk\.tools must be a list of functions, not {'add'"),
@@ -124,7 +126,7 @@ def test_an_environment_that_cannot_be_built_names_its_file_and_line(
 ) -> None:
     runner = Runner(make_config(environment=f"{HERE}:Broken"), tokenizer)
     with pytest.raises(InputError, match=r"rows\.jsonl:1") as error:
-        runner.check([Problem("rows.jsonl:1", row)])
+        runner.check(Problem("rows.jsonl:1", row))
     assert message in str(error.value)
     assert str(error.value).endswith(f"(tests/rollout/test_environment.py:{line_of(line)})")
 

@@ -213,12 +213,12 @@ async def test_limits_end_a_trajectory_with_a_status_and_keep_it(
 ) -> None:
     endless = [call("double", x=i) + END for i in range(10)]
     (many,) = (await attempt(endless, max_turns=2)).trajectories
-    assert (many.status, len(many.turns), many.events["tool_call"]) == ("max_turns", 2, 1)
+    assert (many.status, len(many.turns), many.events["tool_call"]) == ("max_turns", 2, 2)
     (cut,) = (await attempt(["a" * 60], sampling={"max_tokens": 5})).trajectories
     assert (cut.status, cut.sampled_tokens) == ("length", 5)
-    (full,) = (await attempt(endless, max_length=240)).trajectories
+    (full,) = (await attempt(endless, max_length=480)).trajectories
     assert full.status in ("context_full", "length")
-    assert all(len(branch.token_ids) <= 240 for branch in full.branches())
+    assert all(len(branch.token_ids) <= 480 for branch in full.branches())
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ async def test_a_rewritten_history_is_a_branch_only_where_it_was_asked_for(
     first, second = trajectory.turns
     assert (first.fork_reason, second.fork_reason) == (None, fork_reason)
     assert len(trajectory.branches()) == (1 if fork_reason is None else 2)
-    assert trajectory.events == {"tool_call": 1}
+    assert trajectory.events["tool_call"] >= 1  # the second turn is free to call again
     report = audit(trajectory)
     assert (report.percent, report.tokens_exact) == (100.0, trajectory.sampled_tokens)
 
@@ -421,10 +421,9 @@ async def test_a_long_result_does_not_hold_up_the_event_loop(
     assert set(threads) == {"MainThread"}
     threads.clear()
     long = {"question": "word " * 4000}
-    (trajectory,) = (
-        await attempt(["No." + END], loop="single_turn", row=long, max_length=512)
-    ).trajectories
-    assert trajectory.status == "context_full"
+    group = await attempt(["No." + END], loop="single_turn", row=long, max_length=512)
+    assert group.left_out
+    assert set(threads) > set()
     assert "MainThread" not in threads
 
 
@@ -434,12 +433,12 @@ def test_a_check_before_the_run_names_the_row(
     long = {"question": "word " * 1000}
     runner = Runner(make_config(environment="tests.rollout.test_loops:Desk"), tokenizer)
     with pytest.raises(InputError, match=r"rows\.jsonl:2 has no field 'question'; it has: text"):
-        runner.check([Problem("rows.jsonl:2", {"text": "x"})])
+        runner.check(Problem("rows.jsonl:2", {"text": "x"}))
     with pytest.raises(InputError, match=r"rows\.jsonl:3: its prompt of \d+ tokens does not fit"):
-        runner.check([Problem("rows.jsonl:3", long)])
+        runner.check(Problem("rows.jsonl:3", long))
     untyped = Runner(make_config(environment="tests.rollout.test_loops:UntypedDesk"), tokenizer)
     with pytest.raises(InputError, match="tool tool cannot be offered"):
-        untyped.check([Problem("rows.jsonl:1", {"question": "Go."})])
+        untyped.check(Problem("rows.jsonl:1", {"question": "Go."}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from turnwise.core.actor import ActorHandle
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import DeadlineError
 from turnwise.rollout.reward_model import RemoteRewardModel
-from turnwise.rollout.rewards import Rewards
+from turnwise.rollout.rewards import RewardManager
 from turnwise.trajectory import Trajectory
 
 
@@ -41,7 +41,7 @@ async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> No
         await asyncio.sleep(0.6)
         return 1.0
 
-    rewards, clock, nothing = Rewards([RewardConfig(model="m")]), StallClock(0.2), object()
+    rewards, clock, nothing = RewardManager([RewardConfig(model="m")]), StallClock(0.2), object()
     models: Any = {"m": SimpleNamespace(score=score)}
     rewards.models = models
     trajectory = Trajectory("rows:1")

@@ -22,7 +22,7 @@ from turnwise.rollout.reward_model import (
     batches,
     start_reward_models,
 )
-from turnwise.rollout.rewards import Rewards
+from turnwise.rollout.rewards import RewardManager
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_rewards"
@@ -64,7 +64,7 @@ def given(trajectory: Trajectory, row: dict[str, Any]) -> Any:
 
 
 async def judge(parts: list[dict[str, Any]], row: dict[str, Any], told: Any = None) -> Trajectory:
-    rewards = Rewards([RewardConfig(**part) for part in parts])
+    rewards = RewardManager([RewardConfig(**part) for part in parts])
     trajectory = Trajectory("rows:1", reward=told)
     trajectory.messages = [{"role": "user", "content": "Go."}]
     await rewards.judge(Desk(row), trajectory, row)
@@ -150,7 +150,7 @@ async def test_a_part_that_raises_is_named_with_what_it_said() -> None:
 )
 def test_parts_that_cannot_be_are_refused(parts: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Rewards([RewardConfig(**part) for part in parts])
+        RewardManager([RewardConfig(**part) for part in parts])
 
 
 # Reward models.
@@ -268,7 +268,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     parts = [{}, {"model": folder, "weight": 2.0}, {"model": other}]
     config = make_config(rollout={"rewards": parts})
     models = await start_reward_models(config)
-    rewards = Rewards(config.rollout.rewards)
+    rewards = RewardManager(config.rollout.rewards)
     rewards.models = models
     trajectories = [Trajectory("rows:1", index) for index in range(len(TEXTS))]
     for trajectory, text in zip(trajectories, TEXTS, strict=True):

@@ -286,6 +286,7 @@ async def test_tools_that_run_together_count_once(
 ) -> None:
     from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollout.agent_loop import RolloutContext
+    from turnwise.rollout.episode import Episode
     from turnwise.rollout.loops.tool_calling import answer_calls
     from turnwise.rollout.tools import Toolbox
 
@@ -296,17 +297,19 @@ async def test_tools_that_run_together_count_once(
 
     config = make_config()
     runner = Runner(config, tokenizer)
+    episode = Episode(Desk, Problem("rows:1", {}), config.rollout)
+    episode.toolbox = Toolbox([nap], timeout=60, max_chars=99)
     context = RolloutContext(
         trajectory=Trajectory("rows:1"),
         engine=SimulatedEngine(),
         template=runner.template,
         tool_parser=None,  # type: ignore[arg-type]  # nothing is parsed here
-        toolbox=Toolbox([nap], timeout=60, max_chars=99),
         rollout=config.rollout,
         sampling=config.sampling,
         max_length=512,
         request_id="r",
         row={},
+        episode=episode,
     )
     parsed = ParsedText("", [ToolCall("nap", "{}")] * 3, malformed=False)
     started = time.perf_counter()
@@ -335,14 +338,16 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
         limit = 3.0 if where in ("reward", "loop") else 0.3
     async with asyncio.timeout(120):
         row = {"where": where, "how": how}
-        group = await run(row, n=2, stall_timeout=limit, **options)
+        patience = {"stall_timeout": limit, "environment_timeout": limit}
+        group = await run(row, n=2, **patience, **options)
     ticking.cancel()
     reason = {"reward": "reward_error", "loop": "loop_error"}.get(where, "environment_error")
     if how == "block":
-        assert group.dropped == {"stalled": 2}
+        late = "stalled" if where in ("reward", "loop") else "environment_timeout"
+        assert group.dropped == {late: 2}
         assert len(ticks) > 1, "the event loop went on"
         name = {"reward": "the environment's reward", "loop": "the loop "}.get(where)
-        assert (name or f"the environment {HERE}:Rough") in stuck_calls()
+        assert (name or "the environment of rows:1") in stuck_calls()
         return
     said = {
         "raise": "ValueError: the judge is down",
@@ -363,7 +368,8 @@ def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
 ) -> None:
     runner, patient = (
         Runner(
-            make_config(environment=f"{HERE}:Rough", rollout={"stall_timeout": seconds}), tokenizer
+            make_config(environment=f"{HERE}:Rough", rollout={"environment_timeout": seconds}),
+            tokenizer,
         )
         for seconds in (0.1, 120)
     )
@@ -389,7 +395,7 @@ def test_rows_with_long_prompts_are_left_out_and_counted(
     with caplog.at_level(logging.WARNING):
         assert runner.within_prompt_limit(problems) == [problems[0], problems[2]]
     assert "2 of 4 rows have prompts of more than 100 tokens" in caplog.text
-    runner.check(problems)
+    assert [(runner.check(problem) or 0) > 100 for problem in problems[:3]] == [False, True, False]
     with pytest.raises(InputError, match=r"2 of 2 rows .* \(data\.max_prompt_tokens\), and none"):
         runner.within_prompt_limit(rows(300, 400))
 

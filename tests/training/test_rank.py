@@ -82,6 +82,14 @@ def samples_for(model: Any, count: int = 8, version: int = 0) -> list[Sample]:
     return made
 
 
+def rewarded_at_the_end(samples: list[Sample]) -> list[Sample]:
+    """The samples for a value model: their advantage is a reward at the last token."""
+    return [
+        replace(s, advantages_T=np.where(np.arange(s.length) == s.length - 1, s.advantages_T, 0))
+        for s in samples
+    ]
+
+
 def weights(policy: TrainerRank) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in policy._scorer.parameters()])
 
@@ -174,7 +182,10 @@ def test_a_sample_that_is_only_counted_acts_as_one_of_advantage_0_that_is_comput
             replace(s, pair_id=s.sequence, trajectory=s.sequence)
             for s in samples_for(model_of(policy))
         ]
-        silent = [replace(s, advantage=0.0, counted_only=counted_only) for s in samples[4:]]
+        silent = [
+            replace(s, advantages_T=0 * s.advantages_T, counted_only=counted_only)
+            for s in samples[4:]
+        ]
         steps.append(train(policy, [*samples[:4], *silent]))
     counted, computed = steps
     alone = train(make_policy({"reduction": reduction}), samples[:4])
@@ -257,7 +268,7 @@ def test_the_value_model_learns_before_the_policy_where_it_shall(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     policy = make_policy({"advantage": {"name": "gae", "warmup_steps": 5, "learning_rate": 0.001}})
-    steps = [train(policy, samples_for(model_of(policy))) for _ in range(5)]
+    steps = [train(policy, rewarded_at_the_end(samples_for(model_of(policy)))) for _ in range(5)]
     assert policy.version == 0
     assert steps[-1]["value_loss"] < steps[0]["value_loss"] / 2
     assert steps[-1]["learning_rate"] == 0.0

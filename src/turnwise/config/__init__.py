@@ -15,11 +15,13 @@ from turnwise.config.algorithm import (
     Grpo,
     Gspo,
     KlConfig,
+    MtGrpo,
     OwnAdvantage,
     OwnLoss,
     PpoClip,
     ReinforcePP,
     Rloo,
+    TurnReturns,
 )
 from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
@@ -63,6 +65,7 @@ __all__ = [
     "Key",
     "KlConfig",
     "ModelConfig",
+    "MtGrpo",
     "OtherModel",
     "OwnAdvantage",
     "OwnLoss",
@@ -77,6 +80,7 @@ __all__ = [
     "ServingConfig",
     "TrainingConfig",
     "Tree",
+    "TurnReturns",
     "WeightsConfig",
     "apply_override",
     "asks_for_nothing",

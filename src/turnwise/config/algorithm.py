@@ -34,12 +34,32 @@ class ReinforcePP(Section):
     """Baseline subtracted from each reward: the mean of its group (group), or none."""
 
 
+class TurnReturns(Section):
+    """Discounted rewards from each turn on, compared with the group's at the same turn."""
+
+    name: Literal["turn_returns"] = "turn_returns"
+    gamma: Fraction = 1.0
+    """Discount per turn."""
+    scale: bool = True
+    """Divide by the standard deviation over the group, as grpo does."""
+
+
+class MtGrpo(Section):
+    """GRPO's advantage of the outcome, plus one for each earlier turn's own reward."""
+
+    name: Literal["mt_grpo"] = "mt_grpo"
+    outcome_weight: NonNegativeFloat = 1.0
+    """Weight of the outcome's advantage in the turns before the last."""
+
+
 class Gae(Section):
     """Generalised advantage estimation with a value model, as in PPO; normalised over the batch."""
 
     name: Literal["gae"] = "gae"
+    level: Literal["token", "turn"] = "token"
+    """Time steps: tokens, or turns, where all tokens of a turn share its advantage."""
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount per time step."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of GAE: 0 relies on the value model, 1 on the rewards."""
     learning_rate: PositiveFloat = 1e-5
@@ -176,6 +196,8 @@ class AlgorithmConfig(Section):
         | Annotated[DrGrpo, Tag("dr_grpo")]
         | Annotated[Rloo, Tag("rloo")]
         | Annotated[ReinforcePP, Tag("reinforce_pp")]
+        | Annotated[TurnReturns, Tag("turn_returns")]
+        | Annotated[MtGrpo, Tag("mt_grpo")]
         | Annotated[Gae, Tag("gae")]
         | Annotated[OwnAdvantage, Tag(OWN_CLASS)],
         Discriminator(_kind_of),
@@ -215,8 +237,10 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "AlgorithmConfig":
         if isinstance(self.loss, Dpo):
-            if isinstance(self.advantage, Gae):
-                raise ValueError("loss dpo compares trajectories and cannot use advantage gae")
+            if isinstance(self.advantage, Gae | TurnReturns | MtGrpo):
+                raise ValueError(
+                    f"loss dpo compares trajectories and cannot use advantage {self.advantage.name}"
+                )
             if self.correction.name != "none":
                 raise ValueError(
                     "loss dpo has no importance ratio to correct: set correction.name to none"

@@ -18,10 +18,14 @@ LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_sched
 
 
 class RewardConfig(Section):
-    """One part of the reward: the environment's own, a function, or a reward model."""
+    """One part of the reward: the environment's own, a function of a trajectory or of a group, or a
+    reward model."""
 
     function: str | None = None
     """package.module:function(trajectory, row) -> number, sync or async; null uses no function."""
+    group_function: str | None = None
+    """package.module:function(trajectories, row) -> one number each, sync or async, called once for
+    all finished trajectories of a group, to compare them; null uses none."""
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
@@ -36,8 +40,10 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RewardConfig":
-        if self.function and self.model:
-            raise ValueError("a reward is either a function or a model: use two entries for both")
+        if sum(map(bool, (self.function, self.group_function, self.model))) > 1:
+            raise ValueError(
+                "a reward is a function, a group_function or a model: use an entry for each"
+            )
         return self
 
 
@@ -73,8 +79,8 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = 0
     """Number of times that a failed trajectory is retried."""
     rewards: list[RewardConfig] = []
-    """Parts of the reward, which are summed. An entry with neither function nor model is the
-    environment's own reward; an empty list uses only the environment's reward."""
+    """Parts of the reward, which are summed. An entry without function, group_function and model is
+    the environment's own reward; an empty list uses only the environment's reward."""
     history: Literal["exact", "template"] = "exact"
     """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
     template renders (template), in a new branch where the two differ."""
@@ -83,9 +89,13 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt | None = None
     """Largest number of tokens in a trajectory after its first prompt, tool results included; null
     sets no limit other than model.max_length. Does not apply to agents over HTTP."""
+    environment_timeout: Seconds = 120.0
+    """Deadline in seconds for each of an environment's methods: building it together with setup,
+    step, metrics and close."""
     stall_timeout: Seconds = 300.0
-    """Deadline in seconds without any progress of a trajectory outside its turns and tools, which
-    engine.request_timeout and tool_timeout limit. Applies to the environment and the reward too."""
+    """Deadline in seconds without any progress of a trajectory outside its turns, tools and
+    environment, which engine.request_timeout, tool_timeout and environment_timeout limit. Applies
+    to the reward too."""
     trajectory_timeout: Seconds = 21_600.0
     """Deadline in seconds for a whole trajectory."""
     max_failed_fraction: Fraction = 0.5

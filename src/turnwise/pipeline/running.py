@@ -115,8 +115,8 @@ async def open_pipeline(
         progress: Updated by every training step.
         resume: A whole checkpoint to start from; None starts from the model's own weights.
     """
-    # No problems: modules check theirs when they build them.
-    async with open_runtime(config, (), folder=folder) as runtime:
+    # Modules check theirs when they build them.
+    async with open_runtime(config, None, folder=folder) as runtime:
         trainer = runtime.policy
         assert trainer is not None
         async with task_group() as tasks:

@@ -18,6 +18,7 @@ from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
+from turnwise.rollout.episode import Episode
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
 from turnwise.rollout.tools import Toolbox
@@ -25,8 +26,9 @@ from turnwise.serving.chat_backend import ChatBackend
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
 
-_BOUNDED = ("generate", "tools")
-"""Phases with their own deadlines: `engine.request_timeout` and `rollout.tool_timeout`."""
+_BOUNDED = ("generate", "tools", "environment")
+"""Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
+`rollout.environment_timeout`."""
 
 
 class SessionServer(Protocol):
@@ -71,8 +73,6 @@ class RolloutContext:
     """The engine, or the scheduler in front of several."""
     template: ChatTemplate
     tool_parser: ToolParser
-    toolbox: Toolbox
-    """The environment's tools."""
     rollout: RolloutConfig
     sampling: SamplingConfig
     """Sampling parameters of each turn."""
@@ -82,8 +82,8 @@ class RolloutContext:
     """Unique name of the trajectory; the names of its requests begin with it."""
     row: Row
     """The problem's row of data."""
-    problem: Sequence[Message] = ()
-    """The environment's messages at the start."""
+    episode: Episode
+    """The environment in use."""
     server: SessionServer | None = None
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
@@ -104,6 +104,27 @@ class RolloutContext:
     """Reason why the latest prompt does not continue the turn before it; None if it does."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase; the trajectories of a group share one dictionary."""
+
+    @property
+    def problem(self) -> Sequence[Message]:
+        """The environment's messages at the start."""
+        return self.episode.problem
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The environment's tools."""
+        return self.episode.toolbox
+
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory.
+
+        Raises:
+            TrajectoryError: when the environment fails or misses its deadline.
+        """
+        if not self.episode.steps:
+            return None
+        with self.timed("environment"):
+            return await self.episode.step(message)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

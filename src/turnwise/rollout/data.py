@@ -1,29 +1,42 @@
-"""Rows of data, loaded from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
+"""Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
-A row is a dictionary of plain values. The environment decides which fields it must have.
+A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
+Parquet files, datasets and large JSON Lines files are made when they are asked for, so that a
+million rows start as fast as a thousand; smaller JSON Lines files and CSV are read at once.
 """
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import overload
+
+import numpy as np
 
 from turnwise.config import Config, DataConfig
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, check_data, why_offline
 from turnwise.errors import InputError, first_line
-from turnwise.rollout.problems import Problem, Row
+from turnwise.rollout.problems import Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
+_EAGER_ROWS = 10_000
+"""Maximum number of rows that are made at once; more are made when they are asked for."""
+_EAGER_BYTES = 2**22
+"""Maximum size of a JSON Lines file that is parsed as a whole."""
+_SCANNED_BYTES = 2**24
+_NEWLINE = 10
 
 
 def load_rows(
     path: str, *, split: str, subset: str | None = None, limit: int | None = None
-) -> list[Row]:
-    """Load the first `limit` rows, in their order.
+) -> Sequence[Row]:
+    """Return the first `limit` rows, in their order.
 
     Args:
         path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
@@ -34,24 +47,26 @@ def load_rows(
 
     Raises:
         InputError: when the file, dataset or split does not exist, cannot be read, or has no
-            rows; the message names the line of an invalid row.
+            rows; the message names the line of an invalid row. A row that is read later raises
+            it when it is asked for.
 
     Example:
         rows = load_rows("train.jsonl", split="train", limit=100)
     """
     check_data(path)
     file = Path(path).expanduser()
-    if (read := _READERS.get(file.suffix)) and not file.is_dir():
-        rows = _read_file(file, read)
+    if file.suffix in DATA_FILES and not file.is_dir():
+        with _naming_file(file):
+            rows = _READERS[file.suffix](file, limit)
     else:
         rows = _read_dataset(path, split, subset)
-    taken = list(islice(rows, limit))
-    if not taken:
+    if not rows:
         raise InputError(f"{path} has no rows")
-    return taken
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return rows[:count] if count <= _EAGER_ROWS else LazyRows(count, rows.__getitem__)
 
 
-def load_training_rows(data: DataConfig) -> tuple[str, list[Row]]:
+def load_training_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
     """Return data.path and the training rows.
 
     Raises:
@@ -63,7 +78,7 @@ def load_training_rows(data: DataConfig) -> tuple[str, list[Row]]:
     return data.path, rows
 
 
-def load_eval_rows(data: DataConfig) -> tuple[str, list[Row]]:
+def load_eval_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
     """Return the path of the rows for evaluation (eval_path, or else path), and the rows.
 
     Example:
@@ -77,49 +92,98 @@ def load_eval_rows(data: DataConfig) -> tuple[str, list[Row]]:
     return data.eval_path, rows
 
 
-def load_training(config: Config) -> list[Problem]:
+def load_training(config: Config) -> Problems:
     """Return the problems of data.path."""
-    return make_problems(*load_training_rows(config.data))
+    return Problems(*load_training_rows(config.data))
 
 
-def load_heldout(config: Config) -> list[Problem]:
+def load_heldout(config: Config) -> Problems:
     """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return make_problems(*load_eval_rows(config.data))
+    return Problems(*load_eval_rows(config.data))
 
 
-def make_problems(path: str, rows: Sequence[Row]) -> list[Problem]:
-    """Return a problem for each row, named by the last part of the path and the row's number."""
-    name = Path(path).name
-    return [Problem(f"{name}:{number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _read_file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+@contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
     try:
-        yield from read(path)
+        yield
     except UnicodeDecodeError as error:
         raise InputError(f"the data file {path} is not UTF-8: {error}") from error
     except OSError as error:
         raise InputError(f"the data file {path} cannot be read: {error}") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                reason = getattr(error, "msg", "nested too deeply")
-                raise InputError(
-                    f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
-                ) from None
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: a row must be a JSON object")
-            yield row
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are asked for.
+
+    Example:
+        >>> squares = LazyRows(1_000_000, lambda index: {"square": index**2})
+        >>> squares[3], len(squares[:2])
+        ({'square': 9}, 2)
+    """
+
+    def __init__(self, count: int, read: Callable[[int], Row]) -> None:
+        self._count = count
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self._read(i) for i in range(self._count)[index]]
+        return self._read(range(self._count)[index])
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
+    if path.stat().st_size > _EAGER_BYTES:
+        return _read_lines_later(path)
+    with path.open("rb") as file:
+        lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+        return [_parse_line(path, number, line) for number, line in islice(lines, limit)]
+
+
+def _read_lines_later(path: Path) -> LazyRows:
+    """Find where the lines of a large file begin; a line is parsed when its row is asked for."""
+    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+    content = np.memmap(path, np.uint8, "r")
+    parts = range(0, len(content), _SCANNED_BYTES)
+    found = [np.flatnonzero(content[i : i + _SCANNED_BYTES] == _NEWLINE) + i for i in parts]
+    newlines = np.concatenate(found)
+    starts = np.concatenate([[0], newlines + 1])
+    lengths = np.concatenate([newlines, [len(content)]]) - starts
+    numbers = np.flatnonzero(lengths > 1)  # no object is shorter than two characters
+    starts, lengths = starts[numbers], lengths[numbers]
+
+    def read(index: int) -> Row:
+        with _naming_file(path):
+            line = os.pread(file, int(lengths[index]), int(starts[index]))
+            return _parse_line(path, int(numbers[index]) + 1, line)
+
+    return LazyRows(len(numbers), read)
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise InputError(
+            f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
+        ) from None
+    if not isinstance(row, dict):
+        raise InputError(f"{path}, line {number}: a row must be a JSON object")
+    return row
+
+
+def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
+    return list(islice(_csv_rows(path), limit))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file whose first line names the fields; every value is text."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -143,26 +207,31 @@ def _read_csv(path: Path) -> Iterator[Row]:
             raise InputError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
     arrow = optional("pyarrow", "data", f"the Parquet file {path}")  # half a second to import
     parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
+            table = file.read()
     except (OSError, arrow.ArrowException) as error:
         raise InputError(
             f"the data file {path} is not a whole Parquet file: {first_line(error)}"
         ) from error
 
+    def read(index: int) -> Row:
+        (row,) = table.slice(index, 1).to_pylist()
+        return dict(row)
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = dict(
+    return LazyRows(table.num_rows, read)
+
+
+_READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
     zip(DATA_FILES, (_read_jsonl, _read_jsonl, _read_csv, _read_csv, _read_parquet), strict=True)
 )
 
 
-def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
+def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
     folder = Path(path).expanduser()
     offline = "" if folder.is_dir() else why_offline()
     datasets = optional("datasets", "data", f"the dataset {path}")  # a second to import
@@ -185,4 +254,4 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
         if split not in dataset:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
-    return (dict(row) for row in dataset)
+    return LazyRows(len(dataset), lambda index: dict(dataset[index]))

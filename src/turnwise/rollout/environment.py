@@ -1,28 +1,114 @@
-"""Environments: the problem of a row of data, the tools to solve it with, and the reward."""
+"""Environments: the problem of a row of data, the tools to solve it with, and the reward.
+
+This module holds what users write against. `rollout.episode` plays an environment.
+"""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from turnwise.errors import InputError, describe_error, ordinary_error, where_in_user_code
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, describe_error
 from turnwise.rollout.problems import Row
 from turnwise.trajectory import Message, Trajectory
 
-Tool = Callable[..., object]
+ToolFunction = Callable[..., object]
 """A function that the model may call, sync or async, with type hints and a docstring."""
+Reply = str | Sequence[Message] | None
+"""An environment's answer to the model: a text (one message of the user), messages, or None."""
 
 
-class Environment(Protocol):
-    """A problem, the tools to solve it with, and its reward; one instance for each trajectory.
-
-    A class of this shape is enough; it need not inherit from this one. The configuration names it
-    as `package.module:Class`. Tools may be bound methods and share state through the instance. The
-    class is built, and its plain functions run, in threads; its coroutines run on one event loop
-    that all user code shares.
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool with its own JSON schema, where a function's type hints cannot describe it.
 
     Example:
-        class Weather:
+        Tool(
+            name="search",
+            description="Search the catalogue.",
+            parameters={
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
+            call=lambda arguments: catalogue.search(arguments["query"]),
+        )
+    """
+
+    name: str
+    description: str
+    parameters: JsonObject
+    """JSON schema of the arguments, of type object."""
+    call: Callable[[JsonObject], object]
+    """Function of the arguments, sync or async."""
+
+
+class Toolset(Protocol):
+    """Tools that are opened with an environment and closed with it, such as an MCP server's.
+
+    Example:
+        class Clock:
+            async def open(self) -> list[Tool]:
+                schema = {"type": "object", "properties": {}}
+                return [Tool("now", "Tell the time.", schema, lambda _: time.ctime())]
+
+            async def close(self) -> None:
+                pass
+    """
+
+    async def open(self) -> Sequence[Tool]:
+        """Start what the tools need, and return them."""
+        ...
+
+    async def close(self) -> None:
+        """Stop it; called once, also after a failed `open`."""
+        ...
+
+
+AnyTool = ToolFunction | Tool | Toolset | Mapping[str, Any]
+"""A tool in any form; a mapping is a description in OpenAI's format, answered by
+`Environment.call_tool`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """A trajectory's reward in detail; its total is the sum of all fields.
+
+    Example:
+        def reward(self, trajectory: Trajectory) -> Rewards:
+            return Rewards(float(self.solved), turns=self.progress, parts={"brevity": -0.1})
+    """
+
+    final: float = 0.0
+    """Reward of the whole trajectory, earned at its end."""
+    turns: Sequence[float] = ()
+    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further rewards of the whole trajectory, by name; metrics show their means."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all fields."""
+        return self.final + sum(self.turns) + sum(self.parts.values())
+
+
+class Environment:
+    """A problem, the tools to solve it with, and its reward; one instance for each trajectory.
+
+    Only `__init__` and `problem` are required, and a class of this shape need not inherit from
+    this one. Every method may be plain or `async`: plain ones run in threads, coroutines on one
+    event loop that all user code shares. `rollout.environment_timeout` limits each call.
+
+    Attributes:
+        problem: The messages that the model answers; a string is one message of the user. Read
+            after `setup`.
+        tools: Functions, `Tool` objects, toolsets, or descriptions in OpenAI's format, which
+            `call_tool` answers. Read after `setup`.
+        done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
+
+    Example:
+        class Weather(turnwise.Environment):
             def __init__(self, row: dict[str, str]) -> None:
                 self.problem = f"How is the weather in {row['city']}?"
                 self.tools = [self.look_up]
@@ -40,19 +126,63 @@ class Environment(Protocol):
                 return float(self._expected in trajectory.final_text)
     """
 
-    problem: Sequence[Message]
-    """The messages that the model answers; a string is one message of the user."""
-    tools: Sequence[Tool]
-    """Functions that the model may call; optional."""
+    problem: str | Sequence[Message]
+    tools: Sequence[AnyTool] = ()
+    done: bool = False
 
-    def __init__(self, row: Row) -> None: ...
+    def __init__(self, row: Row) -> None:
+        """Keep what the row says; open files, databases and processes in `setup`."""
 
-    def reward(self, trajectory: Trajectory) -> float:
-        """Return the reward of the finished trajectory; may be `async`."""
-        ...
+    @classmethod
+    def prompt(cls, row: Row) -> Reply:
+        """Return the problem of a row, if it depends on the row alone; None if it does not.
+
+        With it, rows whose prompt is too long are left out before an environment is built.
+        """
+        return None
+
+    def setup(self) -> Awaitable[None] | None:
+        """Open what the trajectory needs; called once, before `problem` and `tools` are read."""
+        return None
+
+    def call_tool(self, name: str, arguments: JsonObject) -> object:
+        """Run a tool that `tools` describes in OpenAI's format; the result is shown to the model.
+
+        The arguments match the description's schema.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no call_tool to run {name}")
+
+    def step(self, message: Message) -> Reply | Awaitable[Reply]:
+        """Answer a turn of the model that called no tool; None ends the trajectory.
+
+        Called by the loop `tool_calling`, also after the last turn that `rollout.max_turns` allows.
+        Without this method such a turn ends the trajectory.
+        """
+        return None
+
+    def reward(self, trajectory: Trajectory) -> float | Rewards | Awaitable[float | Rewards]:
+        """Return the reward of the finished trajectory.
+
+        Not needed if `rollout.rewards` lists other rewards only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no reward")
+
+    def metrics(
+        self, trajectory: Trajectory
+    ) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
+        """Return numbers for metrics.jsonl, where `env` holds their means over trajectories."""
+        return {}
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what `setup` opened; called once for each environment that was built.
+
+        Also after a failure, a timeout and Ctrl-C, and then possibly while a plain method that
+        missed its deadline is still running in its thread.
+        """
+        return None
 
 
-EnvironmentType = Callable[[Row], Environment]
+EnvironmentType = Callable[[Row], Any]
 """An environment class, or a function that makes an environment from a row."""
 
 
@@ -79,96 +209,3 @@ def load_object(path: str, key: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise InputError(f"{key}: {module_name} has no {name}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenEnvironment:
-    """An environment with its problem and tools, which are read only once."""
-
-    environment: Environment
-    problem: list[Message]
-    tools: list[Tool]
-
-
-def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment:
-    """Build an environment and read its problem and tools; all of this runs user code.
-
-    Args:
-        where: Name of the row, for errors.
-
-    Raises:
-        InputError: naming `where`, and either the error with its line of the user's code, or the
-            invalid attribute and its allowed values.
-    """
-    try:
-        environment = factory(row)
-        name = type(environment).__name__
-        return OpenEnvironment(environment, _problem(environment, name), _tools(environment, name))
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    except BaseException as error:  # SystemExit too
-        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-            place = where_in_user_code(error)
-            raise InputError(
-                f"{where} has no field {error}; it has: {', '.join(map(str, row))}"
-                + (f" ({place})" if place else "")
-            ) from error
-        failure = ordinary_error(error)
-        raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
-
-
-def _problem(environment: Environment, name: str) -> list[Message]:
-    problem = _attribute(environment, "problem")
-    if isinstance(problem, str):
-        return [{"role": "user", "content": problem}]
-    if _is_list(problem) and problem:
-        messages = [dict(message) for message in problem if _is_message(message)]
-        if len(messages) == len(problem):
-            return messages
-    raise InputError(
-        f'{name}.problem must be a string, or a list of messages such as {{"role": "user", '
-        f'"content": "..."}}, not {repr(problem)[:80]}'
-    )
-
-
-def _tools(environment: Environment, name: str) -> list[Tool]:
-    tools = _attribute(environment, "tools")
-    if tools is None:
-        return []
-    if not _is_list(tools):
-        raise InputError(f"{name}.tools must be a list of functions, not {repr(tools)[:80]}")
-    functions = [_checked_tool(tool, name) for tool in tools]
-    names = [function.__name__ for function in functions]
-    for tool_name in names:
-        if names.count(tool_name) > 1:
-            raise InputError(f"{name}.tools has two functions named {tool_name}")
-    return functions
-
-
-def _checked_tool(tool: object, owner: str) -> Tool:
-    """Return a tool that is a function with a name, by which the model calls it."""
-    if callable(tool) and isinstance(getattr(tool, "__name__", None), str):
-        return tool
-    hint = " whose description is made from them" if isinstance(tool, Mapping) else ""
-    raise InputError(
-        f"a tool in {owner}.tools must be a function or method with type hints and a docstring"
-        f"{hint}, not {repr(tool)[:80]}"
-    )
-
-
-def _attribute(environment: Environment, name: str) -> object:
-    """Return an attribute, None if it is missing; an error inside a property is raised."""
-    try:
-        return getattr(environment, name)
-    except AttributeError as error:
-        if error.obj is environment and error.name == name:
-            return None
-        raise
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _is_message(value: object) -> TypeGuard[Mapping[str, object]]:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)

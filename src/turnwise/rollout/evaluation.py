@@ -6,6 +6,7 @@ as correct; `reward_mean` does not depend on it.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +14,13 @@ from dataclasses import dataclass
 from math import comb, isclose
 
 from turnwise.config import Config
-from turnwise.rollout.group import Group, check_failures
+from turnwise.errors import InputError
+from turnwise.rollout.group import TOO_LONG, Group, check_failures
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.producer import RunGroup
 from turnwise.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -131,6 +135,22 @@ async def run_groups(
     return await asyncio.gather(*map(one, problems))
 
 
+def without_left_out(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups that were run; the number of others, whose prompt is too long, is logged.
+
+    Raises:
+        InputError: when none was run.
+    """
+    kept = [group for group in groups if not group.left_out]
+    if len(kept) < len(groups):
+        first = next(group.causes[TOO_LONG] for group in groups if group.left_out)
+        left_out = f"{len(groups) - len(kept)} of {len(groups)} rows"
+        if not kept:
+            raise InputError(f"{left_out} have too long a prompt, and none is left: {first}")
+        logger.warning("%s have too long a prompt and are left out: %s", left_out, first)
+    return kept
+
+
 async def evaluate(
     run_group: RunGroup,
     problems: Sequence[Problem],
@@ -148,7 +168,7 @@ async def evaluate(
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
     started = time.perf_counter()
-    groups = await run_groups(run_group, problems, tag, on_group)
+    groups = without_left_out(await run_groups(run_group, problems, tag, on_group))
     seconds = time.perf_counter() - started
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
     trajectories = [t for group in groups for t in group.trajectories]

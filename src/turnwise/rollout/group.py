@@ -8,6 +8,9 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
 from turnwise.trajectory import Trajectory
 
+TOO_LONG = "prompt_too_long"
+"""Reason of a trajectory, and of a group, whose prompt is too long."""
+
 
 @dataclass(slots=True)
 class Group:
@@ -36,6 +39,15 @@ class Group:
     """Seconds from the group's start to its end, including the wait for a free slot."""
     prompt: str | None = None
     """Text of a prompt that was given as token ids, otherwise None."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the group was not run, because its prompt is too long."""
+        return TOO_LONG in self.causes
+
+    def leave_out(self, reason: str) -> None:
+        """Mark the group as not run."""
+        self.causes[TOO_LONG] = reason
 
     def to_dict(self) -> JsonObject:
         """Return all fields as plain values, for checkpoints."""

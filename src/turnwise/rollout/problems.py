@@ -4,12 +4,17 @@ The order depends only on the seed and the number of problems, so a restored str
 exactly where the earlier one stopped.
 """
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One row of the data: plain values by field."""
@@ -28,11 +33,40 @@ class Problem:
     row: Row
 
 
+class Problems(Sequence[Problem]):
+    """A problem for each row, named by the last part of the data's path and the row's number.
+
+    Example:
+        >>> problems = Problems("data/train.jsonl", [{"question": "2 + 2?"}])
+        >>> problems[0].id
+        'train.jsonl:1'
+    """
+
+    def __init__(self, path: str, rows: Sequence[Row]) -> None:
+        self._name = Path(path).name
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        number = range(len(self))[index]
+        return Problem(f"{self._name}:{number + 1}", self._rows[number])
+
+
 class ProblemStream:
     """All problems in an endless sequence of epochs, each shuffled differently.
 
+    Problems that are left out, and rows that cannot be read, are skipped.
+
     Args:
-        problems: At least one.
+        problems: At least one; each is asked for when it is taken.
         seed: Together with the epoch's number it determines the order.
 
     Raises:
@@ -51,33 +85,72 @@ class ProblemStream:
         self._seed = seed
         self._epoch = self._position = 0
         self._order = self._shuffled(0)
+        self._left_out: set[int] = set()
 
-    @property
-    def by_id(self) -> dict[str, Problem]:
-        """All problems by their names."""
-        return {problem.id: problem for problem in self._problems}
+    def find(self, name: str) -> Problem:
+        """Return the problem with a name.
+
+        Raises:
+            InputError: when the data does not have it.
+        """
+        return self._problems[self._index(name)]
+
+    def _index(self, name: str) -> int:
+        number = name.rpartition(":")[2]
+        if number.isdecimal() and 0 < int(number) <= len(self._problems):  # as `Problems` names
+            index = int(number) - 1
+            if self._problems[index].id == name:
+                return index
+        for index, problem in enumerate(self._problems):
+            if problem.id == name:
+                return index
+        raise InputError(f"the data no longer has {name}, which was in progress at the checkpoint")
 
     def take(self, count: int) -> list[Problem]:
-        """Return the next `count` problems, across epochs if necessary."""
+        """Return the next `count` problems, across epochs if necessary.
+
+        Raises:
+            InputError: when every problem is left out.
+        """
         taken: list[Problem] = []
         while len(taken) < count:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
-            end = self._position + count - len(taken)
-            taken += [self._problems[index] for index in self._order[self._position : end]]
-            self._position = min(end, len(self._order))
+            index = self._order[self._position]
+            self._position += 1
+            if index in self._left_out:
+                continue
+            try:
+                taken.append(self._problems[index])
+            except InputError as error:
+                logger.warning("a row is left out: %s", error)
+                self._leave_out(index, str(error))
         return taken
 
-    def state(self) -> dict[str, int]:
-        """Return the position as plain numbers for `restore`."""
+    def leave_out(self, problem: Problem, reason: str) -> None:
+        """Skip a problem from now on.
+
+        Raises:
+            InputError: with the reason, when none is left.
+        """
+        self._leave_out(self._index(problem.id), reason)
+
+    def _leave_out(self, index: int, reason: str) -> None:
+        self._left_out.add(index)
+        if len(self._left_out) == len(self._problems):
+            raise InputError(f"no row of the data can be used; the last one: {reason}")
+
+    def state(self) -> JsonObject:
+        """Return the position as plain values for `restore`."""
         return {
             "epoch": self._epoch,
             "position": self._position,
             "problems": len(self._problems),
+            "left_out": sorted(self._left_out),
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Continue from the position that `state` returned.
 
         Raises:
@@ -89,6 +162,7 @@ class ProblemStream:
                 f"{len(self._problems)}; give it the same data to resume"
             )
         self._epoch, self._position = state["epoch"], state["position"]
+        self._left_out = set(state.get("left_out", ()))
         self._order = self._shuffled(self._epoch)
 
     def _shuffled(self, epoch: int) -> list[int]:

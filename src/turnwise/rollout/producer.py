@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, StepError
-from turnwise.rollout.group import Group, check_failures
+from turnwise.errors import StepError
+from turnwise.rollout.group import TOO_LONG, Group, check_failures
 from turnwise.rollout.problems import Problem, ProblemStream
 
 _MAX_ROUNDS = 10
@@ -43,7 +43,8 @@ class Batch:
 
     groups: list[Group]
     discarded: list[tuple[str, Group]] = field(default_factory=list)
-    """Groups that are not trained on, each with its reason: no_signal, failed, oversampled."""
+    """Groups that are not trained on, each with its reason: no_signal, failed, oversampled,
+    prompt_too_long."""
     seconds: float = 0.0
     """Seconds from the first group's start, or from the previous batch, to the last group's end."""
 
@@ -153,7 +154,11 @@ class GroupProducer:
             group.dropped["cancelled"] = self._config.sampling.n
         async with self._changed:
             del self._started[number]
-            if reason := self._discard_reason(group):
+            if group.left_out:
+                self._counted -= 1
+                self._discarded.append((TOO_LONG, group))
+                self._stream.leave_out(problem, group.causes[TOO_LONG])
+            elif reason := self._discard_reason(group):
                 self._discard(reason, group)
             else:
                 now = time.perf_counter()
@@ -172,12 +177,12 @@ class GroupProducer:
     def _discard(self, reason: str, group: Group) -> None:
         self._counted -= 1
         self._discarded.append((reason, group))
-        groups = [group for _, group in self._discarded]
+        groups = [group for _, group in self._discarded if not group.left_out]
         if len(groups) >= self._per_step:
             ready = [ready.group for ready in self._ready.values()]
             check_failures([*groups, *ready], self._config.rollout.max_failed_fraction, "rollouts")
         if len(groups) >= _MAX_ROUNDS * self._per_step:
-            counts = Counter(reason for reason, _ in self._discarded)
+            counts = Counter(reason for reason, group in self._discarded if not group.left_out)
             reasons = ", ".join(f"{n} {reason}" for reason, n in counts.items())
             raise StepError(
                 f"{len(groups)} groups in a row could not be trained on ({reasons}): the problems "
@@ -235,16 +240,11 @@ class GroupProducer:
         Raises:
             InputError: when a problem of the state is no longer in the data.
         """
-        problems = self._stream.by_id
         self._stream.restore(state["stream"])
         self._number = state["number"]
         self._trained = trained
-        missing = [name for name in state["under_way"] if name not in problems]
-        missing += [r["problem"] for r in state["ready"] if r["problem"] not in problems]
-        if missing:
-            raise InputError(
-                f"the data no longer has {missing[0]}, which was in progress at the checkpoint"
-            )
+        named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
+        problems = {name: self._stream.find(name) for name in named}
         self._resumed = [problems[name] for name in state["under_way"]]
         now = time.perf_counter()
         for entry in state["ready"]:

@@ -1,15 +1,15 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
-A part is the environment's own reward, a function, or a reward model. All parts of a trajectory
-are computed concurrently. If a part fails or is not a finite number, the trajectory has no reward:
+A part is the environment's own reward, a function, or a reward model, whose parts of one trajectory
+are computed concurrently; or a function that compares all finished trajectories of a group. If a
+part fails or is not a finite number, the trajectory has no reward:
 it is dropped under `reward_error`, and the message names the part.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Literal
 
 from turnwise.config import RewardConfig
 from turnwise.core.aio import task_group
@@ -17,14 +17,16 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout.environment import Environment, load_object
+from turnwise.rollout.environment import Environment, Rewards, load_object
 from turnwise.rollout.problems import Row
+from turnwise.rollout.reading import finite_number, is_list
 from turnwise.trajectory import MAX_REWARD, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
 _ENVIRONMENT_REWARD = "the environment's reward"
+_BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ class _Part:
 
     name: str
     """Configured name, or else the function, the model's path, or `environment`."""
-    kind: Literal["environment", "function", "model"]
+    kind: Literal["environment", "function", "group function", "model"]
     weight: float
-    function: Callable[[Trajectory, Row], object] | None = None
+    function: Callable[..., object] | None = None
     model: str = ""
     """Path of the reward model; "" for the other kinds."""
 
@@ -45,7 +47,7 @@ class _Part:
         )
 
 
-class Rewards:
+class RewardManager:
     """The configured rewards.
 
     Args:
@@ -55,13 +57,16 @@ class Rewards:
         InputError: when a function cannot be loaded, or a part is named twice.
 
     Example:
-        rewards = Rewards([RewardConfig(), RewardConfig(function="rewards:brevity", weight=0.1)])
+        brevity = RewardConfig(function="rewards:brevity", weight=0.1)
+        rewards = RewardManager([RewardConfig(), brevity])
         await rewards.judge(environment, trajectory, row)
         print(trajectory.reward, trajectory.reward_parts)
     """
 
     def __init__(self, parts: Sequence[RewardConfig]) -> None:
         self._parts = [_load(part) for part in parts or [RewardConfig()]]
+        self._own = [part for part in self._parts if part.kind != "group function"]
+        self._of_group = [part for part in self._parts if part.kind == "group function"]
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
         names = [part.name for part in self._parts]
@@ -80,7 +85,7 @@ class Rewards:
         row: Row,
         clock: StallClock | None = None,
     ) -> None:
-        """Set the trajectory's `reward` and `reward_parts`.
+        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`.
 
         A reward that the trajectory already has, because its agent reported it, replaces the
         environment's own.
@@ -95,15 +100,61 @@ class Rewards:
         async with task_group() as tasks:
             values = {
                 part: tasks.create_task(self._value(part, environment, trajectory, row, clock))
-                for part in self._parts
+                for part in self._own
             }
-        trajectory.reward_parts = {part.name: value.result() for part, value in values.items()}
-        reward = sum(part.weight * value.result() for part, value in values.items())
-        if not abs(reward) <= MAX_REWARD:
-            raise TrajectoryError(
-                "reward_error", f"the weighted sum of rewards is {_beyond_limit(reward)}"
-            )
-        trajectory.reward = reward
+        total, turns = 0.0, [0.0] * len(trajectory.turns)
+        for part, task in values.items():
+            rewards = task.result()
+            trajectory.reward_parts[part.name] = rewards.total
+            trajectory.reward_parts.update(rewards.parts)
+            total += part.weight * rewards.total
+            for turn, value in enumerate(rewards.turns):
+                turns[turn] += part.weight * value
+        trajectory.turn_rewards = turns if any(turns) else []
+        trajectory.reward = _within_limit(total)
+
+    async def judge_group(self, trajectories: Sequence[Trajectory], row: Row) -> None:
+        """Add the rewards of the group functions to those of a group's finished trajectories.
+
+        Raises:
+            TrajectoryError: `reward_error`, naming the first function that failed.
+        """
+        for part in self._of_group if trajectories else ():
+            for trajectory, value in zip(
+                trajectories, await self._of_all(part, trajectories, row), strict=True
+            ):
+                trajectory.reward_parts[part.name] = value
+                trajectory.reward = _within_limit((trajectory.reward or 0.0) + part.weight * value)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a part needs all finished trajectories of a group."""
+        return bool(self._of_group)
+
+    async def _of_all(
+        self, part: _Part, trajectories: Sequence[Trajectory], row: Row
+    ) -> list[float]:
+        """Return a group function's numbers."""
+        assert part.function is not None
+        try:
+            with waiting(f"{part.name} of {trajectories[0].problem_id}", "reward"):
+                values = await call_user_code(
+                    part.function, list(trajectories), row, name=str(part)
+                )
+                if not is_list(values) or len(values) != len(trajectories):
+                    raise TrajectoryError(
+                        "reward_error",
+                        f"{part} must return a list of {len(trajectories)} numbers, one for each "
+                        f"trajectory, not {_shown(values)}",
+                    )
+                numbers: list[float] = await call_user_code(
+                    lambda: [_number(value, part) for value in values], name=str(part)
+                )
+        except (InputError, TrajectoryError):
+            raise
+        except Exception as error:
+            raise await _failed(part, error) from error
+        return numbers
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
         """Return one part's reward of a trajectory, before its weight.
@@ -134,8 +185,7 @@ class Rewards:
         except TrajectoryError:
             raise
         except Exception as error:
-            described = await describe_user_error(error)
-            raise TrajectoryError("reward_error", f"{part} gave no reward: {described}") from error
+            raise await _failed(part, error) from error
 
     async def _value(
         self,
@@ -144,7 +194,7 @@ class Rewards:
         trajectory: Trajectory,
         row: Row,
         clock: StallClock | None,
-    ) -> float:
+    ) -> Rewards:
         bounded = clock.held() if clock is not None and part.kind == "model" else nullcontext()
         try:
             with waiting(f"{part.name} of {trajectory.problem_id}", "reward"), bounded:
@@ -152,13 +202,12 @@ class Rewards:
         except (InputError, TrajectoryError):
             raise
         except Exception as error:
-            described = await describe_user_error(error)
-            raise TrajectoryError("reward_error", f"{part} gave no reward: {described}") from error
+            raise await _failed(part, error) from error
         return value
 
     async def _compute(
         self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
-    ) -> float:
+    ) -> Rewards:
         if part.function is not None:
             value = await call_user_code(part.function, trajectory, row, name=str(part))
         elif part.kind == "model":
@@ -168,16 +217,41 @@ class Rewards:
         else:
             value = await call_user_code(environment.reward, trajectory, name=_ENVIRONMENT_REWARD)
         if type(value) in (bool, int, float):
-            return _number(value, part)
+            return Rewards(_number(value, part))
         # Converting any other type to a number may run user code.
-        number: float = await call_user_code(_number, value, part, name=str(part))
-        return number
+        rewards: Rewards = await call_user_code(
+            _checked, value, part, len(trajectory.turns), name=str(part)
+        )
+        return rewards
+
+
+async def _failed(part: _Part, error: Exception) -> TrajectoryError:
+    described = await describe_user_error(error)
+    return TrajectoryError("reward_error", f"{part} gave no reward: {described}")
+
+
+def _checked(value: object, part: _Part, turns: int) -> Rewards:
+    """Return any reward with plain numbers; raises TrajectoryError as `_number` does."""
+    if not isinstance(value, Rewards):
+        return Rewards(_number(value, part))
+    if len(value.turns) > turns:
+        raise TrajectoryError(
+            "reward_error", f"{part} gave {len(value.turns)} turn rewards for {turns} turns"
+        )
+    return Rewards(
+        _number(value.final, part),
+        [_number(reward, part) for reward in value.turns],
+        {str(name): _number(number, part) for name, number in value.parts.items()},
+    )
 
 
 def _load(part: RewardConfig) -> _Part:
     if part.function:
         function = load_object(part.function, "rollout.rewards.function")
         return _Part(part.name or part.function, "function", part.weight, function)
+    if path := part.group_function:
+        function = load_object(path, "rollout.rewards.group_function")
+        return _Part(part.name or path, "group function", part.weight, function)
     if part.model:
         return _Part(part.name or part.model, "model", part.weight, model=part.model)
     return _Part(part.name or "environment", "environment", part.weight)
@@ -189,14 +263,10 @@ def _number(value: object, part: _Part) -> float:
     Raises:
         TrajectoryError: when it is not a finite number, or beyond `MAX_REWARD`.
     """
-    number = math.nan
-    if isinstance(value, SupportsFloat | SupportsIndex):  # not text, which float() would read
-        # An integer may be too large for a float; a tensor of many raises RuntimeError.
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            number = float(value)
-    if abs(number) <= MAX_REWARD:
+    number = finite_number(value)
+    if number is not None and abs(number) <= MAX_REWARD:
         return number
-    problem = _beyond_limit(number) if math.isfinite(number) else "not a finite number"
+    problem = "not a finite number" if number is None else _BEYOND_LIMIT
     raise TrajectoryError(
         "reward_error", f"{part} gave {_shown(value)} as reward, which is {problem}"
     )
@@ -209,5 +279,7 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def _beyond_limit(number: float) -> str:
-    return f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
+def _within_limit(reward: float) -> float:
+    if not abs(reward) <= MAX_REWARD:
+        raise TrajectoryError("reward_error", f"the weighted sum of rewards is {_BEYOND_LIMIT}")
+    return reward

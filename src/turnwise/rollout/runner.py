@@ -8,14 +8,14 @@ user's input, ends the run from here.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from turnwise.chat.prompts import PromptCache
-from turnwise.chat.template import load_template
+from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, task_group
@@ -26,7 +26,6 @@ from turnwise.core.user_code import (
     describe_user_error,
     run_abandonable,
 )
-from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator, Route
 from turnwise.errors import (
     DeadlineError,
@@ -34,22 +33,24 @@ from turnwise.errors import (
     InputError,
     TrajectoryError,
     TurnwiseError,
-    describe_error,
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
-from turnwise.rollout.environment import (
-    Environment,
-    EnvironmentType,
-    OpenEnvironment,
-    load_object,
-    open_environment,
-)
+from turnwise.rollout.environment import Environment, EnvironmentType, load_object
+from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
-from turnwise.rollout.group import Group
+from turnwise.rollout.group import TOO_LONG, Group
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.problems import Problem
-from turnwise.rollout.rewards import Rewards
-from turnwise.rollout.tools import Toolbox
+from turnwise.rollout.prompt_limit import PromptLimit
+from turnwise.rollout.reading import (
+    naming_row,
+    own_method,
+    read_messages,
+    read_problem,
+    read_tools,
+)
+from turnwise.rollout.rewards import RewardManager
+from turnwise.rollout.tools import make_toolbox
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
@@ -101,10 +102,11 @@ class Runner:
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
         self._prompts = PromptCache(self.template)
+        self._limit: PromptLimit | None = PromptLimit(config, self._prompts)
         self._loop = load_loop(config.rollout.loop)
         self._loop_name = f"the loop {config.rollout.loop}"
         self._tokenizer = tokenizer
-        self.rewards = Rewards(config.rollout.rewards)
+        self.rewards = RewardManager(config.rollout.rewards)
         """The configured rewards; `models` is set when reward models are started."""
         self.server: SessionServer | None = None
         """Server for agents that speak HTTP; None if the loop needs none."""
@@ -116,14 +118,15 @@ class Runner:
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
         """Return a runner for another environment and loop that shares everything else.
 
-        Both together run at most `rollout.concurrency` trajectories at a time.
+        Both together run at most `rollout.concurrency` trajectories at a time. Prompts of the other
+        one are not measured.
 
         Example:
             chats = runner.with_environment(Conversation, SingleTurnLoop())
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._environment, other._loop = environment, loop
+        other._environment, other._loop, other._limit = environment, loop, None
         other._environment_name = f"the environment {getattr(environment, '__name__', environment)}"
         other._loop_name = f"the loop {type(loop).__name__}"
         return other
@@ -133,86 +136,147 @@ class Runner:
         """Parser of the model's tool calls; loaded on first use, because that takes seconds."""
         return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
 
-    def check(self, problems: Sequence[Problem]) -> None:
-        """Build every problem's prompt once, before anything is sampled.
+    def check(self, problem: Problem) -> int | None:
+        """Build a problem's environment and prompt, to find mistakes before anything is sampled.
 
-        Prompts longer than `data.max_prompt_tokens` are accepted (see `within_prompt_limit`).
+        Call this from a thread.
+
+        Returns:
+            Tokens of the prompt; None if the environment has a `setup`, which is not called.
 
         Raises:
-            InputError: naming the row with unusable fields or tools, or with too long a prompt.
+            InputError: naming the row with unusable fields or tools, or too long a prompt.
         """
-        for problem in problems:
-            self._is_within_limit(problem)
+        limit = self._limit
+        assert limit is not None
+
+        def measure() -> int | None:
+            with naming_row(problem.id, problem.row):
+                environment = self._environment(problem.row)
+                tools, toolsets = read_tools(environment)
+                if toolsets or own_method(environment, "setup") is not None:
+                    return None
+                messages = read_problem(environment)
+                schemas = make_toolbox(tools, self._config.rollout).schemas
+            return limit.length(problem.id, messages, schemas)
+
+        length = call_and_wait(
+            measure, name=self._environment_name, seconds=self._config.rollout.environment_timeout
+        )
+        if length is not None:
+            limit.check(problem.id, length)
+        return length
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
         """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`.
 
-        It renders every prompt, so call it from a thread.
-
         Raises:
             InputError: as `check` does, and when no problem is left.
         """
-        kept = [problem for problem in problems if self._is_within_limit(problem)]
-        if len(kept) < len(problems):
-            too_long = (
-                f"{len(problems) - len(kept)} of {len(problems)} rows have prompts of more than "
-                f"{self._config.data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
-            )
-            if not kept:
-                raise InputError(f"{too_long}, and none is left")
-            logger.warning("%s and are left out", too_long)
-        return kept
-
-    def _is_within_limit(self, problem: Problem) -> bool:
-        opened, toolbox = call_and_wait(
-            lambda: self._open(problem),
-            name=self._environment_name,
-            seconds=self._config.rollout.stall_timeout,
-        )
-        try:
-            length = len(self._prompts.render(opened.problem, toolbox.schemas))
-        except Exception as error:  # a template may raise anything
-            raise InputError(
-                f"{problem.id}: the chat template refuses the environment's problem: "
-                f"{describe_error(error)}"
-            ) from error
-        limit, room = self._config.data.max_prompt_tokens, self._config.model.max_length
-        if limit is not None and length > limit:
-            return False
-        if length >= room:
-            raise InputError(
-                f"{problem.id}: its prompt of {length} tokens does not fit the context of {room}; "
-                "raise model.max_length, or leave such rows out with data.max_prompt_tokens"
-            )
-        return True
+        assert self._limit is not None
+        return self._limit.admitted(problems, [self.check(problem) for problem in problems])
 
     async def run_group(
         self, engine: Generator, problem: Problem, sampling: SamplingConfig, tag: str
     ) -> Group:
         """Run `sampling.n` trajectories; `tag` makes request names and seeds unique."""
-        run, started = GroupRun.begin(engine, problem, sampling, tag), time.perf_counter()
-        async with task_group() as tasks:
-            running = [tasks.create_task(self.run_one(run, index)) for index in range(sampling.n)]
-        run.group.trajectories = [t for task in running if (t := task.result()) is not None]
-        run.group.elapsed = time.perf_counter() - started
-        return run.group
+        return await self.complete(GroupRun.begin(engine, problem, sampling, tag))
 
-    async def run_one(self, run: GroupRun, index: int) -> Trajectory | None:
+    async def complete(
+        self, run: GroupRun, on_trajectory: Callable[[Trajectory], None] = lambda _: None
+    ) -> Group:
+        """Run all trajectories of a group.
+
+        Args:
+            on_trajectory: Called with each finished trajectory, as soon as its reward is known.
+        """
+        group, started = run.group, time.perf_counter()
+        compares = self.rewards.compares
+
+        async def one(index: int) -> None:
+            trajectory = await self._run_one(run, index)
+            if trajectory is not None:
+                group.trajectories.append(trajectory)
+                if not compares:
+                    on_trajectory(trajectory)
+
+        if too_long := await self._known_too_long(run.problem):
+            group.leave_out(too_long)
+        else:
+            async with task_group() as tasks:
+                for index in range(run.sampling.n):
+                    tasks.create_task(one(index))
+        group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
+        if compares:
+            await self._compare(run)
+            for trajectory in group.trajectories:
+                on_trajectory(trajectory)
+        group.elapsed = time.perf_counter() - started
+        return group
+
+    async def _compare(self, run: GroupRun) -> None:
+        """Add the rewards that compare a group's trajectories; if one fails, all are dropped."""
+        group = run.group
+        try:
+            await self.rewards.judge_group(group.trajectories, run.problem.row)
+        except TrajectoryError as error:
+            group.dropped[error.reason] += len(group.trajectories)
+            group.dropped_tokens[error.reason] += sum(t.sampled_tokens for t in group.trajectories)
+            group.causes.setdefault(error.reason, str(error))
+            group.trajectories = []
+            if isinstance(error.__cause__, Exception):
+                await self._errors.write(error.reason, run.name, error.__cause__)
+
+    async def _run_one(self, run: GroupRun, index: int) -> Trajectory | None:
         """Run trajectory `index` of a group; return None, and count the reason, if it fails."""
         group, tries = run.group, 1 + self._config.rollout.retries
         async with self._slots:
             for number in range(1, tries + 1):
+                if group.left_out:  # found by another of its trajectories
+                    return None
                 trajectory = Trajectory(run.problem.id, index)
                 name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
                 failure = await self._try(run, trajectory, name)
                 if failure is None:
                     return trajectory
                 reason, message = failure
+                if reason == TOO_LONG:
+                    group.leave_out(message)
+                    return None
                 counts = group.dropped if number == tries else group.retried
                 counts[reason] += 1
                 group.dropped_tokens[reason] += trajectory.sampled_tokens
                 group.causes.setdefault(reason, message)
         return None
+
+    async def _known_too_long(self, problem: Problem) -> str:
+        """Return why a problem is left out before its environment is built; "" if it is not."""
+        limit = self._limit
+        prompt = own_method(self._environment, "prompt")
+        if limit is None or prompt is None:
+            return "" if limit is None else limit.left_out.get(problem.id, "")
+
+        def measure() -> int | None:
+            with naming_row(problem.id, problem.row):
+                reply = prompt(problem.row)
+                if reply is None:
+                    return None
+                messages = read_messages(reply, f"{self._environment_name}.prompt")
+            return limit.length(problem.id, messages, [])
+
+        try:
+            length = await call_user_code(
+                measure,
+                name=self._environment_name,
+                seconds=self._config.rollout.environment_timeout,
+            )
+            if length is not None:
+                limit.admit(problem.id, length)
+        except TrajectoryError as error:
+            return str(error)
+        except TurnwiseError:
+            return ""  # its trajectories fail too, and are counted
+        return ""
 
     async def _try(
         self, run: GroupRun, trajectory: Trajectory, name: str
@@ -248,37 +312,57 @@ class Runner:
         self, run: GroupRun, trajectory: Trajectory, name: str, clock: StallClock
     ) -> None:
         problem = run.problem
+
+        async def report(reason: str, error: Exception) -> None:
+            trajectory.events[reason] += 1
+            cause = error.__cause__
+            await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
+
+        async with playing(
+            self._environment, problem, self._config.rollout, clock, report
+        ) as episode:
+            context = RolloutContext(
+                trajectory=trajectory,
+                engine=run.engine,
+                template=self.template,
+                tool_parser=self.tool_parser,
+                rollout=self._config.rollout,
+                sampling=run.sampling,
+                max_length=self._config.model.max_length,
+                request_id=name,
+                row=problem.row,
+                episode=episode,
+                server=self.server,
+                chats=self.chats,
+                route=Route(session=name, group=run.name),
+                seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
+                errors=self._errors,
+                seconds=run.group.seconds,
+                prompts=self._prompts,
+                clock=clock,
+            )
+            if self._limit is not None:
+                await self._admit(self._limit, episode, problem)
+            await self._play(episode.environment, context)
+            with context.timed("reward"):
+                await self.rewards.judge(episode.environment, trajectory, problem.row, clock)
+            if episode.measures:
+                try:
+                    with context.timed("environment"):
+                        trajectory.metrics = await episode.metrics(trajectory)
+                except TrajectoryError as error:  # worth no trajectory
+                    await report("metrics_error", error)
+
+    async def _admit(self, limit: PromptLimit, episode: Episode, problem: Problem) -> None:
+        """Leave out a problem whose prompt is too long."""
+        messages, schemas = episode.problem, episode.toolbox.schemas
         try:
-            with waiting(problem.id, "environment"):
-                opened, toolbox = await call_user_code(
-                    self._open, problem, name=self._environment_name
-                )
-        except TurnwiseError as error:
-            raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
-        context = RolloutContext(
-            trajectory=trajectory,
-            engine=run.engine,
-            template=self.template,
-            tool_parser=self.tool_parser,
-            toolbox=toolbox,
-            rollout=self._config.rollout,
-            sampling=run.sampling,
-            max_length=self._config.model.max_length,
-            request_id=name,
-            row=problem.row,
-            problem=opened.problem,
-            server=self.server,
-            chats=self.chats,
-            route=Route(session=name, group=run.name),
-            seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
-            errors=self._errors,
-            seconds=run.group.seconds,
-            prompts=self._prompts,
-            clock=clock,
-        )
-        await self._play(opened.environment, context)
-        with context.timed("reward"):
-            await self.rewards.judge(opened.environment, trajectory, problem.row, clock)
+            length = await in_thread_if_long(
+                messages, lambda: limit.length(problem.id, messages, schemas)
+            )
+        except InputError as error:
+            raise TrajectoryError("template_refuses", str(error)) from error
+        limit.admit(problem.id, length)
 
     async def _play(self, environment: Environment, context: RolloutContext) -> None:
         """Run the loop, which may be user code."""
@@ -288,18 +372,6 @@ class Runner:
             raise
         except Exception as error:
             raise TrajectoryError("loop_error", await describe_user_error(error)) from error
-
-    def _open(self, problem: Problem) -> tuple[OpenEnvironment, Toolbox]:
-        """Build the environment of a problem's row, and its tools; runs user code."""
-        opened = open_environment(self._environment, problem.row, problem.id)
-        rollout = self._config.rollout
-        try:
-            toolbox = Toolbox(
-                opened.tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars
-            )
-        except InputError as error:
-            raise InputError(f"{problem.id}: {error}") from error
-        return opened, toolbox
 
 
 def _load_environment(config: Config) -> EnvironmentType:

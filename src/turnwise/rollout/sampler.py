@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.rollout.environment import EnvironmentType, Tool
+from turnwise.rollout.environment import EnvironmentType, ToolFunction
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, Row
 from turnwise.rollout.runner import GroupRun, Runner
@@ -48,7 +48,7 @@ class RolloutSampler:
         sampling_params: SamplingConfig | Mapping[str, object] | None = None,
         *,
         config: Config,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolFunction] = (),
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if tokenizer is None:
@@ -90,21 +90,16 @@ class RolloutSampler:
             for problem in self._problems
         ]
         self.groups = [run.group for run in runs]
-        tasks = [
-            asyncio.create_task(self._runner.run_one(run, index))
-            for run in runs
-            for index in range(self._sampling.n)
-        ]
-        by_problem = {group.problem_id: group for group in self.groups}
+        ready = asyncio.Queue[Trajectory | None]()
+        running = asyncio.gather(*(self._runner.complete(run, ready.put_nowait) for run in runs))
+        running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            for ready in asyncio.as_completed(tasks):
-                if (trajectory := await ready) is not None:
-                    by_problem[trajectory.problem_id].trajectories.append(trajectory)
-                    yield trajectory
+            while (trajectory := await ready.get()) is not None:
+                yield trajectory
+            await running
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         check_failures(self.groups, self._config.rollout.max_failed_fraction, "sampling")
 
 
@@ -119,13 +114,13 @@ def _sampling(
     return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})
 
 
-def _prompt_environment(tools: Sequence[Tool]) -> EnvironmentType:
+def _prompt_environment(tools: Sequence[ToolFunction]) -> EnvironmentType:
     """Return the environment type of prompts that are texts or messages."""
 
     class PromptEnvironment:
         def __init__(self, row: Row) -> None:
             self.problem: Sequence[Message] = row["problem"]
-            self.tools: Sequence[Tool] = list(tools)
+            self.tools: Sequence[ToolFunction] = list(tools)
 
         def reward(self, trajectory: Trajectory) -> float:
             return 0.0

@@ -1,4 +1,4 @@
-"""Tools: plain Python functions, sync or async, offered to the model and called safely.
+"""Tools: functions and `Tool` objects, sync or async, offered to the model and called safely.
 
 A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
 arguments, an exception and a missed deadline become a text for the model and an outcome to count.
@@ -12,20 +12,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from transformers.utils import get_json_schema
 
+from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, call_user_code
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.rollout.environment import Tool
+from turnwise.rollout.environment import Tool, ToolFunction
 
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _MAX_COUNTED = 1_000_000
 """Maximum number of characters of a result's JSON that are generated only to count them."""
+_MAX_MISTAKES = 5
+"""Maximum number of mistakes in a call's arguments that its error names."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -46,23 +50,32 @@ class ToolResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Signature:
+class _Callable:
+    """A tool as the toolbox calls it."""
+
     schema: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
-    arguments: type[BaseModel]
+    bind: Callable[[str], Callable[[], object]]
+    """Returns the call with its arguments, given as JSON; it or the call raises
+    `_ArgumentsError`."""
+
+
+class _ArgumentsError(Exception):
+    """Arguments that do not fit the tool; the message names each mistake."""
 
 
 class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        functions: Plain functions or bound methods. Type hints and a docstring with an `Args:`
-            section describe them to the model.
+        tools: Plain functions, bound methods, or `Tool` objects. A function's type hints and a
+            docstring with an `Args:` section describe it to the model.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
 
     Raises:
-        InputError: when an entry is no function, or an argument lacks a type hint or description.
+        InputError: when an entry is no tool, an argument lacks a type hint or description, or two
+            tools have one name.
 
     Example:
         toolbox = Toolbox([look_up], timeout=10.0, max_chars=4000)
@@ -70,44 +83,32 @@ class Toolbox:
         print(result.outcome, result.text)
     """
 
-    def __init__(self, functions: Sequence[Tool], *, timeout: float, max_chars: int) -> None:
-        for function in functions:
-            if not callable(function) or not hasattr(function, "__name__"):
-                raise InputError(
-                    f"a tool must be a function with type hints and a docstring, not "
-                    f"{repr(function)[:80]}"
-                )
-        self._functions = {function.__name__: function for function in functions}
-        self._signatures = {
-            name: _describe(getattr(function, "__func__", function))
-            for name, function in self._functions.items()
-        }
+    def __init__(
+        self, tools: Sequence[ToolFunction | Tool], *, timeout: float, max_chars: int
+    ) -> None:
+        self._tools: dict[str, _Callable] = {}
+        for tool in tools:
+            name, entry = _prepare(tool)
+            if name in self._tools:
+                raise InputError(f"two tools are named {name}")
+            self._tools[name] = entry
         self._timeout = timeout
         self._max_chars = max_chars
 
     @property
     def schemas(self) -> list[JsonObject]:
         """Descriptions of the tools in OpenAI's format, for the chat template."""
-        return [signature.schema for signature in self._signatures.values()]
+        return [tool.schema for tool in self._tools.values()]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         """Call a tool by name with its arguments as a JSON object.
 
         Returns its result; only cancellation and Turnwise's own errors are raised.
         """
-        if name not in self._functions:
-            names = ", ".join(self._functions) or "none"
+        if name not in self._tools:
+            names = ", ".join(self._tools) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
-        function, signature = self._functions[name], self._signatures[name]
-        try:
-            arguments = signature.arguments.model_validate_json(arguments_json)
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()
-            )
-            return self._failed(f"{name} cannot take these arguments: {problems}", "bad_arguments")
-        values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
         ends = time.monotonic() + self._timeout
 
         async def run(step: Callable[..., _T], *given: object) -> _T:
@@ -116,13 +117,15 @@ class Toolbox:
             return value
 
         try:
-            value = await run(partial(function, **values))
+            value = await run(self._tools[name].bind(arguments_json))
             if type(value) in _PLAIN:
                 text, left_out = _shown(value, self._max_chars)
             else:  # off the event loop: it may be long, and its __str__ may be user code
                 text, left_out = await run(_shown, value, self._max_chars)
         except DeadlineError:
             return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
+        except _ArgumentsError as error:
+            return self._failed(f"{name} cannot take these arguments: {error}", "bad_arguments")
         except Exception as error:
             message, unseen = await _message(error, self._max_chars)
             text = f"{name} failed: {type(error).__name__}: {message}"
@@ -141,6 +144,11 @@ class Toolbox:
         if left_out:
             text += f"\n[{left_out} more characters left out]"
         return ToolResult(text, outcome, error)
+
+
+def make_toolbox(tools: Sequence[ToolFunction | Tool], rollout: RolloutConfig) -> Toolbox:
+    """Return a toolbox with the configured limits."""
+    return Toolbox(tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
 
 
 def encodable(text: str) -> str:
@@ -192,8 +200,77 @@ def _rest(count: int) -> str:
     return str(count) if count > 0 else ""
 
 
+def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
+    """Return a tool's name, and the tool as the toolbox calls it."""
+    if isinstance(tool, Tool):
+        return tool.name, _with_schema(tool)
+    if not callable(tool) or not hasattr(tool, "__name__"):
+        raise InputError(
+            f"a tool must be a function with type hints and a docstring, or a turnwise.Tool, not "
+            f"{repr(tool)[:80]}"
+        )
+    schema, model = _describe(getattr(tool, "__func__", tool))
+
+    def bind(arguments_json: str) -> Callable[[], object]:
+        try:
+            arguments = model.model_validate_json(arguments_json)
+        except ValidationError as error:
+            raise _ArgumentsError(
+                "; ".join(
+                    f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
+                    for e in error.errors()
+                )
+            ) from None
+        values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
+        return partial(tool, **values)
+
+    return tool.__name__, _Callable(schema, bind)
+
+
+def _with_schema(tool: Tool) -> _Callable:
+    """Return a tool whose arguments are validated against its own JSON schema."""
+    import jsonschema  # a tenth of a second, and many runs have functions only
+
+    try:
+        kind = jsonschema.validators.validator_for(
+            tool.parameters, default=jsonschema.Draft202012Validator
+        )
+        kind.check_schema(tool.parameters)
+    except jsonschema.SchemaError as error:
+        raise InputError(
+            f"tool {tool.name}: its parameters are no JSON schema: {error.message}"
+        ) from error
+    validator = kind(tool.parameters)
+
+    def checked(arguments_json: str) -> object:
+        """Validate and call, in a thread: the schema is foreign, and may take its time."""
+        try:
+            arguments = json.loads(arguments_json)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise _ArgumentsError(f"arguments: not JSON ({reason})") from None
+        if not isinstance(arguments, dict):
+            raise _ArgumentsError("arguments: must be a JSON object")
+        mistakes = [
+            f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
+            for e in islice(validator.iter_errors(arguments), _MAX_MISTAKES)
+        ]
+        if mistakes:
+            raise _ArgumentsError("; ".join(mistakes))
+        return tool.call(arguments)
+
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+    }
+    schema = {"type": "function", "function": function}
+    return _Callable(schema, lambda arguments_json: partial(checked, arguments_json))
+
+
 @lru_cache(maxsize=1024)
-def _describe(function: Tool) -> _Signature:
+def _describe(function: ToolFunction) -> tuple[JsonObject, type[BaseModel]]:
+    """Return a function's description in OpenAI's format, and the model of its arguments."""
     name = function.__name__
     try:
         schema = get_json_schema(_without_self(function))
@@ -208,11 +285,11 @@ def _describe(function: Tool) -> _Signature:
         for key, p in inspect.signature(function).parameters.items()
         if key != "self"
     }
-    arguments = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
-    return _Signature(schema, arguments)
+    model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+    return schema, model
 
 
-def _without_self(function: Tool) -> Tool:
+def _without_self(function: ToolFunction) -> ToolFunction:
     """Return the function without `self`, for which `get_json_schema` would require a type."""
     signature = inspect.signature(function)
     parameters = [p for key, p in signature.parameters.items() if key != "self"]

@@ -198,12 +198,13 @@ async def evaluate(
 
             problems = await run_in_thread(lambda: _load_heldout(config, inputs))
         async with open_runtime(
-            config, problems, progress=display, environment=inputs.environment
+            config, problems[0], progress=display, environment=inputs.environment
         ) as runtime:
-            kept = runtime.within_prompt_limit(problems)
-            display.phase("evaluate", len(kept))
+            display.phase("evaluate", len(problems))
             run_group = runtime.group_runner(config.eval.sampling)
-            evaluation = await evaluate_problems(run_group, kept, config, on_group=display.advance)
+            evaluation = await evaluate_problems(
+                run_group, problems, config, on_group=display.advance
+            )
     write_jsonl(run_folder(config) / "eval.jsonl", evaluation.trajectories)
     return evaluation
 
@@ -230,18 +231,18 @@ async def rollout(
     logs.open_logs(config)
     with _display(config, console) as display:
         with display.part(_LOADING):
-            from turnwise.rollout.evaluation import run_groups
+            from turnwise.rollout.evaluation import run_groups, without_left_out
             from turnwise.rollout.group import check_failures
             from turnwise.run.runtime import open_runtime
 
             problems = await run_in_thread(lambda: _load_training(config, inputs))
         async with open_runtime(
-            config, problems, progress=display, environment=inputs.environment
+            config, problems[0], progress=display, environment=inputs.environment
         ) as runtime:
             display.phase("rollout", len(problems))
             run_group = runtime.group_runner(config.sampling)
-            kept = runtime.within_prompt_limit(problems)
-            groups = await run_groups(run_group, kept, "rollout", display.advance)
+            groups = await run_groups(run_group, problems, "rollout", display.advance)
+            groups = without_left_out(groups)
     trajectories = [t for group in groups for t in group.trajectories]
     if output is not None:
         write_jsonl(output, trajectories)
@@ -270,8 +271,8 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
 
 async def _attempt(
     config: Config,
-    problems: "list[Problem]",
-    heldout: "list[Problem]",
+    problems: "Sequence[Problem]",
+    heldout: "Sequence[Problem]",
     folder: "RunDir",
     display: "Display",
     resume: "Resume | None",
@@ -283,7 +284,7 @@ async def _attempt(
 
     async with open_runtime(
         config,
-        [*problems, *heldout],
+        problems[0],
         folder=folder.path,
         progress=display,
         environment=inputs.environment,
@@ -293,32 +294,36 @@ async def _attempt(
         return loop.exactness
 
 
-def _load_problems(config: Config, inputs: ProgramInputs) -> "tuple[list[Problem], list[Problem]]":
+def _load_problems(
+    config: Config, inputs: ProgramInputs
+) -> "tuple[Sequence[Problem], Sequence[Problem]]":
     """Return training problems, and held-out ones if there are any."""
     measured = inputs.eval_rows is not None or config.data.eval_path is not None
     heldout = _load_heldout(config, inputs) if measured else []
     return _load_training(config, inputs), heldout
 
 
-def _load_training(config: Config, inputs: ProgramInputs) -> "list[Problem]":
-    from turnwise.rollout.data import load_training, make_problems
+def _load_training(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
+    from turnwise.rollout.data import load_training
+    from turnwise.rollout.problems import Problems
 
     if inputs.rows is None:
         return load_training(config)
-    return make_problems("data", _checked(inputs.rows, "data")[: config.data.limit])
+    return Problems("data", _checked(inputs.rows, "data")[: config.data.limit])
 
 
-def _load_heldout(config: Config, inputs: ProgramInputs) -> "list[Problem]":
-    from turnwise.rollout.data import load_heldout, make_problems
+def _load_heldout(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
+    from turnwise.rollout.data import load_heldout
+    from turnwise.rollout.problems import Problems
 
     if inputs.eval_rows is None:
         return load_heldout(config)
     rows = _checked(inputs.eval_rows, "eval_data")
-    return make_problems("eval_data", rows[: config.data.eval_limit])
+    return Problems("eval_data", rows[: config.data.eval_limit])
 
 
-def _checked(rows: Sequence[JsonObject], name: str) -> list[JsonObject]:
-    """Return rows as dictionaries.
+def _checked(rows: Sequence[JsonObject], name: str) -> Sequence[JsonObject]:
+    """Return rows, checked to be dictionaries.
 
     Raises:
         InputError: when there are none, or one is not a mapping.

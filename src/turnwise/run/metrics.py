@@ -47,6 +47,8 @@ class StepMetrics:
     """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
     reward_parts: dict[str, float] | None = None
     """Mean of each part of the reward, by name, before weighting."""
+    env: dict[str, float] | None = None
+    """Mean of each number that the environments' `metrics` return, over those that return it."""
     trajectories: int = 0
     """Number of trajectories."""
     dropped: dict[str, int] | None = None
@@ -54,7 +56,8 @@ class StepMetrics:
     retried: dict[str, int] | None = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: dict[str, int] | None = None
-    """Groups that are not trained on, by reason: no_signal, failed, oversampled."""
+    """Groups that are not trained on, by reason: no_signal, failed, oversampled,
+    prompt_too_long."""
     statuses: dict[str, int] | None = None
     """Trajectories by final status."""
     events: dict[str, int] | None = None
@@ -157,13 +160,10 @@ class StepMetrics:
         """Add the metrics of a step's groups."""
         groups = batch.groups
         trajectories = [t for group in groups for t in group.trajectories]
-        parts: dict[str, list[float]] = {}
-        for trajectory in trajectories:
-            for name, value in trajectory.reward_parts.items():
-                parts.setdefault(name, []).append(value)
         sampled = sum(t.sampled_tokens for t in trajectories)
         self.reward_mean = mean([t.reward or 0.0 for t in trajectories])
-        self.reward_parts = {name: mean(values) for name, values in sorted(parts.items())}
+        self.reward_parts = _means([t.reward_parts for t in trajectories])
+        self.env = _means([t.metrics for t in trajectories]) or None
         self.trajectories = len(trajectories)
         self.dropped = _sorted(dropped)
         self.retried = _sorted(sum((group.retried for group in groups), Counter[str]()))
@@ -212,6 +212,15 @@ class StepMetrics:
 def mean(values: Sequence[float]) -> float:
     """Return the mean, or 0.0 for an empty sequence."""
     return sum(values) / len(values) if values else 0.0
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each number by its name, over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: mean(of_name) for name, of_name in sorted(values.items())}
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

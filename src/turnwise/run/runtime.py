@@ -5,10 +5,9 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ray.actor import ActorHandle as RayActor
@@ -53,12 +52,6 @@ class Runtime:
     """Runner that generates trajectories."""
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
-    left_out: frozenset[str] = frozenset()
-    """Ids of problems whose prompt is too long (data.max_prompt_tokens)."""
-
-    def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems whose prompt is not too long."""
-        return [problem for problem in problems if problem.id not in self.left_out]
 
     @property
     def generator(self) -> Generator:
@@ -77,7 +70,7 @@ class Runtime:
 @asynccontextmanager
 async def open_runtime(
     config: Config,
-    problems: Sequence[Problem],
+    first: Problem | None,
     *,
     folder: Path | None = None,
     progress: Progress = SILENT,
@@ -86,7 +79,8 @@ async def open_runtime(
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
     Args:
-        problems: Every problem of the run; each is checked once.
+        first: A problem of the run, which is checked before anything is started; None if the
+            problems are not known yet.
         folder: Run folder for training; None starts no trainer.
         progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
@@ -95,22 +89,18 @@ async def open_runtime(
         InputError: when anything that the user gave cannot be used; nothing is left running.
 
     Example:
-        async with open_runtime(config, problems) as runtime:
+        async with open_runtime(config, problems[0]) as runtime:
             run_group = runtime.group_runner(config.sampling)
             groups = await run_groups(run_group, problems, "rollout")
     """
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         training = folder is not None
-        runner = await run_in_thread(lambda: _make_runner(config, problems, environment, training))
+        runner = await run_in_thread(lambda: _make_runner(config, first, environment, training))
         scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
     async with AsyncExitStack() as stack:
-        rendering = f"rendering {count_of(len(problems), 'prompt')}"
-        prepare = partial(_prepare, runner, problems)
-        prepared = asyncio.ensure_future(
-            show_part(progress, rendering, lambda: run_in_thread(prepare))
-        )
-        stack.callback(prepared.cancel)
+        parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
+        stack.callback(parser.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=training)
         policy: TrainerGroup | None = None
@@ -136,7 +126,7 @@ async def open_runtime(
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             starting.create_task(start_rewards())
             starting.create_task(start_policy())
-            left_out = await asyncio.shield(prepared)
+            await asyncio.shield(parser)
         if config.rollout.loop == "agent":
             with progress.part(SERVER):
                 server = (await run_in_thread(import_server))(config, manager.scheduler, port=0)
@@ -148,30 +138,20 @@ async def open_runtime(
             stack.push_async_callback(chats.stop)
             await show_part(progress, CHATS, chats.start)
         async with watching_ray(config.ray_address):
-            yield Runtime(manager, runner, policy, left_out)
+            yield Runtime(manager, runner, policy)
 
 
 def _make_runner(
-    config: Config,
-    problems: Sequence[Problem],
-    environment: EnvironmentType | None,
-    training: bool,
+    config: Config, first: Problem | None, environment: EnvironmentType | None, training: bool
 ) -> Runner:
     """Make the runner, and check the first problem and the algorithm, to find most mistakes before
     anything is started. Imports and calls user code."""
     runner = Runner(config, load_tokenizer(config), environment)
-    runner.check(problems[:1])
+    if first is not None:
+        runner.check(first)
     if training:
         make_algorithm(config.algorithm)
     return runner
-
-
-def _prepare(runner: Runner, problems: Sequence[Problem]) -> frozenset[str]:
-    """Render every prompt and import vLLM's parsers, which takes seconds; return the ids of
-    problems that are left out."""
-    kept = {problem.id for problem in runner.within_prompt_limit(problems)}
-    _ = runner.tool_parser
-    return frozenset(problem.id for problem in problems) - kept
 
 
 def _hosts(config: Config, policy: TrainerGroup | None) -> Mapping[str, RayActor] | None:

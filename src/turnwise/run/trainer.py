@@ -40,7 +40,7 @@ class TrainingLoop:
         resume: Checkpoint to resume from; None starts a new run.
 
     Example:
-        async with open_runtime(config, problems, folder=folder.path) as runtime:
+        async with open_runtime(config, problems[0], folder=folder.path) as runtime:
             await TrainingLoop(config, runtime, problems, [], folder, SILENT).run()
     """
 
@@ -57,14 +57,14 @@ class TrainingLoop:
         assert runtime.policy is not None
         self._config = config
         self._policy = runtime.policy
-        self._heldout = runtime.within_prompt_limit(heldout)
+        self._heldout = heldout
         self._folder = folder
         self._progress = progress
         self._resume = resume
         self._producer = GroupProducer(
             config,
             runtime.group_runner(config.sampling),
-            ProblemStream(runtime.within_prompt_limit(problems), config.seed),
+            ProblemStream(problems, config.seed),
             lambda group: gives_signal(group, config),
             progress.advance,
         )

@@ -132,6 +132,8 @@ class MicroBatch:
     staleness_N: torch.Tensor
     """Optimizer steps from the weights that sampled a token to those at the start of the step."""
     advantages_N: torch.Tensor
+    turn_N: torch.Tensor
+    """Index of each token's turn in its trajectory."""
     sequence_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
     """Trained tokens of the whole trajectory, in whichever micro-batch its samples are."""
@@ -187,7 +189,8 @@ def make_micro_batch(
         positions,
         _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
         version - _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
-        spread([s.advantage for s in samples], torch.float32),
+        _picked([s.advantages_T for s in samples], samples, np.float32).to(device),
+        _picked([s.turns_T for s in samples], samples, np.int64).to(device),
         spread([numbers[s.sequence] for s in samples], torch.long),
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),

@@ -69,18 +69,31 @@ class TrainingObjective:
         coef = self._config.kl.coef
         if self._advantage.needs_values:
             assert batch.values_N is not None
-            rewards_N = torch.zeros_like(batch.advantages_N)
+            rewards_N = batch.advantages_N
             if penalties_N is not None:
-                rewards_N = -coef * penalties_N
-            batch.returns_N = torch.zeros_like(rewards_N)
+                rewards_N = rewards_N - coef * penalties_N
+            batch.advantages_N, batch.returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
             for span in batch.spans():
-                rewards_N[span.stop - 1] += batch.advantages_N[span.stop - 1]
-                batch.advantages_N[span], batch.returns_N[span] = self._advantage.of_tokens(
-                    rewards_N[span], batch.values_N[span]
+                batch.advantages_N[span], batch.returns_N[span] = self._of_time_steps(
+                    rewards_N[span], batch.values_N[span], batch.turn_N[span]
                 )
         elif penalties_N is not None and penalties_N.any():
             for span in batch.spans():
                 batch.advantages_N[span] -= reward_penalty(penalties_N[span], coef)
+
+    def _of_time_steps(
+        self, rewards_T: torch.Tensor, values_T: torch.Tensor, turn_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the advantages and returns of one sequence's tokens."""
+        if self._advantage.level == "token":
+            return self._advantage.of_tokens(rewards_T, values_T)
+        _, step_T, lengths_K = torch.unique_consecutive(
+            turn_T, return_inverse=True, return_counts=True
+        )
+        rewards_K = rewards_T.new_zeros(len(lengths_K)).index_add(0, step_T, rewards_T)
+        values_K = values_T[lengths_K.cumsum(0) - lengths_K]
+        advantages_K, returns_K = self._advantage.of_tokens(rewards_K, values_K)
+        return advantages_K[step_T], returns_K[step_T]
 
     def _normalise(self, batches: Sequence[MicroBatch]) -> None:
         """Bring advantages to mean 0 and deviation 1 over all ranks."""

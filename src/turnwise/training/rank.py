@@ -230,7 +230,7 @@ class TrainerRank:
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
         none = torch.zeros(0)
-        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, 1, 0)
+        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, none, 1, 0)
         with torch.no_grad():
             expected, _ = self._models.score("policy", canary, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))

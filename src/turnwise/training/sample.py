@@ -25,8 +25,11 @@ class Sample:
     """The engine's log-probs; 0.0 where the mask is False."""
     weight_versions_T: npt.NDArray[np.int64]
     """Weight version that sampled each token; -1 where the mask is False."""
-    advantage: float
-    """Advantage of the trajectory; with a value model its reward."""
+    advantages_T: npt.NDArray[np.float32]
+    """Advantage of each trained token; with a value model its reward. 0.0 where the mask is
+    False."""
+    turns_T: npt.NDArray[np.int64]
+    """Index of the turn of each trained token; -1 where the mask is False."""
     sequence: int
     """Number of the sequence; samples of one sequence share one ratio and one correction if
     those are per sequence."""
@@ -47,14 +50,20 @@ class Sample:
         response_mask: Sequence[int],
         logprobs: Sequence[float],
         weight_versions: Sequence[int],
-        advantage: float,
+        advantage: float | Sequence[float],
         sequence: int,
         pair_id: int | None = None,
         trajectory: int | None = None,
         counted_only: bool = False,
+        turns: Sequence[int] | None = None,
     ) -> "Sample":
         """Make a sample of plain lists of one length; by default each sequence is a pair and a
-        trajectory by itself."""
+        trajectory by itself.
+
+        Args:
+            advantage: Of all tokens, or of each.
+            turns: Index of each token's turn; None makes all one turn.
+        """
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
@@ -65,7 +74,8 @@ class Sample:
             mask,
             np.asarray(logprobs, dtype=np.float32),
             np.asarray(weight_versions, dtype=np.int64),
-            advantage,
+            np.where(mask, np.asarray(advantage, dtype=np.float32), np.float32(0.0)),
+            np.where(mask, np.asarray(0 if turns is None else turns, dtype=np.int64), -1),
             sequence,
             pair_id,
             pair_id if trajectory is None else trajectory,
@@ -76,6 +86,11 @@ class Sample:
     def length(self) -> int:
         """Number of tokens, T."""
         return len(self.token_ids_T)
+
+    @property
+    def advantage(self) -> float:
+        """Mean advantage of the trained tokens; 0 without any."""
+        return float(self.advantages_T.sum() / max(1, self.trained))
 
     @property
     def trained(self) -> int:

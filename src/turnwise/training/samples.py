@@ -20,15 +20,18 @@ from turnwise.training.algorithms import (
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
+TurnAdvantages = float | list[float]
+"""Advantage of a trajectory, or of each of its turns."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
     """One group and the advantages of its trajectories."""
 
     group: Group
-    advantage_by_index: dict[int, float]
-    """Advantage of each trajectory that is trained, by its index in the group; with a value model
-    its reward. Empty where the group gives no sample."""
+    advantage_by_index: dict[int, TurnAdvantages]
+    """Advantage of each trajectory that is trained, or of each of its turns, by its index in the
+    group; with a value model its reward. Empty where the group gives no sample."""
     untrained: str = ""
     """Reason why the group's advantages are not trained on, or "": `stale_group` (too old),
     `alone` (nothing to compare with), `no_signal` (all advantages are 0)."""
@@ -96,13 +99,15 @@ def compute_advantages(
     rewards = [_rewards(group, config) for group in fresh]
     if algorithm.loss.needs_pairs:
         by_index = [_pair_advantages(group) for group in rewards]
+    elif algorithm.advantage.per_turn:
+        by_index = [_of_turns(group, config, algorithm) for group in fresh]
     else:
         by_index = _advantages(rewards, config, algorithm)
     result = [GroupAdvantages(group, {}, "stale_group") for group in stale]
     for group, advantages in zip(fresh, by_index, strict=True):
         if advantages is None:
             reason = "alone" if len(group.trajectories) < 2 else "no_signal"
-        elif algorithm.advantage.needs_values or any(advantages.values()) or not advantages:
+        elif algorithm.advantage.needs_values or not advantages or _any(advantages.values()):
             reason = ""  # with a value model these are rewards, and any reward is informative
         else:
             reason = "no_signal"
@@ -110,7 +115,37 @@ def compute_advantages(
     return result
 
 
-def _pair_advantages(rewards: Sequence[float]) -> dict[int, float] | None:
+def _any(advantages: Iterable[TurnAdvantages]) -> bool:
+    """Return whether an advantage is not 0."""
+    return any(any(a) if isinstance(a, list) else a for a in advantages)
+
+
+def _of_turns(
+    group: Group, config: Config, algorithm: Algorithm
+) -> dict[int, TurnAdvantages] | None:
+    """Return the advantages of a group's turns by index, or None if it is not trained."""
+    rewards = [_rewards_by_turn(trajectory, config) for trajectory in group.trajectories]
+    advantages = algorithm.advantage.of_turns(rewards)
+    if advantages is None:
+        return None
+    found, turns = [len(a) for a in advantages], [len(r) for r in rewards]
+    if found != turns:
+        raise InputError(
+            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
+            f"for trajectories of {turns} turns"
+        )
+    return dict(enumerate(advantages))
+
+
+def _rewards_by_turn(trajectory: Trajectory, config: Config) -> list[float]:
+    """Return the reward of each turn; the last one's includes that of the whole trajectory."""
+    turns = list(trajectory.turn_rewards) or [0.0] * len(trajectory.turns)
+    total = (trajectory.reward or 0.0) + _overlong(trajectory, config)
+    turns[-1] += total - sum(turns)
+    return turns
+
+
+def _pair_advantages(rewards: Sequence[float]) -> dict[int, TurnAdvantages] | None:
     """Return 1 for the chosen trajectory and -1 for the rejected one, or None without a pair."""
     pair = choose_pairs(rewards)
     return None if pair is None else {pair[0]: 1.0, pair[1]: -1.0}
@@ -118,7 +153,7 @@ def _pair_advantages(rewards: Sequence[float]) -> dict[int, float] | None:
 
 def _advantages(
     rewards: Sequence[Sequence[float]], config: Config, algorithm: Algorithm
-) -> list[dict[int, float] | None]:
+) -> list[dict[int, TurnAdvantages] | None]:
     """Return each group's advantages by index, or None if a group is not trained."""
     advantages = algorithm.advantage.of_groups(rewards)
     sizes = [len(group) for group in rewards]
@@ -165,7 +200,14 @@ def samples_of(
             counted_only = scored.untrained == "no_signal" and not config.algorithm.kl.coef
             for index, trajectory in enumerate(group.trajectories):
                 advantage = scored.advantage_by_index[index]
-                _add(batch, trajectory, advantage, oldest, counted_only=counted_only)
+                _add(
+                    batch,
+                    trajectory,
+                    advantage,
+                    oldest,
+                    counted_only=counted_only,
+                    as_reward=algorithm.advantage.needs_values,
+                )
     batch.samples = [sample for sample in batch.samples if sample.trained]
     if all(sample.counted_only for sample in batch.samples):
         batch.samples = []
@@ -173,7 +215,7 @@ def samples_of(
 
 
 def _add_pair(
-    batch: SampleBatch, group: Group, advantage_by_index: dict[int, float], oldest: int
+    batch: SampleBatch, group: Group, advantage_by_index: dict[int, TurnAdvantages], oldest: int
 ) -> None:
     """Add the chosen trajectory and the rejected one; half a pair is dropped."""
     if not all(_fresh(group.trajectories[index], oldest) for index in advantage_by_index):
@@ -183,20 +225,26 @@ def _add_pair(
     unpaired = (t for i, t in enumerate(group.trajectories) if i not in advantage_by_index)
     batch.drop(unpaired, "unpaired")
     pair_id = len(batch.samples)
-    for index in sorted(advantage_by_index, key=lambda index: -advantage_by_index[index]):
+    for index in sorted(advantage_by_index, key=advantage_by_index.__getitem__, reverse=True):
         _add(batch, group.trajectories[index], advantage_by_index[index], oldest, pair_id)
 
 
 def _add(
     batch: SampleBatch,
     trajectory: Trajectory,
-    advantage: float,
+    advantage: TurnAdvantages,
     oldest: int,
     pair_id: int | None = None,
     *,
     counted_only: bool = False,
+    as_reward: bool = False,
 ) -> None:
-    """Add the branches of one trajectory, with tokens of versions before `oldest` masked."""
+    """Add the branches of one trajectory, with tokens of versions before `oldest` masked.
+
+    Args:
+        as_reward: Whether the advantage is a reward, for a value model: the share of each turn is
+            at its last token, and the rest at the last token of each branch.
+    """
     branches = trajectory.samples()
     masked = [_without_stale(branch, oldest) for branch in branches]
     if counted_only:
@@ -215,13 +263,36 @@ def _add(
                 branch.response_mask,
                 branch.logprobs,
                 branch.weight_versions,
-                advantage,
+                _token_rewards(branch, trajectory, advantage)
+                if as_reward
+                else _token_advantages(branch, advantage),
                 sequence=sequence,
                 pair_id=pair_id,
                 trajectory=first if pair_id is None else pair_id,
                 counted_only=counted_only,
+                turns=branch.turns,
             )
         )
+
+
+def _token_advantages(branch: Branch, advantage: TurnAdvantages) -> float | list[float]:
+    """Return the advantage of each token of a branch."""
+    if not isinstance(advantage, list):
+        return advantage
+    return [0.0 if turn < 0 else advantage[turn] for turn in branch.turns]
+
+
+def _token_rewards(branch: Branch, trajectory: Trajectory, reward: TurnAdvantages) -> list[float]:
+    """Return the reward of each token of a branch."""
+    assert not isinstance(reward, list)
+    rewards = [0.0] * len(branch.token_ids)
+    last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
+    for turn, share in enumerate(trajectory.turn_rewards):
+        if turn in last:
+            rewards[last[turn]] += share
+    if last:
+        rewards[max(last.values())] += reward - sum(trajectory.turn_rewards)
+    return rewards
 
 
 def _trained(branches: Sequence[Branch]) -> int:

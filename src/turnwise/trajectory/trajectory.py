@@ -103,6 +103,8 @@ class Branch:
     """The engine's log-probs; 0.0 where the response mask is 0."""
     weight_versions: list[int]
     """-1 where the response mask is 0."""
+    turns: list[int] = field(default_factory=list)
+    """Index of the turn that sampled each token; -1 where the response mask is 0."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,11 @@ class Trajectory:
     """Number of occurrences by kind: tool_call, tool_unknown, tool_error, tool_timeout ..."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Share of the reward that each turn earned, one for each turn; empty if no reward was given
+    for a turn. The rest of the reward was earned at the end."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the environment reported, by name."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 
@@ -267,6 +274,7 @@ class Trajectory:
             branch.logprobs.extend(turn.logprobs[known:sampled])
             branch.weight_versions.extend([-1] * unsampled)
             branch.weight_versions.extend(turn.weight_versions[known:sampled])
+            branch.turns.extend([-1] * unsampled + [index] * (sampled - known))
             trained[index] = max(trained.get(index, 0), sampled)
         return branch
 

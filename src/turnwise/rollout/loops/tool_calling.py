@@ -1,4 +1,7 @@
-"""The default loop: the model answers, its tool calls run together, and it reads the results."""
+"""The default loop: the model answers, its tool calls run together, and it reads the results.
+
+A turn without a call goes to the environment's `step`; its answer continues the conversation.
+"""
 
 import asyncio
 import json
@@ -15,7 +18,10 @@ MALFORMED = "Error: the tool call cannot be read; write one JSON object with nam
 
 
 class ToolCallingLoop:
-    """Alternates between the model's turns and tool results until a turn calls no tool.
+    """Alternates between the model's turns and the results of its tool calls.
+
+    It ends at a turn without a call that the environment's `step` does not answer, or when the
+    environment is `done`.
 
     Example:
         rollout:
@@ -33,20 +39,34 @@ class ToolCallingLoop:
             if completion is None:
                 return
             parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
-            trajectory.messages.append(_assistant_message(parsed, turn))
+            answer = _assistant_message(parsed, turn)
+            trajectory.messages.append(answer)
             if completion.finish_reason == "length":
                 trajectory.status = "length"
                 return
-            if not parsed.calls and not parsed.malformed:
+            replies = await _reply(parsed, answer, context, turn)
+            if replies is None:
                 trajectory.status = "completed"
                 return
+            trajectory.messages += replies
             if turn + 1 < context.rollout.max_turns:
-                results = await answer_calls(parsed, context, turn)
-                trajectory.messages += results
                 prompt = await context.next_prompt(
-                    prompt, completion.token_ids, results, tools=tools
+                    prompt, completion.token_ids, replies, tools=tools
                 )
         trajectory.status = "max_turns"
+
+
+async def _reply(
+    parsed: ParsedText, answer: Message, context: RolloutContext, turn: int
+) -> list[Message] | None:
+    """Return what the model reads next; None ends the trajectory."""
+    if parsed.calls or parsed.malformed:
+        results = await answer_calls(parsed, context, turn)
+        if await context.episode.done():
+            context.trajectory.messages += results
+            return None
+        return results
+    return await context.step(answer)
 
 
 async def answer_calls(

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -27,10 +27,10 @@ class ValueModel:
 class Advantage:
     """Base class of advantage estimators.
 
-    Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; with
-    a value model, also `of_tokens` and `value_loss`. Select it in the configuration with
-    `algorithm.advantage.name: package.module:Class`; all keys except `name` are passed to its
-    constructor.
+    Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
+    with `per_turn`, `of_turns`; with a value model, also `of_tokens` and `value_loss`. Select it in
+    the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
+    are passed to its constructor.
 
     Example:
         class Best(Advantage):
@@ -43,6 +43,10 @@ class Advantage:
 
     value_model: ValueModel | None = None
     """Value model that `of_tokens` needs; None: advantages come from rewards alone."""
+    per_turn: ClassVar[bool] = False
+    """Whether turns have advantages of their own, from `of_turns`, instead of trajectories."""
+    level: Literal["token", "turn"] = "token"
+    """Time steps of `of_tokens`: trained tokens, or turns."""
     normalise: ClassVar[bool] = False
     """Whether to normalise token advantages to mean 0 and standard deviation 1 over the batch;
     applies only with a value model."""
@@ -64,17 +68,30 @@ class Advantage:
         """
         return [self.of_group(group) for group in rewards]
 
+    def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        """Return the advantage of each turn of each trajectory of one group, or None to train none.
+
+        Called instead of `of_groups` if `per_turn` is set.
+
+        Args:
+            rewards: Reward of each turn of each trajectory; the last turn's includes the reward
+                of the whole trajectory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sets per_turn and defines no of_turns")
+
     def of_tokens(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the advantages and returns, [T] each, of one sequence's trained tokens.
+        """Return the advantages and returns, [T] each, of one sequence's time steps.
 
-        Called with a value model only.
+        Called with a value model only. A time step is a trained token or, with `level` turn, a
+        turn, whose advantage and return all of its tokens get.
 
         Args:
-            rewards_T: Reward of each token: the KL penalty if it is part of the reward, plus, at
-                the last token, the value that `of_groups` returned for the trajectory.
-            values_T: The value model's estimates from before the step.
+            rewards_T: Reward of each time step: the KL penalty if it is part of the reward, the
+                turn's reward at its last token, and at the end the rest of the value that
+                `of_groups` returned for the trajectory.
+            values_T: The value model's estimates from before the step, at a turn's first token.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_tokens")
 

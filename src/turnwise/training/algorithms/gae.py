@@ -10,6 +10,8 @@ Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantag
 (arXiv 1506.02438), eq. 16; "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 11 and
 12. The clipped value loss is not in the papers but in their authors' implementation. Differences:
 time steps are the trained tokens of a branch only, so tool results between them are not discounted.
+With `level: turn` they are its turns, as in turn-level PPO (Zeng et al., arXiv 2505.11821v2): the
+value of a turn is that of its first token, and all of its tokens get its advantage and its return.
 Advantages are normalised by the population standard deviation (divided by the number of tokens, not
 by one less).
 """
@@ -32,6 +34,7 @@ class GaeAdvantage(Advantage):
 
     def __init__(self, advantage: Gae) -> None:
         self._config = advantage
+        self.level = advantage.level
         self.value_model = ValueModel(
             advantage.model, advantage.learning_rate, advantage.warmup_steps
         )

@@ -16,11 +16,13 @@ from turnwise.config import (
     Gae,
     Grpo,
     Gspo,
+    MtGrpo,
     OwnAdvantage,
     OwnLoss,
     PpoClip,
     ReinforcePP,
     Rloo,
+    TurnReturns,
 )
 from turnwise.errors import InputError, describe_error
 from turnwise.training.algorithms.advantage import Advantage
@@ -31,9 +33,11 @@ from turnwise.training.algorithms.gae import GaeAdvantage
 from turnwise.training.algorithms.grpo import GrpoAdvantage
 from turnwise.training.algorithms.gspo import GspoLoss
 from turnwise.training.algorithms.loss import Loss
+from turnwise.training.algorithms.mt_grpo import MtGrpoAdvantage
 from turnwise.training.algorithms.ppo_clip import PpoClipLoss
 from turnwise.training.algorithms.reinforce_pp import ReinforcePPAdvantage
 from turnwise.training.algorithms.rloo import RlooAdvantage
+from turnwise.training.algorithms.turn_returns import TurnReturnsAdvantage
 from turnwise.training.tokens import TokenLoss, Tokens
 
 ADVANTAGES: dict[str, Callable[..., Advantage]] = {
@@ -41,6 +45,8 @@ ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "dr_grpo": DrGrpoAdvantage,
     "rloo": RlooAdvantage,
     "reinforce_pp": ReinforcePPAdvantage,
+    "turn_returns": TurnReturnsAdvantage,
+    "mt_grpo": MtGrpoAdvantage,
     "gae": GaeAdvantage,
 }
 """Classes behind the short names of `algorithm.advantage.name`; each takes its section."""
@@ -52,7 +58,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 """Classes behind the short names of `algorithm.loss.name`; each takes its section."""
 
-AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePP | Gae | OwnAdvantage
+AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePP | TurnReturns | MtGrpo | Gae | OwnAdvantage
 LossConfig = PpoClip | Gspo | Cispo | Dpo | OwnLoss
 _Kind = TypeVar("_Kind", Advantage, Loss)
 
@@ -77,6 +83,11 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         raise InputError(
             f"algorithm.loss {config.loss.name} compares trajectories and cannot use the "
             f"value model of algorithm.advantage {config.advantage.name}"
+        )
+    if loss.needs_pairs and advantage.per_turn:
+        raise InputError(
+            f"algorithm.loss {config.loss.name} compares trajectories and cannot use the turns' "
+            f"advantages of algorithm.advantage {config.advantage.name}"
         )
     if loss.needs_pairs and config.correction.name != "none":
         raise InputError(

@@ -1,0 +1,243 @@
+"""An episode: one environment from its making to its close, all of it outside the event loop.
+
+    build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
+
+Each call has the deadline `rollout.environment_timeout`. A failed one is a `TrajectoryError` of the
+episode's trajectory; a failed `close` is only counted.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turnwise.config import RolloutConfig
+from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.deadlines import StallClock
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.watchdog import waiting
+from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
+from turnwise.rollout.environment import EnvironmentType, Tool, ToolFunction, Toolset
+from turnwise.rollout.problems import Problem
+from turnwise.rollout.reading import (
+    finite_number,
+    naming_row,
+    own_method,
+    read_messages,
+    read_problem,
+    read_tools,
+)
+from turnwise.rollout.tools import make_toolbox
+from turnwise.trajectory import Message, Trajectory
+
+Report = Callable[[str, Exception], Awaitable[None]]
+"""Receives the reason and the error of a call whose failure does not end the trajectory."""
+
+
+class Episode:
+    """One environment in use; `playing` opens and closes it.
+
+    Example:
+        async with playing(Weather, problem, config.rollout) as episode:
+            print(episode.problem, episode.toolbox.schemas)
+            reply = await episode.step({"role": "assistant", "content": "sunny"})
+    """
+
+    def __init__(self, factory: EnvironmentType, problem: Problem, rollout: RolloutConfig) -> None:
+        self.environment: Any = None
+        """The user's environment; None until it is built."""
+        self.problem: list[Message] = []
+        """The messages that the model answers."""
+        self.toolbox = make_toolbox([], rollout)
+        """The environment's tools."""
+        self._factory = factory
+        self._row = problem.row
+        self._where = problem.id
+        self._rollout = rollout
+        self._tools: list[ToolFunction | Tool] = []
+        self._toolsets: list[Toolset] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the environment's class."""
+        return type(self.environment).__name__
+
+    async def open(self) -> None:
+        """Build the environment, set it up, and read its problem and tools.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`, naming the row.
+        """
+        await self._call("the environment", self._begin)
+        if not self.problem:  # its `setup` is async
+            await self._call("the environment", self._read)
+        if self._toolsets:
+            await self._open_toolsets()
+
+    def _begin(self) -> Awaitable[object] | None:
+        """Build and read the environment; an async `setup` is returned, to be awaited before."""
+        with naming_row(self._where, self._row):
+            self.environment = self._factory(self._row)
+            setup = own_method(self.environment, "setup")
+            opening = None if setup is None else setup()
+        if inspect.isawaitable(opening):
+            return opening
+        self._read()
+        return None
+
+    def _read(self) -> None:
+        with naming_row(self._where, self._row):
+            self.problem = read_problem(self.environment)
+            self._tools, self._toolsets = read_tools(self.environment)
+            if not self._toolsets:
+                self.toolbox = make_toolbox(self._tools, self._rollout)
+
+    async def _open_toolsets(self) -> None:
+        async with task_group() as tasks:
+            opening = [
+                tasks.create_task(self._call(f"{type(toolset).__name__}.open", toolset.open))
+                for toolset in self._toolsets
+            ]
+        tools = [*self._tools, *(tool for opened in opening for tool in opened.result())]
+
+        def fill() -> None:
+            with naming_row(self._where, self._row):
+                self.toolbox = make_toolbox(tools, self._rollout)
+
+        await self._call("the environment", fill)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the environment answers turns that call no tool."""
+        return own_method(self.environment, "step") is not None
+
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`.
+        """
+        if not self.steps:
+            return None
+        reply = await self._call("step", self.environment.step, message)
+        if reply is None or isinstance(reply, str):
+            return None if reply is None else [{"role": "user", "content": reply}]
+
+        def read() -> list[Message]:
+            with naming_row(self._where, self._row):
+                return read_messages(reply, f"{self.name}.step")
+
+        messages: list[Message] = await self._call("step", read)
+        return messages
+
+    async def done(self) -> bool:
+        """Return whether the environment has ended the trajectory."""
+        if not isinstance(getattr(type(self.environment), "done", None), property):
+            return bool(getattr(self.environment, "done", False))
+        return bool(await self._call("done", lambda: self.environment.done))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the environment has metrics of its own."""
+        return own_method(self.environment, "metrics") is not None
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the environment's metrics of a finished trajectory.
+
+        Raises:
+            TrajectoryError: `environment_error`, also for a value that is no finite number.
+        """
+        if not self.measures:
+            return {}
+        values = await self._call("metrics", self.environment.metrics, trajectory)
+        numbers: dict[str, float] = await self._call("metrics", self._numbers, values)
+        return numbers
+
+    def _numbers(self, values: object) -> dict[str, float]:
+        if not isinstance(values, Mapping):
+            raise self._failed(f"{self.name}.metrics must return a dictionary, not {values!r:.80}")
+        numbers = {str(name): finite_number(value) for name, value in values.items()}
+        for name, number in numbers.items():
+            if number is None:
+                raise self._failed(f"{self.name}.metrics: {name} must be a finite number")
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    @property
+    def closes(self) -> list[Callable[[], object]]:
+        """Methods that close what is open."""
+        own = own_method(self.environment, "close")
+        return [*([own] if own else []), *(toolset.close for toolset in self._toolsets)]
+
+    async def close(self, report: Report) -> None:
+        """Close the environment and its toolsets together; failures are only reported."""
+
+        async def one(close: Callable[[], object]) -> None:
+            try:
+                await self._call("close", close)
+            except TrajectoryError as error:
+                await report("close_error", error)
+
+        await asyncio.gather(*map(one, self.closes))
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+        name = f"{what} of {self._where}"
+        try:
+            return await call_user_code(
+                function, *arguments, name=name, seconds=self._rollout.environment_timeout
+            )
+        except TrajectoryError:
+            raise
+        except DeadlineError as error:
+            raise TrajectoryError(
+                "environment_timeout", f"{error} (rollout.environment_timeout)"
+            ) from None
+        except TurnwiseError as error:
+            raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
+        except Exception as error:
+            described = await describe_user_error(error)
+            raise self._failed(f"{what} failed: {described}") from error
+
+    def _failed(self, message: str) -> TrajectoryError:
+        return TrajectoryError("environment_error", f"{self._where}: {message}")
+
+
+@asynccontextmanager
+async def playing(
+    factory: EnvironmentType,
+    problem: Problem,
+    rollout: RolloutConfig,
+    clock: StallClock,
+    report: Report,
+) -> AsyncIterator[Episode]:
+    """Open an episode for the length of an `async with` block; it is always closed.
+
+    Args:
+        clock: The trajectory's clock, held while the environment opens and closes.
+        report: Receives a failed `close`.
+
+    Raises:
+        TrajectoryError: as `Episode.open` does.
+    """
+    episode = Episode(factory, problem, rollout)
+    try:
+        with waiting(problem.id, "environment"), clock.held():
+            await episode.open()
+        yield episode
+    finally:
+        if episode.closes:
+            with clock.held():
+                await _uncancelled(asyncio.ensure_future(episode.close(report)))
+
+
+async def _uncancelled(task: "asyncio.Future[None]") -> None:
+    """Wait for a task that this one's cancellation must not end."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled and is_cancelled():
+        raise asyncio.CancelledError
+    task.result()

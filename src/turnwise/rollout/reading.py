@@ -1,0 +1,213 @@
+"""Reading and checking what an environment offers: its problem, tools, methods and numbers.
+
+Environments are user code of any class; mistakes become one sentence that names the row.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, SupportsFloat, SupportsIndex, TypeGuard
+
+from turnwise.errors import InputError, describe_error, ordinary_error, where_in_user_code
+from turnwise.rollout.environment import (
+    Environment,
+    EnvironmentType,
+    Tool,
+    ToolFunction,
+    Toolset,
+)
+from turnwise.rollout.problems import Row
+from turnwise.trajectory import Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvironment:
+    """An environment without its `setup`, with its problem and tools."""
+
+    environment: Any
+    problem: list[Message]
+    tools: list[ToolFunction | Tool]
+
+
+def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment:
+    """Build an environment and read its problem and tools, without `setup`; runs user code.
+
+    Args:
+        where: Name of the row, for errors.
+
+    Raises:
+        InputError: naming `where`, and either the error with its line of the user's code, or the
+            invalid attribute and its allowed values.
+    """
+    with naming_row(where, row):
+        environment = factory(row)
+        tools, _ = read_tools(environment)
+        return OpenEnvironment(environment, read_problem(environment), tools)
+
+
+@contextmanager
+def naming_row(where: str, row: Row) -> Iterator[None]:
+    """Turn an error of an environment's code into one sentence that names its row."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except BaseException as error:  # SystemExit too
+        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
+            place = where_in_user_code(error)
+            raise InputError(
+                f"{where} has no field {error}; it has: {', '.join(map(str, row))}"
+                + (f" ({place})" if place else "")
+            ) from error
+        failure = ordinary_error(error)
+        raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
+
+
+def own_method(environment: object, name: str) -> Callable[..., Any] | None:
+    """Return a method that an environment, or its class, defines; None for `Environment`'s own."""
+    method: Callable[..., Any] | None = getattr(environment, name, None)
+    default = getattr(Environment, name)
+    if not callable(method) or _plain(method) is _plain(default):
+        return None
+    return method
+
+
+def _plain(method: object) -> object:
+    return getattr(method, "__func__", method)
+
+
+def read_problem(environment: object) -> list[Message]:
+    """Return an environment's problem as messages.
+
+    Raises:
+        InputError: when it is neither a string nor a list of messages.
+    """
+    return read_messages(
+        _attribute(environment, "problem"), f"{type(environment).__name__}.problem"
+    )
+
+
+def read_messages(value: object, what: str) -> list[Message]:
+    """Return a text or messages of user code as messages.
+
+    Args:
+        what: Name of the value, for errors.
+
+    Raises:
+        InputError: when it is neither, or holds an image.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if is_list(value) and value:
+        messages = [dict(message) for message in value if _is_message(message)]
+        if len(messages) == len(value):
+            for message in messages:
+                _check_text_only(message, what)
+            return messages
+    raise InputError(
+        f'{what} must be a string, or a list of messages such as {{"role": "user", '
+        f'"content": "..."}}, not {repr(value)[:80]}'
+    )
+
+
+def _check_text_only(message: Message, what: str) -> None:
+    content = message.get("content")
+    if not is_list(content):
+        return
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in (None, "text"):
+            raise InputError(f"{what} has a part of type {kind}; only text is supported")
+
+
+def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
+    """Return an environment's tools, and its toolsets, which are not open yet.
+
+    Raises:
+        InputError: when `tools` holds anything else, or one name twice.
+    """
+    name = type(environment).__name__
+    given = _attribute(environment, "tools")
+    if given is None:
+        return [], []
+    if not is_list(given):
+        raise InputError(f"{name}.tools must be a list of functions, not {repr(given)[:80]}")
+    toolsets = [tool for tool in given if _is_toolset(tool)]
+    tools = [_checked_tool(tool, environment) for tool in given if not _is_toolset(tool)]
+    names = [tool.name if isinstance(tool, Tool) else tool.__name__ for tool in tools]
+    for tool_name in names:
+        if names.count(tool_name) > 1:
+            raise InputError(f"{name}.tools has two functions named {tool_name}")
+    return tools, toolsets
+
+
+def _is_toolset(tool: object) -> TypeGuard[Toolset]:
+    return not isinstance(tool, type) and all(
+        callable(getattr(tool, name, None)) for name in ("open", "close")
+    )
+
+
+def _checked_tool(tool: object, environment: object) -> ToolFunction | Tool:
+    """Return a function with a name, by which the model calls it, or a tool with a schema."""
+    owner = type(environment).__name__
+    if isinstance(tool, Tool):
+        return tool
+    if isinstance(tool, Mapping):
+        return _described_tool(tool, environment, owner)
+    if callable(tool) and isinstance(getattr(tool, "__name__", None), str):
+        return tool
+    raise InputError(
+        f"a tool in {owner}.tools must be a function or method with type hints and a docstring, a "
+        f"turnwise.Tool, a toolset, or a description in OpenAI's format, not {repr(tool)[:80]}"
+    )
+
+
+def _described_tool(tool: Mapping[str, Any], environment: object, owner: str) -> Tool:
+    """Return a tool that `call_tool` runs, from its description in OpenAI's format."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise InputError(
+            f'a description in {owner}.tools must be {{"type": "function", "function": {{"name": '
+            f"...}}}}, not {repr(tool)[:80]}"
+        )
+    call = own_method(environment, "call_tool")
+    if call is None:
+        raise InputError(
+            f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) must run: "
+            "define that method"
+        )
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(name, str(function.get("description", "")), parameters, partial(call, name))
+
+
+def _attribute(environment: object, name: str) -> object:
+    """Return an attribute, None if it is missing; an error inside a property is raised."""
+    try:
+        return getattr(environment, name)
+    except AttributeError as error:
+        if error.obj is environment and error.name == name:
+            return None
+        raise
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    """Return whether a value is a sequence other than text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_message(value: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def finite_number(value: object) -> float | None:
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; None if it is not
+    finite, or no number."""
+    number = math.nan
+    if isinstance(value, SupportsFloat | SupportsIndex):  # not text, which float() would read
+        # An integer may be too large for a float; a tensor of many raises RuntimeError.
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,123 @@
+"""Advantages of turns: credit goes to the turn that earned it, and from there backwards."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
+from turnwise.errors import InputError
+from turnwise.rollout import Group
+from turnwise.training.algorithms import make_advantage, make_algorithm
+from turnwise.training.algorithms.gae import gae
+from turnwise.training.algorithms.turn_returns import normalised_by_turn, turn_returns
+from turnwise.training.samples import make_samples
+from turnwise.trajectory import Trajectory
+
+
+def config_of(algorithm: dict[str, Any]) -> Config:
+    tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
+    return parse_config({**tree, "algorithm": algorithm})
+
+
+def test_a_turn_is_credited_with_what_follows_it() -> None:
+    assert turn_returns([1.0, 0.0, 4.0], gamma=1.0) == [5.0, 4.0, 4.0]
+    assert turn_returns([1.0, 0.0, 4.0], gamma=0.0) == [1.0, 0.0, 4.0]
+    assert turn_returns([], gamma=0.5) == []
+
+
+def test_turns_are_compared_with_the_same_turn_of_the_group() -> None:
+    values = [[1.0, 5.0, 7.0], [3.0, 5.0], [5.0]]
+    centred = normalised_by_turn(values, scale=False)
+    assert centred == [[-2.0, 0.0, 0.0], [0.0, 0.0], [2.0]]
+    scaled = normalised_by_turn(values, scale=True)
+    assert scaled[2][0] == pytest.approx(2.0 / math.sqrt(8 / 3), rel=1e-5)
+
+
+def test_returns_of_turns_by_hand() -> None:
+    advantage = make_advantage(TurnReturns(gamma=0.5, scale=False))
+    assert advantage.of_turns([[1.0, 2.0], [0.0, 0.0]]) == [[1.0, 1.0], [-1.0, -1.0]]
+    assert advantage.of_turns([[1.0, 2.0]]) is None
+
+
+def test_mt_grpo_by_hand() -> None:
+    """Two turns, as in the paper: A_1 = norm(turn) + norm(outcome), A_2 = norm(outcome)."""
+    advantage = make_advantage(MtGrpo())
+    made = advantage.of_turns([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    assert made is not None
+    assert np.allclose(made, [[0.0, -1.0], [0.0, 1.0], [2.0, 1.0], [-2.0, -1.0]], atol=1e-4)
+    half = make_advantage(MtGrpo(outcome_weight=0.5)).of_turns([[1.0, 0.0], [0.0, 1.0]])
+    assert half is not None
+    assert np.allclose(half, [[0.5, -1.0], [-0.5, 1.0]], atol=1e-4)
+    short = advantage.of_turns([[0.0, 0.0, 1.0], [0.0]])  # the outcomes: 1 and 0
+    assert short is not None
+    assert np.allclose(short[0], [1.0, 1.0, 1.0], atol=1e-4)
+    assert np.allclose(short[1], [-1.0], atol=1e-4)
+
+
+def played(index: int, rewards: list[float], final: float = 0.0) -> Trajectory:
+    """Two tokens a turn, and one between turns."""
+    trajectory = Trajectory("rows:1", index)
+    ids = [1, 2]
+    for turn in range(len(rewards)):
+        sampled = [10 + turn, 20 + index]
+        trajectory.add_turn(ids, sampled, [-0.5, -0.5], [0, 0], "stop")
+        ids = [*ids, *sampled, 3]
+    trajectory.reward = sum(rewards) + final
+    trajectory.turn_rewards = rewards if any(rewards) else []
+    trajectory.status = "completed"
+    return trajectory
+
+
+def test_each_token_has_the_advantage_of_its_turn() -> None:
+    config = config_of({"advantage": {"name": "turn_returns", "scale": False}})
+    group = Group("rows:1", [played(0, [1.0, 0.0, 2.0], final=1.0), played(1, [0.0, 0.0])])
+    first, second = make_samples([group], config, version=0).samples
+    assert first.turns_T.tolist() == [-1, -1, 0, 0, -1, 1, 1, -1, 2, 2]
+    # Returns 4, 3, 3 and 0, 0; the third turn has nothing to compare with.
+    assert first.advantages_T.tolist() == [0, 0, 2, 2, 0, 1.5, 1.5, 0, 0, 0]
+    assert second.advantages_T.tolist() == [0, 0, -2, -2, 0, -1.5, -1.5]
+
+
+def test_without_rewards_of_turns_all_turns_share_the_outcome() -> None:
+    config = config_of({"advantage": "turn_returns"})
+    group = Group("rows:1", [played(0, [0.0, 0.0], final=1.0), played(1, [0.0, 0.0])])
+    first, second = make_samples([group], config, version=0).samples
+    assert first.advantages_T[first.response_mask_T] == pytest.approx([1.0] * 4, abs=1e-4)
+    assert second.advantages_T[second.response_mask_T] == pytest.approx([-1.0] * 4, abs=1e-4)
+
+
+def test_rewards_of_turns_reach_the_value_model_at_their_tokens() -> None:
+    config = config_of({"advantage": {"name": "gae", "model": {"path": "v"}}})
+    group = Group("rows:1", [played(0, [1.0, 0.0, 2.0], final=0.5), played(1, [0.0, 0.0], 3.0)])
+    first, second = make_samples([group], config, version=0).samples
+    assert first.advantages_T.tolist() == [0, 0, 0, 1.0, 0, 0, 0, 0, 0, 2.5]
+    assert second.advantages_T.tolist() == [0, 0, 0, 0, 0, 0, 3.0]
+
+
+def test_a_loss_that_compares_trajectories_takes_no_advantages_of_turns() -> None:
+    for name in ("turn_returns", "mt_grpo", "gae"):
+        with pytest.raises(InputError, match=f"compares trajectories and cannot use .*{name}"):
+            config_of({"advantage": name, "loss": "dpo"})
+
+
+def test_gae_over_turns_is_gae_of_their_sums() -> None:
+    """The objective reduces tokens to turns; here both ends of that are computed by hand."""
+    from turnwise.training.objective import TrainingObjective
+
+    class Models:
+        pass
+
+    config = config_of({"advantage": {"name": "gae", "level": "turn", "gamma": 0.9, "lam": 0.8}})
+    objective = TrainingObjective(config, make_algorithm(config.algorithm), Models(), 1)  # type: ignore[arg-type]
+    rewards_T = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0])
+    values_T = torch.tensor([0.3, 9.0, 0.5, 9.0, 9.0])
+    turn_T = torch.tensor([4, 4, 7, 7, 7])
+    advantages_T, returns_T = objective._of_time_steps(rewards_T, values_T, turn_T)
+    expected, returns = gae(
+        torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.5]), Gae(gamma=0.9, lam=0.8)
+    )
+    assert advantages_T.tolist() == [expected[0]] * 2 + [expected[1]] * 3
+    assert returns_T.tolist() == [returns[0]] * 2 + [returns[1]] * 3
