@@ -21,7 +21,7 @@ from turnwise.pipeline.model_file import read_model_file
 from turnwise.pipeline.pipeline_file import read_pipeline_file
 from turnwise.rollout.environment import load_object
 from turnwise.rollout.reading import open_environment
-from turnwise.rollout.tools import Toolbox
+from turnwise.tools.toolbox import Toolbox
 
 TABLE = ROOT / "docs" / "coming-from.md"
 _SECTIONS = "|".join(

@@ -40,12 +40,13 @@ if TYPE_CHECKING:
         VLLMModule,
     )
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
-    from turnwise.rollout.environment import Environment, Rewards, Tool
+    from turnwise.rollout.environment import Environment, Rewards
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
     from turnwise.serving.worker import VllmAsyncGenerationWorker
+    from turnwise.tools import Tool
     from turnwise.trajectory import (
         ChatTemplate,
         Trajectory,
@@ -69,7 +70,7 @@ _HOMES = {
     # Your own environment and your own loop.
     "Environment": "turnwise.rollout.environment",
     "Rewards": "turnwise.rollout.environment",
-    "Tool": "turnwise.rollout.environment",
+    "Tool": "turnwise.tools",
     "AgentLoop": "turnwise.rollout.agent_loop",
     "RolloutContext": "turnwise.rollout.agent_loop",
     # Your own training program.

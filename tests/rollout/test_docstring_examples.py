@@ -14,7 +14,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import AgentLoop, Environment, Problem, RolloutContext, Runner
 from turnwise.rollout.reading import open_environment
-from turnwise.rollout.tools import Toolbox
+from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import Trajectory
 
 ROW = {"city": "Oslo", "weather": "rain"}

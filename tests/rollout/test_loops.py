@@ -170,7 +170,7 @@ async def test_the_ids_are_those_that_the_template_renders(
 ) -> None:
     group = await attempt([call("double", x=4) + END, "8" + END])
     (trajectory,) = group.trajectories
-    from turnwise.rollout.tools import Toolbox
+    from turnwise.tools.toolbox import Toolbox
 
     desk = Desk({"question": "Go."})
     schemas = Toolbox(desk.tools, timeout=1, max_chars=10).schemas

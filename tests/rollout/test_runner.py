@@ -288,7 +288,7 @@ async def test_tools_that_run_together_count_once(
     from turnwise.rollout.agent_loop import RolloutContext
     from turnwise.rollout.episode import Episode
     from turnwise.rollout.loops.tool_calling import answer_calls
-    from turnwise.rollout.tools import Toolbox
+    from turnwise.tools.toolbox import Toolbox
 
     async def nap() -> str:
         """Sleep a little."""

@@ -6,69 +6,16 @@ This module holds what users write against. `rollout.episode` plays an environme
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, describe_error
 from turnwise.rollout.problems import Row
+from turnwise.tools import AnyTool
 from turnwise.trajectory import Message, Trajectory
 
-ToolFunction = Callable[..., object]
-"""A function that the model may call, sync or async, with type hints and a docstring."""
 Reply = str | Sequence[Message] | None
 """An environment's answer to the model: a text (one message of the user), messages, or None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool with its own JSON schema, where a function's type hints cannot describe it.
-
-    Example:
-        Tool(
-            name="search",
-            description="Search the catalogue.",
-            parameters={
-                "type": "object",
-                "properties": {"query": {"type": "string"}},
-                "required": ["query"],
-            },
-            call=lambda arguments: catalogue.search(arguments["query"]),
-        )
-    """
-
-    name: str
-    description: str
-    parameters: JsonObject
-    """JSON schema of the arguments, of type object."""
-    call: Callable[[JsonObject], object]
-    """Function of the arguments, sync or async."""
-
-
-class Toolset(Protocol):
-    """Tools that are opened with an environment and closed with it, such as an MCP server's.
-
-    Example:
-        class Clock:
-            async def open(self) -> list[Tool]:
-                schema = {"type": "object", "properties": {}}
-                return [Tool("now", "Tell the time.", schema, lambda _: time.ctime())]
-
-            async def close(self) -> None:
-                pass
-    """
-
-    async def open(self) -> Sequence[Tool]:
-        """Start what the tools need, and return them."""
-        ...
-
-    async def close(self) -> None:
-        """Stop it; called once, also after a failed `open`."""
-        ...
-
-
-AnyTool = ToolFunction | Tool | Toolset | Mapping[str, Any]
-"""A tool in any form; a mapping is a description in OpenAI's format, answered by
-`Environment.call_tool`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
-from turnwise.rollout.environment import EnvironmentType, Tool, ToolFunction, Toolset
+from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
     finite_number,
@@ -28,7 +28,8 @@ from turnwise.rollout.reading import (
     read_problem,
     read_tools,
 )
-from turnwise.rollout.tools import make_toolbox
+from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.toolbox import make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
 Report = Callable[[str, Exception], Awaitable[None]]

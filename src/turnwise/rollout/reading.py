@@ -11,14 +11,9 @@ from functools import partial
 from typing import Any, SupportsFloat, SupportsIndex, TypeGuard
 
 from turnwise.errors import InputError, describe_error, ordinary_error, where_in_user_code
-from turnwise.rollout.environment import (
-    Environment,
-    EnvironmentType,
-    Tool,
-    ToolFunction,
-    Toolset,
-)
+from turnwise.rollout.environment import Environment, EnvironmentType
 from turnwise.rollout.problems import Row
+from turnwise.tools import Tool, ToolFunction, Toolset
 from turnwise.trajectory import Message
 
 

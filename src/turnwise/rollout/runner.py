@@ -50,8 +50,8 @@ from turnwise.rollout.reading import (
     read_tools,
 )
 from turnwise.rollout.rewards import RewardManager
-from turnwise.rollout.tools import make_toolbox
 from turnwise.serving.chat_backend import ChatBackend
+from turnwise.tools.toolbox import make_toolbox
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 

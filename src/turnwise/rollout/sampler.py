@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.rollout.environment import EnvironmentType, ToolFunction
+from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, Row
 from turnwise.rollout.runner import GroupRun, Runner
+from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 

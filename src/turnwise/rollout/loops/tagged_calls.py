@@ -8,7 +8,7 @@ from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.rollout.tools import encodable
+from turnwise.tools.toolbox import encodable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import waiting
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
-from turnwise.rollout.tools import encodable
+from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
 
 MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"

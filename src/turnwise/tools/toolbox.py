@@ -22,7 +22,7 @@ from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, call_user_code
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.rollout.environment import Tool, ToolFunction
+from turnwise.tools.tool import Tool, ToolFunction
 
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]

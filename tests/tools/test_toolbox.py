@@ -13,7 +13,7 @@ from tests.blocking import gate, new_gate, tick
 from turnwise.core import user_code as tasks
 from turnwise.core.user_code import stuck_calls
 from turnwise.errors import InputError, where_in_user_code
-from turnwise.rollout.tools import Toolbox
+from turnwise.tools.toolbox import Toolbox
 
 
 def add(a: int, b: int = 1) -> int:
@@ -212,7 +212,7 @@ async def test_what_a_tool_raises_is_an_answer_whatever_it_is(function: object, 
     assert text in result.text
     assert isinstance(result.error, Exception)
     if function is not tangle:  # which returned well
-        assert where_in_user_code(result.error).startswith("tests/rollout/test_tools.py:")
+        assert where_in_user_code(result.error).startswith("tests/tools/test_toolbox.py:")
 
 
 async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None:

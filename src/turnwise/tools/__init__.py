@@ -1,0 +1,5 @@
+"""Tools: what the model may call, and how it is called safely."""
+
+from turnwise.tools.tool import AnyTool, Tool, ToolFunction, Toolset
+
+__all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset"]

@@ -1,0 +1,62 @@
+"""Tools as users write them: functions, `Tool` objects, and toolsets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from turnwise.core.json_types import JsonObject
+
+ToolFunction = Callable[..., object]
+"""A function that the model may call, sync or async, with type hints and a docstring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool with its own JSON schema, where a function's type hints cannot describe it.
+
+    Example:
+        Tool(
+            name="search",
+            description="Search the catalogue.",
+            parameters={
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
+            call=lambda arguments: catalogue.search(arguments["query"]),
+        )
+    """
+
+    name: str
+    description: str
+    parameters: JsonObject
+    """JSON schema of the arguments, of type object."""
+    call: Callable[[JsonObject], object]
+    """Function of the arguments, sync or async."""
+
+
+class Toolset(Protocol):
+    """Tools that are opened with an environment and closed with it, such as an MCP server's.
+
+    Example:
+        class Clock:
+            async def open(self) -> list[Tool]:
+                schema = {"type": "object", "properties": {}}
+                return [Tool("now", "Tell the time.", schema, lambda _: time.ctime())]
+
+            async def close(self) -> None:
+                pass
+    """
+
+    async def open(self) -> Sequence[Tool]:
+        """Start what the tools need, and return them."""
+        ...
+
+    async def close(self) -> None:
+        """Stop it; called once, also after a failed `open`."""
+        ...
+
+
+AnyTool = ToolFunction | Tool | Toolset | Mapping[str, Any]
+"""A tool in any form; a mapping is a description in OpenAI's format, answered by
+the environment's `call_tool`."""
