@@ -41,6 +41,7 @@ from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
+from turnwise.config.tools import ToolConfig
 from turnwise.config.training import TrainingConfig
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "ServingConfig",
+    "ToolConfig",
     "TrainingConfig",
     "Tree",
     "TurnReturns",

@@ -12,6 +12,7 @@ from turnwise.config.base import (
     Seconds,
     Section,
 )
+from turnwise.config.tools import ToolConfig
 
 LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler")
 """Names of the built-in agent loops, which `rollout.loops` implements."""
@@ -101,6 +102,9 @@ class RolloutConfig(Section):
     max_failed_fraction: Fraction = 0.5
     """Largest share of failed trajectories in a step or an evaluation; exceeding it ends the
     run."""
+    tools: list[ToolConfig] = []
+    """Tools added to every environment's own. An entry has one key: `use`, the
+    package.module:name of a function, a Tool, a toolset, or a class or function that makes one."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0

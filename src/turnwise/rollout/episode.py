@@ -8,7 +8,7 @@ episode's trajectory; a failed `close` is only counted.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
+from turnwise.rollout.configured_tools import ToolSource, with_configured
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
@@ -39,19 +40,29 @@ Report = Callable[[str, Exception], Awaitable[None]]
 class Episode:
     """One environment in use; `playing` opens and closes it.
 
+    Args:
+        tools: Sources of the tools of `rollout.tools`.
+
     Example:
         async with playing(Weather, problem, config.rollout) as episode:
             print(episode.problem, episode.toolbox.schemas)
             reply = await episode.step({"role": "assistant", "content": "sunny"})
     """
 
-    def __init__(self, factory: EnvironmentType, problem: Problem, rollout: RolloutConfig) -> None:
+    def __init__(
+        self,
+        factory: EnvironmentType,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
+    ) -> None:
         self.environment: Any = None
         """The user's environment; None until it is built."""
         self.problem: list[Message] = []
         """The messages that the model answers."""
         self.toolbox = make_toolbox([], rollout)
-        """The environment's tools."""
+        """The environment's tools, and those of `rollout.tools`."""
+        self._sources = tools
         self._factory = factory
         self._row = problem.row
         self._where = problem.id
@@ -90,9 +101,15 @@ class Episode:
     def _read(self) -> None:
         with naming_row(self._where, self._row):
             self.problem = read_problem(self.environment)
-            self._tools, self._toolsets = read_tools(self.environment)
-            if not self._toolsets:
-                self.toolbox = make_toolbox(self._tools, self._rollout)
+            self._offer(*read_tools(self.environment))
+
+    def _offer(
+        self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
+    ) -> None:
+        """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
+        self._tools, self._toolsets = with_configured(tools, toolsets, self._sources)
+        if not self._toolsets:
+            self.toolbox = make_toolbox(self._tools, self._rollout)
 
     async def _open_toolsets(self) -> None:
         async with task_group() as tasks:
@@ -210,17 +227,19 @@ async def playing(
     rollout: RolloutConfig,
     clock: StallClock,
     report: Report,
+    tools: Sequence[ToolSource] = (),
 ) -> AsyncIterator[Episode]:
     """Open an episode for the length of an `async with` block; it is always closed.
 
     Args:
         clock: The trajectory's clock, held while the environment opens and closes.
         report: Receives a failed `close`.
+        tools: Sources of the tools of `rollout.tools`.
 
     Raises:
         TrajectoryError: as `Episode.open` does.
     """
-    episode = Episode(factory, problem, rollout)
+    episode = Episode(factory, problem, rollout, tools)
     try:
         with waiting(problem.id, "environment"), clock.held():
             await episode.open()

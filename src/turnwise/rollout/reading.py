@@ -14,6 +14,7 @@ from turnwise.errors import InputError, describe_error, ordinary_error, where_in
 from turnwise.rollout.environment import Environment, EnvironmentType
 from turnwise.rollout.problems import Row
 from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import Message
 
 
@@ -129,8 +130,9 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
         return [], []
     if not is_list(given):
         raise InputError(f"{name}.tools must be a list of functions, not {repr(given)[:80]}")
-    toolsets = [tool for tool in given if _is_toolset(tool)]
-    tools = [_checked_tool(tool, environment) for tool in given if not _is_toolset(tool)]
+    made = [_made(tool) for tool in given]
+    toolsets = [tool for tool in made if _is_toolset(tool)]
+    tools = [_checked_tool(tool, environment) for tool in made if not _is_toolset(tool)]
     names = [tool.name if isinstance(tool, Tool) else tool.__name__ for tool in tools]
     for tool_name in names:
         if names.count(tool_name) > 1:
@@ -138,10 +140,15 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
     return tools, toolsets
 
 
+def _made(tool: object) -> object:
+    """Return the toolset that a factory makes, and any other tool unchanged."""
+    if not isinstance(tool, type) and is_toolset_factory(tool):
+        return tool.toolset()
+    return tool
+
+
 def _is_toolset(tool: object) -> TypeGuard[Toolset]:
-    return not isinstance(tool, type) and all(
-        callable(getattr(tool, name, None)) for name in ("open", "close")
-    )
+    return not isinstance(tool, type) and is_toolset(tool)
 
 
 def _checked_tool(tool: object, environment: object) -> ToolFunction | Tool:

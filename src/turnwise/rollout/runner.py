@@ -35,6 +35,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
+from turnwise.rollout.configured_tools import load_tools, with_configured
 from turnwise.rollout.environment import Environment, EnvironmentType, load_object
 from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
@@ -84,7 +85,7 @@ class Runner:
         environment: None means the configured one.
 
     Raises:
-        InputError: when the environment, the loop or a reward function cannot be loaded.
+        InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
 
     Example:
         runner = Runner(config, tokenizer)
@@ -99,6 +100,7 @@ class Runner:
         self._config = config
         self._environment = environment or _load_environment(config)
         self._environment_name = f"the environment {config.environment}"
+        self._tools = load_tools(config.rollout.tools)
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
         self._prompts = PromptCache(self.template)
@@ -116,7 +118,7 @@ class Runner:
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares everything else.
+        """Return a runner for another environment and loop that shares all but `rollout.tools`.
 
         Both together run at most `rollout.concurrency` trajectories at a time. Prompts of the other
         one are not measured.
@@ -127,6 +129,7 @@ class Runner:
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
         other._environment, other._loop, other._limit = environment, loop, None
+        other._tools = []
         other._environment_name = f"the environment {getattr(environment, '__name__', environment)}"
         other._loop_name = f"the loop {type(loop).__name__}"
         return other
@@ -153,7 +156,7 @@ class Runner:
         def measure() -> int | None:
             with naming_row(problem.id, problem.row):
                 environment = self._environment(problem.row)
-                tools, toolsets = read_tools(environment)
+                tools, toolsets = with_configured(*read_tools(environment), self._tools)
                 if toolsets or own_method(environment, "setup") is not None:
                     return None
                 messages = read_problem(environment)
@@ -319,7 +322,7 @@ class Runner:
             await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
 
         async with playing(
-            self._environment, problem, self._config.rollout, clock, report
+            self._environment, problem, self._config.rollout, clock, report, self._tools
         ) as episode:
             context = RolloutContext(
                 trajectory=trajectory,

@@ -1,5 +1,5 @@
 """Tools: what the model may call, and how it is called safely."""
 
-from turnwise.tools.tool import AnyTool, Tool, ToolFunction, Toolset
+from turnwise.tools.tool import AnyTool, Tool, ToolFunction, Toolset, ToolsetFactory
 
-__all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset"]
+__all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset", "ToolsetFactory"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from turnwise.core.json_types import JsonObject
 
@@ -57,6 +57,30 @@ class Toolset(Protocol):
         ...
 
 
-AnyTool = ToolFunction | Tool | Toolset | Mapping[str, Any]
+class ToolsetFactory(Protocol):
+    """An object, shared by trajectories, that makes a toolset for each of them.
+
+    Example:
+        class Clocks:
+            def toolset(self) -> Toolset:
+                return Clock()
+    """
+
+    def toolset(self) -> Toolset:
+        """Return a toolset that is not open yet."""
+        ...
+
+
+AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | Mapping[str, Any]
 """A tool in any form; a mapping is a description in OpenAI's format, answered by
 the environment's `call_tool`."""
+
+
+def is_toolset(tool: object) -> TypeGuard[Toolset]:
+    """Return whether an object, or the instances of a class, are toolsets."""
+    return all(callable(getattr(tool, name, None)) for name in ("open", "close"))
+
+
+def is_toolset_factory(tool: object) -> TypeGuard[ToolsetFactory]:
+    """Return whether an object, or the instances of a class, make toolsets."""
+    return callable(getattr(tool, "toolset", None))
