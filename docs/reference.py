@@ -36,6 +36,8 @@ _VLLM_ROUTES = {
     "/health": "200 while a worker can take requests",
     "/version": "vLLM's version",
     "/openapi.json": "The schema of all routes",
+    "/docs": "The routes with all fields, for a browser; needs no network",
+    "/static": "The scripts of `/docs`",
     "/tokenize": "The ids of a text or of a conversation",
     "/detokenize": "The text of ids",
 }

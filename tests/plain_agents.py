@@ -21,6 +21,26 @@ async def cold(base_url: str, problem: dict[str, Any]) -> str:
     return await calculator(base_url, problem, temperature=0.1)
 
 
+async def team(base_url: str, problem: dict[str, Any]) -> None:
+    """Let two sub-agents ask the same at once, each in its own session; then ask about it."""
+    question = [{"role": "user", "content": problem["question"]}]
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+
+        async def member(name: str) -> str:
+            told = client.with_options(default_headers={"X-Session-ID": name})
+            messages: list[Any] = list(question)
+            for _ in range(2):
+                made = await told.chat.completions.create(model="any", messages=messages)
+                said = made.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": said})
+                messages.append({"role": "user", "content": "Are you sure?"})
+            return said
+
+        answers = await asyncio.gather(member("first"), member("second"))
+        asked: Any = [*question, {"role": "user", "content": f"Which? {answers}"}]
+        await client.chat.completions.create(model="any", messages=asked)
+
+
 async def silent(base_url: str, problem: dict[str, Any]) -> None:
     """Answer without asking the model."""
 

@@ -19,8 +19,8 @@ from turnwise.core.deadlines import StallClock
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.agents.command import Command
 from turnwise.rollout.data import load_training
-from turnwise.rollout.loops.agent import _Command
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory, audit
@@ -75,6 +75,24 @@ async def test_an_agent_that_knows_nothing_of_us_makes_exact_trajectories(
         assert trajectory.messages[-1]["role"] == "assistant"
         assert audit(trajectory).first_violation is None
         assert len(trajectory.branches()) == 1
+    assert len(server.sessions) == 0
+
+
+async def test_sub_agents_turns_are_exact_branches_of_one_trajectory(
+    server: OpenAIServer, engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    group = await run("tests.plain_agents:team", server, engine, make_config, tokenizer)
+    assert group.causes == {}
+    for trajectory in group.trajectories:
+        assert audit(trajectory).first_violation is None
+        assert len(trajectory.turns) == 5
+        reasons = [turn.fork_reason for turn in trajectory.turns]
+        assert reasons[0] is None
+        assert len(trajectory.branches()) == 3
+        assert "Which?" in trajectory.messages[-2]["content"]
+        assert trajectory.reward in (0.0, 1.0)
+        trained = sum(sum(sample.response_mask) for sample in trajectory.samples())
+        assert trained == trajectory.sampled_tokens
     assert len(server.sessions) == 0
 
 
@@ -238,7 +256,7 @@ async def test_a_command_ends_with_its_own_process_and_the_end_of_its_output(
     assert group.dropped == {"agent_error": 2}
     assert words in group.causes["agent_error"]
     assert len(group.causes["agent_error"]) < 1_000
-    command_process = _Command(StallClock(60.0))
+    command_process = Command(StallClock(60.0))
     for _ in range(100):
         command_process.pipe_data_received(1, b"x" * 100_000)
     assert len(command_process.end) == 2_000

@@ -4,6 +4,9 @@ An agent sends its whole conversation with each request, as text. A session stor
 turn that was sampled in it, finds the turn that the conversation continues, and returns the exact
 ids of the next prompt. A conversation that continues no turn begins a branch, with a reason.
 
+A session may have further ones under it, for sub-agents. They share its trajectory, and each
+continues only its own turns.
+
 Memory grows with the amount of new text, not with the number of times it is sent: each message is
 stored once, as a view for people, and conversations are compared by digests.
 """
@@ -51,6 +54,8 @@ def valid_name(name: str) -> bool:
 class _RecordedTurn:
     """The conversation that led to a turn, and the turn's answer, as digests."""
 
+    index: int
+    """Index of the turn in the trajectory."""
     length: int
     """Number of messages that were sent for the turn."""
     prefix: bytes
@@ -107,6 +112,10 @@ class Session:
     """True once nothing more is recorded."""
     size: int = _SESSION_BYTES
     """Estimated memory in bytes."""
+    parent: "Session | None" = None
+    """The session that this one is under; None for a session with its own trajectory."""
+    children: "dict[str, Session]" = field(default_factory=dict)
+    """Sessions under this one, by the name that the agent gave them."""
     used: float = 0.0
     """End of the last request, by the monotonic clock."""
     requests: int = 0
@@ -129,13 +138,13 @@ class Session:
                 new message.
         """
         if not self._turns:
-            return NextPrompt(None)
-        index = self._turn_before(asked)
-        if index is None:
+            return NextPrompt(None, "new_session" if self.parent is not None else None)
+        before = self._turn_before(asked)
+        if before is None:
             opening = asked.prefixes[:2][-1]
             started = any(turn.opening == opening for turn in self._turns)
             return NextPrompt(None, "history_changed" if started else "new_conversation")
-        covered = self._turns[index].length + 1
+        index, covered = before.index, before.length + 1
         continued = continue_turn(
             template,
             prompt_token_ids=self.trajectory.prompt_token_ids(index),
@@ -148,11 +157,11 @@ class Session:
             return continued
         return NextPrompt(continued.token_ids, covered=covered)
 
-    def _turn_before(self, asked: Conversation) -> int | None:
+    def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
         """Return the turn that a request continues: the longest one, the latest among equals."""
         prefixes, tools = asked.prefixes, asked.tools_digest
         best, longest = None, -1
-        for index, turn in enumerate(self._turns):
+        for turn in self._turns:
             length = turn.length
             if (
                 len(asked.messages) > length + 1
@@ -161,7 +170,7 @@ class Session:
                 and turn.tools == tools
                 and turn.answered == prefixes[length + 1]
             ):
-                best, longest = index, length
+                best, longest = turn, length
         return best
 
     def record(
@@ -202,7 +211,12 @@ class Session:
         )
         prefixes = asked.prefixes
         recorded = _RecordedTurn(
-            len(asked.messages), prefixes[-1], prefixes[:2][-1], asked.tools_digest, answer
+            index=len(self.trajectory.turns) - 1,
+            length=len(asked.messages),
+            prefix=prefixes[-1],
+            opening=prefixes[:2][-1],
+            tools=asked.tools_digest,
+            read=answer,
         )
         self._turns.append(recorded)
         self._unsettled.append(recorded)
@@ -237,15 +251,25 @@ class Session:
         del self._unsettled[:-1]
 
     def finish(self) -> Trajectory:
-        """Return the trajectory, with the messages of its last turn as its view."""
+        """Return the trajectory; its view is the last conversation of the session itself, or of
+        the last one under it if the session has none."""
+        if self.parent is not None:
+            return self.parent.finish()
         trajectory = self.trajectory
-        if self._turns:
-            last = self._turns[-1]
-            _ = last.answered
-            assert last.answer is not None
-            trajectory.messages = [*map(dict, self._sent), answer_view(last.answer)]
+        for session in (self, *reversed(self.children.values())):
+            if session._turns:
+                last = session._turns[-1]
+                _ = last.answered
+                assert last.answer is not None
+                trajectory.messages = [*map(dict, session._sent), answer_view(last.answer)]
+                break
         trajectory.status = "completed"
         return trajectory
+
+    @property
+    def all_lost_turns(self) -> int:
+        """Number of lost turns, with those of the sessions under this one."""
+        return self.lost_turns + sum(child.lost_turns for child in self.children.values())
 
     def summary(self) -> JsonObject:
         """Return the session as JSON, without its tokens."""
@@ -256,7 +280,9 @@ class Session:
             "created": int(self.created),
             "turns": len(self.trajectory.turns),
             "sampled_tokens": self.trajectory.sampled_tokens,
-            "lost_turns": self.lost_turns,
+            "lost_turns": self.all_lost_turns,
+            "parent": self.parent.id if self.parent is not None else None,
+            "sessions": {name: child.id for name, child in self.children.items()},
             "reward": self.trajectory.reward,
             "forked": [t.fork_reason for t in self.trajectory.turns if t.fork_reason],
         }

@@ -14,12 +14,15 @@ from turnwise.trajectory import Trajectory
 _REMEMBERED_NAMES = 16_384
 """Maximum number of names of closed and forgotten sessions."""
 _COMPLETION_BYTES = 250
+MAX_CHILDREN = 1_000
+"""Maximum number of sessions under one."""
 
 
 class SessionStore:
     """The sessions of a server.
 
-    Private sessions, which rollouts open, stay open until they are closed. Sessions of clients also
+    Private sessions, which rollouts open, stay open until they are closed, and so do the sessions
+    that their agents open under them. Sessions of clients also
     end when they are idle for `idle_seconds`; if they exceed `max_bytes`, the ones idle for longest
     end first. A request that names no session gets a new one under the same rules, so that the
     next request can refer to its completion. Requests to a closed or forgotten
@@ -116,26 +119,77 @@ class SessionStore:
         self._add(session)
         return session
 
+    def open_under(self, parent: Session, name: str | None = None) -> Session:
+        """Begin a session, under a random id, that adds its turns to the trajectory of `parent`.
+
+        It has the rights of `parent`, and closes with it.
+
+        Args:
+            name: Name by which `parent` finds it; the id if None.
+
+        Raises:
+            InputError: when `parent` has a session of that name, or too many.
+        """
+        parent = parent.parent or parent
+        session_id = secrets.token_hex(16)
+        name = name or session_id
+        if name in parent.children:
+            raise InputError(f"the session {name} is already open under {parent.id}")
+        if len(parent.children) >= MAX_CHILDREN:
+            raise InputError(f"a session has at most {MAX_CHILDREN:,} sessions under it")
+        session = Session(
+            session_id,
+            parent.sampling,
+            parent.group,
+            parent.trajectory,
+            private=parent.private,
+            agent_rewards=parent.agent_rewards,
+            clock=parent.clock,
+            max_response_tokens=parent.max_response_tokens,
+            parent=parent,
+        )
+        parent.children[name] = session
+        self._add(session)
+        self._set_idle(session)
+        return session
+
     def get(self, session_id: str) -> Session | None:
         """Return the open session of this name, or None."""
         self._forget_old()
         return self._named.get(session_id)
 
-    def gone(self, session_id: str) -> str | None:
-        """Return why the session of this name ended; None if it is open or never existed."""
-        self._forget_old()
-        return self._gone.get(session_id)
+    def gone(self, session_id: str, child: str | None = None) -> str | None:
+        """Return why the session of this name ended; None if it is open or never existed.
 
-    def of_request(self, session_id: str | None, previous: str | None) -> Session:
+        Args:
+            child: Name of a session under it, which may have ended alone.
+        """
+        self._forget_old()
+        parent = self._named.get(session_id)
+        if parent is None or child not in parent.children:
+            return self._gone.get(session_id)
+        return self._gone.get(parent.children[child].id)
+
+    def of_request(
+        self, session_id: str | None, previous: str | None, child: str | None = None
+    ) -> Session:
         """Return the session of a request.
 
         Args:
             session_id: Name of a session, which is opened if it does not exist.
             previous: Id of the previous completion, for a request that names no session.
+            child: Name of a session under the named one, which is opened if it does not exist.
+
+        Raises:
+            InputError: when the named session has too many under it.
         """
         self._forget_old()
         if session_id:
-            return self._named.get(session_id) or self.open(session_id)
+            session = self._named.get(session_id) or self.open(session_id)
+            if child is None:
+                return session
+            root = session.parent or session
+            return root.children.get(child) or self.open_under(root, child)
         return self._by_completion.get(_bare(previous or "")) or Session(secrets.token_hex(16))
 
     def has_completion(self, completion_id: str) -> bool:
@@ -144,19 +198,29 @@ class SessionStore:
         return _bare(completion_id) in self._by_completion
 
     @contextmanager
-    def request(self, session_id: str | None, previous: str | None) -> Iterator[Session]:
+    def request(
+        self, session_id: str | None, previous: str | None, child: str | None = None
+    ) -> Iterator[Session]:
         """Hold the session of a request (see `of_request`) while the request runs."""
-        session = self.of_request(session_id, previous)
-        session.requests += 1
-        self._set_busy(session)
+        with self.holding(self.of_request(session_id, previous, child)) as session:
+            yield session
+
+    @contextmanager
+    def holding(self, session: Session) -> Iterator[Session]:
+        """Keep a session, and the one that it is under, from being forgotten."""
+        held = [session, *([session.parent] if session.parent is not None else [])]
+        for one in held:
+            one.requests += 1
+            self._set_busy(one)
         try:
             with session.clock.held() if session.clock is not None else nullcontext():
                 yield session
         finally:
-            session.requests -= 1
-            if not session.requests:
-                session.settle()
-                self._set_idle(session)
+            for one in held:
+                one.requests -= 1
+                if not one.requests:
+                    one.settle()
+                    self._set_idle(one)
 
     def remember_completion(self, completion_id: str, session: Session) -> None:
         """Let a later request refer to this completion."""
@@ -219,6 +283,9 @@ class SessionStore:
             self._gone[session.id] = why
             if len(self._gone) > _REMEMBERED_NAMES:
                 self._gone.popitem(last=False)
+        for child in session.children.values():
+            if not child.closed:
+                self._remove(child, why)
 
 
 def _bare(completion_id: str) -> str:

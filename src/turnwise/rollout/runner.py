@@ -352,7 +352,7 @@ class Runner:
             if episode.measures:
                 try:
                     with context.timed("environment"):
-                        trajectory.metrics = await episode.metrics(trajectory)
+                        trajectory.metrics |= await episode.metrics(trajectory)
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)
 

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 from collections import Counter
+from contextlib import ExitStack
 from http import HTTPStatus
 
 from fastapi import Request, Response
@@ -16,10 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.chat.session import NAME_RULE, valid_name
 from turnwise.chat.session_store import SessionStore
+from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
+OPENING = "/v1/sessions"
+"""Path, below that of a session, that opens another under it."""
 _TOKENIZE_BYTES = 2 << 20
 """Maximum body of /tokenize and /detokenize.
 
@@ -145,6 +149,9 @@ class ApiKeyMiddleware:
 class SessionMiddleware:
     """Finds the session of each request and sets `CURRENT` while the request runs.
 
+    The path or, without one in it, the header X-Session-ID names the session. A path and another
+    header name a session under that of the path.
+
     Args:
         store: The server's sessions.
         counts: Counts answers, by their status.
@@ -164,17 +171,23 @@ class SessionMiddleware:
             return
         headers = dict(scope["headers"])
         name, path = split_path(scope["path"])
-        if name is None and b"x-session-id" in headers:
-            name = headers[b"x-session-id"].decode("latin-1")
+        if path == OPENING and name is not None:  # its route needs the session's name
+            await self._app(scope, receive, send)
+            return
+        own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
+        if name is None:
+            name, own = own, None
+        elif own == name:
+            own = None
         scope = {**scope, "path": path, "raw_path": path.encode()}
         if path not in GENERATING or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        if name is not None and not valid_name(name):
+        if not all(valid_name(given) for given in (name, own) if given is not None):
             await refuse(send, 400, NAME_RULE)
             return
-        if name is not None and (why := self._store.gone(name)) is not None:
-            await refuse(send, 410, f"the session {name} {why}")
+        if name is not None and (why := self._store.gone(name, own)) is not None:
+            await refuse(send, 410, f"the session {own or name} {why}")
             return
         previous = headers.pop(b"x-request-id", b"").decode("latin-1")
         headers.pop(b"x-session-id", None)
@@ -184,9 +197,13 @@ class SessionMiddleware:
                 self._counts[str(message["status"])] += 1
             await send(message)
 
-        with self._store.request(name, previous) as session:
-            if session.id:
-                headers[b"x-session-id"] = session.id.encode()
+        with ExitStack() as held:
+            try:
+                session = held.enter_context(self._store.request(name, previous, own))
+            except InputError as error:
+                await refuse(send, 409, str(error))
+                return
+            headers[b"x-session-id"] = session.id.encode()
             scope["headers"] = list(headers.items())
             token = CURRENT.set(RequestContext(session))
             try:

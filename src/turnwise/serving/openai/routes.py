@@ -24,6 +24,13 @@ class _Opening(BaseModel):
     """Sessions of one group begin with the same prompt and share its cache."""
 
 
+class _OpeningUnder(BaseModel):
+    """The body of POST /sessions/{id}/v1/sessions."""
+
+    id: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """Name of the new session among those under its parent; a random one by default."""
+
+
 class _Reward(BaseModel):
     """The body of POST /sessions/{id}/reward."""
 
@@ -53,12 +60,20 @@ def add_routes(
     """
     router = APIRouter()
 
-    def found(session_id: str) -> Session:
+    def opened(session_id: str) -> Session:
         session = store.get(session_id)
         if session is None:
             why = store.gone(session_id)
             missing = f"there is no session {session_id}"
             raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
+        return session
+
+    def urls(session: Session) -> JsonObject:
+        base_url = url(session.id)
+        return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
+
+    def found(session_id: str) -> Session:
+        session = opened(session_id)
         if session.private and not session.agent_rewards:
             raise HTTPException(
                 403,
@@ -77,8 +92,8 @@ def add_routes(
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),
             "workers": workers(),
-            "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics"],
-            "reference": "/openapi.json",
+            "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
+            "reference": "/docs",
         }
 
     @router.get("/sessions")
@@ -88,13 +103,26 @@ def add_routes(
 
     @router.post("/sessions", status_code=201)
     async def open_session(opening: _Opening | None = None) -> JsonObject:
-        """Open a session; the response contains its base URL."""
+        """Open a session; the response contains its base URLs. The body is optional."""
         opening = opening or _Opening()
         try:
             session = store.open(opening.id, training=opening.training, group=opening.group)
         except InputError as error:
             raise HTTPException(409, str(error)) from None
-        return {**session.describe(), "base_url": url(session.id)}
+        return {**session.describe(), **urls(session)}
+
+    @router.post("/sessions/{session_id}/v1/sessions", status_code=201)
+    async def open_session_under(
+        session_id: str, opening: _OpeningUnder | None = None
+    ) -> JsonObject:
+        """Open a session for a sub-agent, whose turns belong to the same trajectory; the response
+        contains its id and base URLs. The body is optional."""
+        parent = opened(session_id)
+        try:
+            session = store.open_under(parent, opening.id if opening is not None else None)
+        except InputError as error:
+            raise HTTPException(409, str(error)) from None
+        return {"id": session.id, **urls(session)}
 
     @router.get("/sessions/{session_id}")
     async def get_session(session_id: str) -> JsonObject:

@@ -33,6 +33,8 @@ ROUTES = {
     "/metrics",
     "/version",
     "/openapi.json",
+    "/docs",
+    "/static",
     "/tokenize",
     "/detokenize",
     "/v1/models",
@@ -72,6 +74,7 @@ async def build(
         *("--tokenizer", config.model.tokenizer or config.model.path),
         *("--served-model-name", *names),
         *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
+        "--enable-offline-docs",  # /docs with the scripts that it needs, from vLLM's own files
     ]
     if config.model.template_args:
         arguments += ["--default-chat-template-kwargs", json.dumps(config.model.template_args)]

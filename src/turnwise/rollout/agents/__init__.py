@@ -1,0 +1,1 @@
+"""Agents that are given a base URL: commands, HTTP endpoints, long-lived workers."""

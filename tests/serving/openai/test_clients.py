@@ -1,0 +1,197 @@
+"""What served clients of each API get: all sampled text, sub-sessions, stored responses, /docs.
+
+Before a simulated engine, without a socket.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.openai.test_http_limits import HELLO, QUICK, Noting, chat, told
+from turnwise.chat import session_store
+from turnwise.chat.session import Session
+from turnwise.config import Config, SamplingConfig
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.trajectory import ChatTemplate, Trajectory, audit
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any) -> Noting:
+    return Noting(latency=QUICK, vocab_size=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+async def server(make_config: Callable[..., Config], engine: Noting) -> OpenAIServer:
+    return OpenAIServer(make_config(sampling={"max_tokens": 48}), engine)
+
+
+@pytest.fixture(scope="module")
+async def http(server: OpenAIServer) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(await server.application())
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+        yield http
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """The events of a stream, as JSON."""
+    data = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+def text_of(path: str, answer: httpx.Response, stream: bool) -> str:
+    """The text that a client of each API reads in an answer."""
+    if not stream:
+        tree = answer.json()
+        if path == "messages":
+            return "".join(block.get("text", "") for block in tree["content"])
+        if path == "responses":
+            said = [item for item in tree["output"] if item["type"] == "message"]
+            return "".join(part["text"] for item in said for part in item["content"])
+        return str(tree["choices"][0]["message"]["content"])
+    found = events(answer.text)
+    if path == "messages":
+        return "".join(e["delta"].get("text", "") for e in found if "delta" in e)
+    if path == "responses":
+        return "".join(e["delta"] for e in found if e["type"] == "response.output_text.delta")
+    return "".join(c["delta"].get("content") or "" for e in found for c in e["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_text_like_a_call_reaches_a_client_without_tools(
+    http: httpx.AsyncClient, engine: Noting, template: ChatTemplate, path: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": "any", "stream": stream}
+    body |= {"input": HELLO} if path == "responses" else {"messages": HELLO}
+    if path == "messages":
+        body["max_tokens"] = 40
+    engine.says = template.encode(CALL)
+    try:
+        answer = await http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        assert CALL in text_of(path, answer, stream)
+    finally:
+        engine.says = []
+
+
+async def test_a_session_opened_without_a_body_tells_its_base_urls(
+    http: httpx.AsyncClient, server: OpenAIServer
+) -> None:
+    opened = (await http.post("/sessions")).json()
+    assert opened["base_url"] == server.session_url(opened["id"])
+    assert opened["base_url"] == opened["anthropic_base_url"] + "/v1"
+    assert opened["id"] in {s["id"] for s in (await http.get("/sessions")).json()["sessions"]}
+
+
+async def test_the_documentation_page_needs_no_network(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/")).json()["reference"] == "/docs"
+    page = (await http.get("/docs")).text
+    assert "/static/swagger-ui-bundle.js" in page
+    assert "cdn" not in page
+    assert (await http.get("/static/swagger-ui-bundle.js")).status_code == 200
+    assert (await http.get("/static/../vllm_app.py")).status_code == 404
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    assert {"/v1/chat/completions", "/sessions/{session_id}/reward"} <= paths.keys()
+    assert not {path for path in paths if "pause" in path or "weights" in path}
+
+
+# Sessions under a session
+
+
+@pytest.fixture
+def rollout(server: OpenAIServer) -> Session:
+    """A rollout's session, as the agent loop opens it."""
+    return server.sessions.open_private(Trajectory("p"), sampling=SamplingConfig(max_tokens=48))
+
+
+async def test_sub_agents_make_further_branches_of_one_trajectory(
+    http: httpx.AsyncClient, server: OpenAIServer, rollout: Session
+) -> None:
+    own = f"/sessions/{rollout.id}"
+    first = (await chat(http, own)).json()["choices"][0]["message"]["content"]
+    opened = await http.post(f"{own}/v1/sessions", json={"id": "critic"})
+    assert opened.status_code == 201
+    critic = httpx.URL(opened.json()["base_url"]).path.removesuffix("/v1")
+    assert opened.json()["base_url"] == server.session_url(opened.json()["id"])
+    ask = [{"role": "user", "content": "Is that right?"}]
+    said = (await chat(http, critic, messages=ask)).json()["choices"][0]["message"]
+    await chat(http, critic, messages=[*ask, said, {"role": "user", "content": "Sure?"}])
+    # The same session by its name, and one that a header opens.
+    await chat(http, own, messages=ask, headers={"X-Session-ID": "critic"})
+    await chat(http, own, messages=ask, headers={"X-Session-ID": "planner"})
+    again = [*HELLO, {"role": "assistant", "content": first}, {"role": "user", "content": "Then?"}]
+    await chat(http, own, messages=again)
+    trajectory = rollout.finish()
+    reasons = [turn.fork_reason for turn in trajectory.turns]
+    assert reasons == [None, "new_session", None, "history_changed", "new_session", None]
+    assert [turn.parent for turn in trajectory.turns][2] == 1
+    assert trajectory.turns[5].parent == 0
+    assert trajectory.messages[: len(again)] == again
+    assert audit(trajectory).first_violation is None
+    assert {sample.leaf for sample in trajectory.samples()} == {2, 3, 4, 5}
+    assert sum(sum(sample.response_mask) for sample in trajectory.samples()) == (
+        trajectory.sampled_tokens
+    )
+    assert list(rollout.children) == ["critic", "planner"]
+    server.sessions.close(rollout.id)
+    assert "is closed" in told(await chat(http, critic), 410)
+    assert "is closed" in told(await chat(http, own, headers={"X-Session-ID": "critic"}), 410)
+
+
+async def test_a_sub_agent_has_the_rights_of_its_agent_and_no_more(
+    http: httpx.AsyncClient, server: OpenAIServer, rollout: Session
+) -> None:
+    other = server.sessions.open_private(Trajectory("q"), sampling=SamplingConfig())
+    own = f"/sessions/{rollout.id}"
+    child = (await http.post(f"{own}/v1/sessions")).json()
+    for session in (child["id"], rollout.id, other.id):
+        assert "agent_rewards" in told(await http.get(f"/sessions/{session}"), 403)
+        reward = await http.post(f"/sessions/{session}/reward", json={"reward": 1.0})
+        assert "agent_rewards" in told(reward, 403)
+    assert child["id"] not in json.dumps((await http.get("/sessions")).json())
+    # Another's session, named in a header, is a new one under its own.
+    assert (await chat(http, own, headers={"X-Session-ID": other.id})).status_code == 200
+    assert other.trajectory.turns == []
+    assert len(rollout.trajectory.turns) == 1
+    cold = await chat(http, f"/sessions/{child['id']}", temperature=0.1)
+    assert "off-policy" in told(cold, 400)
+    assert told(await http.post("/sessions/not-there/v1/sessions"), 404)
+
+
+async def test_names_under_a_session_are_taken_once_and_their_number_is_bounded(
+    http: httpx.AsyncClient, rollout: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_store, "MAX_CHILDREN", 2)
+    path = f"/sessions/{rollout.id}/v1/sessions"
+    assert (await http.post(path, json={"id": "a"})).status_code == 201
+    assert "already open" in told(await http.post(path, json={"id": "a"}), 409)
+    assert (await http.post(path)).status_code == 201
+    assert "at most 2" in told(await http.post(path), 409)
+    more = await chat(http, f"/sessions/{rollout.id}", headers={"X-Session-ID": "c"})
+    assert "at most 2" in told(more, 409)
+    assert "a session's name" in told(
+        await chat(http, f"/sessions/{rollout.id}", headers={"X-Session-ID": "a b"}), 400
+    )
+
+
+async def test_a_clients_session_takes_those_under_it_along_when_it_ends(
+    http: httpx.AsyncClient, server: OpenAIServer
+) -> None:
+    child = (await http.post("/sessions/mine/v1/sessions")).status_code
+    assert child == 404  # a session is opened by its first request, or by POST /sessions
+    await http.post("/sessions", json={"id": "mine"})
+    await chat(http, "/sessions/mine", headers={"X-Session-ID": "sub"})
+    described = (await http.get("/sessions/mine")).json()
+    assert described["turns"] == 1
+    sub = described["sessions"]["sub"]
+    assert (await http.get(f"/sessions/{sub}")).json()["parent"] == "mine"
+    assert described["trajectory"]["messages"][0]["content"] == HELLO[0]["content"]
+    held = server.sessions._bytes
+    await http.delete("/sessions/mine")
+    assert server.sessions.get(sub) is None
+    assert server.sessions._bytes < held
