@@ -53,9 +53,9 @@ class NextPrompt:
     """Reason for a branch; None if a turn is continued, and for a session's first prompt.
 
     `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
-    later message differs. `history_rewritten`: the template changes the history, and
-    `rollout.history=template` uses its rendering. All other reasons are those of
-    `Bridge.fork_reason`.
+    later message differs. `new_session`: a session under another begins. `history_rewritten`: the
+    template changes the history, and `rollout.history=template` uses its rendering. All other
+    reasons are those of `Bridge.fork_reason`.
     """
     covered: int = 0
     """Number of messages that the continued turn covers, including its answer."""
