@@ -17,7 +17,7 @@ _ERROR_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What an endpoint or a worker reports of one trajectory.
+    """The report of an endpoint or a worker about one trajectory.
 
     Example:
         >>> read_report({"reward": 1.0, "metrics": {"searches": 3}}, "the agent http://host/run")
