@@ -18,6 +18,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
 DOCS := .venv-docs/.installed
+OPENENV := .venv-openenv/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -44,6 +45,12 @@ $(STAMP): requirements/cpu.txt
 $(PEERS): requirements/bench.txt
 	@$(PYTHON) -m venv --clear .venv-bench
 	@.venv-bench/bin/python -m pip install -qq --no-deps --no-compile -r requirements/bench.txt
+	@touch $@
+
+# OpenEnv's server, which tests of its protocol talk to.
+$(OPENENV): requirements/openenv.txt
+	@$(PYTHON) -m venv --clear .venv-openenv
+	@.venv-openenv/bin/python -m pip install -qq --no-deps --no-compile -r requirements/openenv.txt
 	@touch $@
 
 demo: setup
@@ -86,11 +93,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs; do \
+	for name in cpu bench docs openenv; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv build runs examples/calculator/build

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollout.environment import Environment, Rewards
+    from turnwise.rollout.foreign.openenv import OpenEnv
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
@@ -70,6 +71,7 @@ _HOMES = {
     # Your own environment and your own loop.
     "Environment": "turnwise.rollout.environment",
     "Rewards": "turnwise.rollout.environment",
+    "OpenEnv": "turnwise.rollout.foreign.openenv",
     "Tool": "turnwise.tools",
     "AgentLoop": "turnwise.rollout.agent_loop",
     "RolloutContext": "turnwise.rollout.agent_loop",
@@ -116,6 +118,7 @@ __all__ = [
     "ExactnessError",
     "InputError",
     "LLMServerManager",
+    "OpenEnv",
     "Pipeline",
     "ReferenceModule",
     "RewardModule",

@@ -1,4 +1,4 @@
-"""The command line: train, pipeline, eval, rollout, serve, config.
+"""The command line: train, pipeline, eval, rollout, serve, config, trace.
 
 A user's mistake ends in one sentence on standard error and exit code 2. Ctrl-C and SIGTERM end the
 run and everything that it started, and exit with code 130. The traceback of any other error (user
@@ -46,6 +46,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning of tool-calling language models, exact to the token.",
 )
+traces = typer.Typer(no_args_is_help=True, help="Convert trajectories from and to training traces.")
+app.add_typer(traces, name="trace")
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines file.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,
@@ -214,6 +218,18 @@ def config(
     )
 
 
+@traces.command("export")
+def export_traces(source: Source, target: Target, debug: Debug = False) -> None:
+    """Write trajectories as OpenEnv's training traces."""
+    _run(lambda: _convert("export_traces", "traces", source, target), _Command(debug))
+
+
+@traces.command("import")
+def import_traces(source: Source, target: Target, debug: Debug = False) -> None:
+    """Write training traces, of Turnwise or another program, as trajectories."""
+    _run(lambda: _convert("import_traces", "trajectories", source, target), _Command(debug))
+
+
 def main() -> None:
     """Run the command `turnwise`."""
     # User classes are imported from the working directory.
@@ -317,6 +333,13 @@ async def _serve(config: Config) -> None:
         for name, url in server.workers().items():
             _print(console, f"{name} {url}")
         await asyncio.Event().wait()  # until interrupted
+
+
+async def _convert(name: str, what: str, source: Path, target: Path) -> None:
+    from turnwise.trajectory import training_trace
+
+    count = await run_in_thread(lambda: getattr(training_trace, name)(source, target))
+    _print(Console(), f"{count} {what}\n{target}")
 
 
 def _print(console: Console, text: str) -> None:

@@ -35,7 +35,8 @@ class Config(Section):
     """Reaction to a token that differs from the sampled one before training: end the run (stop), or
     only report it (warn)."""
     environment: Needed = None
-    """Environment that turns rows into problems, tools and rewards, as package.module:Class."""
+    """Environment that turns rows into problems, tools and rewards, as package.module:Class, or
+    openenv:ws://host:port for that of an OpenEnv server."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""

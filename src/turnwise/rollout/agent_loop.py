@@ -225,6 +225,7 @@ class RolloutContext:
             fork_reason=self.fork_reason,
         )
         self.fork_reason = None
+        self.episode.turn_ended(turn)
         return completion
 
     def count(self, event: str) -> None:

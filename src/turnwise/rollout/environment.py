@@ -53,6 +53,8 @@ class Environment:
         tools: Functions, `Tool` objects, toolsets, or descriptions in OpenAI's format, which
             `call_tool` answers. Read after `setup`.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
+        current_turn: Index of the model's latest turn, which tool calls and `step` answer; -1
+            before the first. Loops set it, for rewards of turns.
 
     Example:
         class Weather(turnwise.Environment):
@@ -76,6 +78,7 @@ class Environment:
     problem: str | Sequence[Message]
     tools: Sequence[AnyTool] = ()
     done: bool = False
+    current_turn: int = -1
 
     def __init__(self, row: Row) -> None:
         """Keep what the row says; open files, databases and processes in `setup`."""
@@ -131,6 +134,32 @@ class Environment:
 
 EnvironmentType = Callable[[Row], Any]
 """An environment class, or a function that makes an environment from a row."""
+
+
+ADAPTERS = {"openenv": "turnwise.rollout.foreign.openenv:at"}
+"""Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
+address."""
+
+
+def load_environment(path: str | None) -> EnvironmentType:
+    """Import `package.module:Class`, or adapt another system's environment.
+
+    Raises:
+        InputError: when there is none of that name, or its address is wrong.
+
+    Example:
+        >>> load_environment("openenv:ws://localhost:8000").url
+        'ws://localhost:8000'
+    """
+    if path is None:
+        raise InputError("environment must be set: package.module:Class")
+    name, _, address = path.partition(":")
+    if name in ADAPTERS:
+        adapt = load_object(ADAPTERS[name], "environment")
+        environment: EnvironmentType = adapt(address)
+    else:
+        environment = load_object(path, "environment")
+    return environment
 
 
 def load_object(path: str, key: str) -> Any:

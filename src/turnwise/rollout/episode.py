@@ -19,7 +19,7 @@ from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
 from turnwise.rollout.configured_tools import ToolSource, with_configured
-from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.environment import Environment, EnvironmentType
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
     finite_number,
@@ -124,6 +124,11 @@ class Episode:
                 self.toolbox = make_toolbox(tools, self._rollout)
 
         await self._call("the environment", fill)
+
+    def turn_ended(self, turn: int) -> None:
+        """Set `current_turn`, for the turn's tool calls and `step`."""
+        if isinstance(self.environment, Environment):
+            self.environment.current_turn = turn
 
     @property
     def steps(self) -> bool:

@@ -36,7 +36,7 @@ from turnwise.errors import (
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
 from turnwise.rollout.configured_tools import load_tools, with_configured
-from turnwise.rollout.environment import Environment, EnvironmentType, load_object
+from turnwise.rollout.environment import Environment, EnvironmentType, load_environment
 from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.group import TOO_LONG, Group
@@ -98,7 +98,7 @@ class Runner:
         self, config: Config, tokenizer: Tokenizer, environment: EnvironmentType | None = None
     ) -> None:
         self._config = config
-        self._environment = environment or _load_environment(config)
+        self._environment = environment or load_environment(config.environment)
         self._environment_name = f"the environment {config.environment}"
         self._tools = load_tools(config.rollout.tools)
         self.template = load_template(config, tokenizer)
@@ -375,10 +375,3 @@ class Runner:
             raise
         except Exception as error:
             raise TrajectoryError("loop_error", await describe_user_error(error)) from error
-
-
-def _load_environment(config: Config) -> EnvironmentType:
-    if config.environment is None:
-        raise InputError("environment must be set: package.module:Class")
-    environment: EnvironmentType = load_object(config.environment, "environment")
-    return environment

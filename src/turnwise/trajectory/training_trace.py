@@ -1,0 +1,245 @@
+"""`TrainingTrace`, OpenEnv's format of captured calls, from and to trajectories.
+
+A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
+`node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
+both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks (weight versions,
+rewards, the reasons of forks) are in `metadata`, under `turnwise`, so that a trajectory comes back
+as it was. A trace of another program has none of them.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import compress, groupby
+from pathlib import Path
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
+
+SCHEMA_VERSION = 1
+_OURS = "turnwise"
+_OF_TRAJECTORY = tuple(
+    item.name
+    for item in fields(Trajectory)
+    if item.name != "turns" and not item.name.startswith("_")
+)
+
+
+def to_training_trace(trajectory: Trajectory) -> JsonObject:
+    """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
+
+    Log-probs above 0 (rounding) are 0 in `per_token_logps`, as the format demands, and exact in the
+    metadata.
+
+    Raises:
+        InputError: when the trajectory has no turn.
+
+    Example:
+        >>> trajectory = Trajectory("math:1")
+        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+        >>> to_training_trace(trajectory)["turns"][0]["loss_mask"]
+        [0, 0, 1, 1]
+    """
+    if not trajectory.turns:
+        raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
+    turns = [_to_turn(trajectory, index) for index in range(len(trajectory.turns))]
+    kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
+    turns[0]["metadata"][_OURS]["trajectory"] = kept | {"events": dict(trajectory.events)}
+    return {"schema_version": SCHEMA_VERSION, "turns": turns}
+
+
+def _to_turn(trajectory: Trajectory, index: int) -> JsonObject:
+    turn = trajectory.turns[index]
+    prompt = trajectory.prompt_token_ids(index)
+    sampled = len(turn.completion_token_ids)
+    ours: JsonObject = {
+        "weight_versions": turn.weight_versions,
+        "finish_reason": turn.finish_reason,
+        "fork_reason": turn.fork_reason,
+        "added_logprobs": turn.added_logprobs,
+        "record": list(turn.record),
+    }
+    if any(logprob > 0 for logprob in turn.logprobs):
+        ours["logprobs"] = turn.logprobs
+    return {
+        "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
+        "prompt_token_ids": prompt,
+        "completion_token_ids": turn.completion_token_ids,
+        "per_token_logps": [min(0.0, logprob) for logprob in turn.logprobs],
+        "loss_mask": [0] * len(prompt) + [1] * sampled,
+        "request": {"messages": turn.messages} if turn.messages else {},
+        "response": {},
+        "metadata": {_OURS: ours},
+    }
+
+
+def from_training_trace(
+    trace: JsonObject, *, name: str = "trace", weight_version: int = 0
+) -> Trajectory:
+    """Return the trajectory of a training trace, of ours or of another program.
+
+    A call whose loss mask trains no token is left out: later prompts hold its tokens as context.
+    Tokens that the mask leaves out at the ends of a completion are context too.
+
+    Args:
+        name: The trajectory's `problem_id`, if the trace has none.
+        weight_version: Version of tokens whose trace has none.
+
+    Raises:
+        InputError: naming the first call that is malformed, or that was changed after its export.
+
+    Example:
+        >>> trajectory = Trajectory("math:1")
+        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
+        >>> from_training_trace(to_training_trace(trajectory)) == trajectory
+        True
+    """
+    turns = trace.get("turns")
+    if trace.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION or not isinstance(turns, list):
+        raise InputError(f"{name}: a training trace has schema_version {SCHEMA_VERSION} and turns")
+    known: set[str] = set()
+    kept: JsonObject = {}
+    trained: list[bool] = []
+    trajectory = Trajectory(name, status="completed")
+    for number, turn in enumerate(turns):
+        where = f"{name}, turn {number}"
+        if not isinstance(turn, dict) or not isinstance(turn.get("node_id"), str):
+            raise InputError(f"{where} has no node_id")
+        if turn["node_id"] in known:
+            raise InputError(f"{where}: another turn has the node_id {turn['node_id']}")
+        known.add(turn["node_id"])
+        ours = (turn.get("metadata") or {}).get(_OURS) or {}
+        kept = kept or ours.get("trajectory") or {}
+        trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
+    if rewards := kept.get("turn_rewards"):
+        kept = kept | {"turn_rewards": list(compress(rewards, trained))}
+    for field, value in kept.items():
+        if field not in _OF_TRAJECTORY:
+            raise InputError(f"{name}: a trajectory has no {field}")
+        setattr(trajectory, field, Counter(value) if field == "events" else value)
+    return trajectory
+
+
+def _add_turn(
+    trajectory: Trajectory, turn: JsonObject, ours: JsonObject, version: int, where: str
+) -> bool:
+    """Add a call to a trajectory; returns False if its mask trains nothing."""
+    prompt = _ids(turn, "prompt_token_ids", where)
+    completion = _ids(turn, "completion_token_ids", where)
+    logprobs = ours.get("logprobs") or turn.get("per_token_logps")
+    versions = ours.get("weight_versions", [version] * len(completion))
+    mask = turn.get("loss_mask")
+    if not isinstance(logprobs, list) or not all(map(_is_number, logprobs)):
+        raise InputError(f"{where}: per_token_logps must be finite numbers")
+    if len(logprobs) != len(completion) or len(versions) != len(completion):
+        raise InputError(f"{where}: a log-prob and a version belong to each completion token")
+    if not isinstance(mask, list) or len(mask) != len(prompt) + len(completion):
+        raise InputError(f"{where}: loss_mask must cover prompt and completion")
+    if any(mask[: len(prompt)]):
+        raise InputError(f"{where}: loss_mask trains a token of the prompt")
+    trained = _trained(mask[len(prompt) :], where)
+    if completion and not trained:
+        return False
+    first, last = trained.start, trained.stop
+    prompt = [*prompt, *completion[:first]]
+    added: Sequence[float | None] | None = ours.get("added_logprobs")
+    unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
+    made = trajectory.add_turn(
+        prompt,
+        completion[first:last],
+        [float(logprob) for logprob in logprobs[first:last]],
+        versions[first:last],
+        ours.get("finish_reason", "stop"),
+        None if added is None else [*unknown, *added, *logprobs[:first]],
+        fork_reason=ours.get("fork_reason"),
+        messages=(turn.get("request") or {}).get("messages") or () if ours else (),
+    )
+    whole = len(trained) == len(completion)
+    if whole and "record" in ours and tuple(ours["record"]) != made.record:
+        raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
+    return True
+
+
+def _trained(mask: Sequence[int], where: str) -> range:
+    """Return the positions that a completion's mask trains, which must be in one piece."""
+    if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
+        raise InputError(f"{where}: loss_mask must hold 0 and 1")
+    pieces = [bit for bit, _ in groupby(mask)]
+    if pieces.count(1) > 1:
+        raise InputError(f"{where}: loss_mask trains a completion in {pieces.count(1)} pieces")
+    return range(mask.index(1), mask.index(1) + sum(mask)) if any(mask) else range(0)
+
+
+def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
+    ids = turn.get(key)
+    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+        raise InputError(f"{where}: {key} must be a list of token ids")
+    return ids
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def export_traces(source: Path, target: Path) -> int:
+    """Write the trajectories of a JSON Lines file as training traces, one a line.
+
+    Returns:
+        The number of traces; trajectories without a turn are left out.
+
+    Raises:
+        InputError: when the source cannot be read.
+
+    Example:
+        export_traces(Path("runs/demo/trajectories/step-0001.jsonl"), Path("traces.jsonl"))
+    """
+    lines = [
+        json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
+        for trajectory in _read(source)
+        if trajectory.turns
+    ]
+    with translate_unwritable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return len(lines)
+
+
+def _read(source: Path) -> Iterator[Trajectory]:
+    try:
+        yield from read_jsonl(source)
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source} holds no trajectories: {error!r}") from error
+
+
+def import_traces(source: Path, target: Path) -> int:
+    """Write the training traces of a JSON Lines file as trajectories, one a line.
+
+    Returns:
+        The number of trajectories.
+
+    Raises:
+        InputError: naming the first line that is no training trace.
+
+    Example:
+        import_traces(Path("traces.jsonl"), Path("trajectories.jsonl"))
+    """
+    trajectories = []
+    try:
+        lines = source.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            trace = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{source}:{number} is not JSON: {error}") from error
+        if not isinstance(trace, dict):
+            raise InputError(f"{source}:{number} is no training trace")
+        trajectories.append(from_training_trace(trace, name=f"{source.name}:{number}"))
+    write_jsonl(target, trajectories)
+    return len(trajectories)
