@@ -20,6 +20,7 @@ TIER = (
     "core/test_interrupt.py",
     "core/test_user_code.py",
     "core/test_watchdog.py",
+    "rollout/foreign/test_agent_task.py",
     "rollout/test_data.py",
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",

@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+import turnwise
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
@@ -159,6 +160,8 @@ def test_python_blocks_run(page: str) -> None:
             exec(compile(block.text, str(block), "exec"), names)
             for kind in list(names.values()):
                 if isinstance(kind, type) and hasattr(kind, "reward"):
+                    if issubclass(kind, turnwise.OpenEnv):
+                        continue  # its server has the problem
                     opened = open_environment(kind, _ROWS.get(page, _ROW), str(block))
                     assert opened.problem
                     Toolbox(opened.tools, timeout=1.0, max_chars=100)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollout.environment import Environment, Rewards
+    from turnwise.rollout.foreign.agent_task import AgentTask
     from turnwise.rollout.foreign.openenv import OpenEnv
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.run.api import evaluate, rollout, serve, train
@@ -71,6 +72,7 @@ _HOMES = {
     # Your own environment and your own loop.
     "Environment": "turnwise.rollout.environment",
     "Rewards": "turnwise.rollout.environment",
+    "AgentTask": "turnwise.rollout.foreign.agent_task",
     "OpenEnv": "turnwise.rollout.foreign.openenv",
     "Tool": "turnwise.tools",
     "AgentLoop": "turnwise.rollout.agent_loop",
@@ -109,6 +111,7 @@ _HOMES = {
 
 __all__ = [
     "AgentLoop",
+    "AgentTask",
     "ChatCompletionScheduler",
     "ChatTemplate",
     "Config",

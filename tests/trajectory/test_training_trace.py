@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
+from turnwise.cli import app
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.trajectory import Trajectory, audit, read_jsonl, write_jsonl
 from turnwise.trajectory.training_trace import (
@@ -169,6 +171,19 @@ def test_files(tmp_path: Path) -> None:
         import_traces(tmp_path / "text", back)
     with pytest.raises(TurnwiseError, match="cannot be written"):
         export_traces(source, source / "x")
+
+
+def test_the_command_goes_there_and_back(tmp_path: Path) -> None:
+    trajectory = Trajectory("math:1", reward=0.5)
+    trajectory.add_turn([1], [2, 3], [-0.1, -0.2], [3, 3], "stop")
+    source, traces, back = (str(tmp_path / f"{name}.jsonl") for name in "abc")
+    write_jsonl(Path(source), [trajectory])
+    exported = CliRunner().invoke(app, ["trace", "export", source, traces])
+    assert (exported.exit_code, exported.output.split()[:2]) == (0, ["1", "traces"])
+    imported = CliRunner().invoke(app, ["trace", "import", traces, back])
+    assert (imported.exit_code, imported.output.split()[:2]) == (0, ["1", "trajectories"])
+    assert [*read_jsonl(Path(back))] == [trajectory]
+    assert CliRunner().invoke(app, ["trace", "import", source, back]).exit_code == 2
 
 
 CHECK = """
