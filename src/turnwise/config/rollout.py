@@ -27,6 +27,9 @@ class RewardConfig(Section):
     group_function: str | None = None
     """package.module:function(trajectories, row) -> one number each, sync or async, called once for
     all finished trajectories of a group, to compare them; null uses none."""
+    trl: str | None = None
+    """package.module:function with TRL's signature, sync or async, called once for all finished
+    trajectories of a group; null uses none."""
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
@@ -41,9 +44,9 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RewardConfig":
-        if sum(map(bool, (self.function, self.group_function, self.model))) > 1:
+        if sum(map(bool, (self.function, self.group_function, self.trl, self.model))) > 1:
             raise ValueError(
-                "a reward is a function, a group_function or a model: use an entry for each"
+                "a reward is a function, a group_function, trl or a model: use an entry for each"
             )
         return self
 
@@ -80,8 +83,8 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = 0
     """Number of times that a failed trajectory is retried."""
     rewards: list[RewardConfig] = []
-    """Parts of the reward, which are summed. An entry without function, group_function and model is
-    the environment's own reward; an empty list uses only the environment's reward."""
+    """Parts of the reward, which are summed. An entry without function, group_function, trl and
+    model is the environment's own reward; an empty list uses only the environment's reward."""
     history: Literal["exact", "template"] = "exact"
     """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
     template renders (template), in a new branch where the two differ."""

@@ -136,7 +136,10 @@ EnvironmentType = Callable[[Row], Any]
 """An environment class, or a function that makes an environment from a row."""
 
 
-ADAPTERS = {"openenv": "turnwise.rollout.foreign.openenv:at"}
+ADAPTERS = {
+    "openenv": "turnwise.rollout.foreign.openenv:at",
+    "trl": "turnwise.rollout.foreign.trl:load_trl",
+}
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""
 

@@ -49,6 +49,15 @@ class Group:
         """Mark the group as not run."""
         self.causes[TOO_LONG] = reason
 
+    def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
+        """Take out finished trajectories, and count them as failed."""
+        if trajectories:
+            self.dropped[reason] += len(trajectories)
+            self.dropped_tokens[reason] += sum(t.sampled_tokens for t in trajectories)
+            self.causes.setdefault(reason, cause)
+            gone = {id(trajectory) for trajectory in trajectories}
+            self.trajectories = [t for t in self.trajectories if id(t) not in gone]
+
     def to_dict(self) -> JsonObject:
         """Return all fields as plain values, for checkpoints."""
         tree = {item.name: getattr(self, item.name) for item in fields(self)}

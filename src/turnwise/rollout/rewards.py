@@ -1,23 +1,27 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
 A part is the environment's own reward, a function, or a reward model, whose parts of one trajectory
-are computed concurrently; or a function that compares all finished trajectories of a group. If a
-part fails or is not a finite number, the trajectory has no reward:
+are computed concurrently; or a function of all finished trajectories of a group, of our kind or
+TRL's. If a part fails or is not a finite number, the trajectory has no reward:
 it is dropped under `reward_error`, and the message names the part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.config import RewardConfig
-from turnwise.core.aio import task_group
+from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, Rewards, load_object
+from turnwise.rollout.episode import Episode
+from turnwise.rollout.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollout.problems import Row
 from turnwise.rollout.reading import finite_number, is_list
 from turnwise.trajectory import MAX_REWARD, Trajectory
@@ -25,6 +29,7 @@ from turnwise.trajectory import MAX_REWARD, Trajectory
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
+_OF_GROUP = ("group function", "TRL function")
 _ENVIRONMENT_REWARD = "the environment's reward"
 _BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
@@ -35,7 +40,7 @@ class _Part:
 
     name: str
     """Configured name, or else the function, the model's path, or `environment`."""
-    kind: Literal["environment", "function", "group function", "model"]
+    kind: Literal["environment", "function", "group function", "TRL function", "model"]
     weight: float
     function: Callable[..., object] | None = None
     model: str = ""
@@ -52,6 +57,10 @@ class RewardManager:
 
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
+        functions: Functions of a program, by the path that a `trl` entry has for them; other paths
+            are imported.
+        max_steps: Optimizer steps of the run, which TRL's functions are given.
+        folder: Run folder, for what TRL's functions log; None writes nothing.
 
     Raises:
         InputError: when a function cannot be loaded, or a part is named twice.
@@ -63,10 +72,19 @@ class RewardManager:
         print(trajectory.reward, trajectory.reward_parts)
     """
 
-    def __init__(self, parts: Sequence[RewardConfig]) -> None:
-        self._parts = [_load(part) for part in parts or [RewardConfig()]]
-        self._own = [part for part in self._parts if part.kind != "group function"]
-        self._of_group = [part for part in self._parts if part.kind == "group function"]
+    def __init__(
+        self,
+        parts: Sequence[RewardConfig],
+        functions: Mapping[str, RewardFunction] | None = None,
+        *,
+        max_steps: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        self._parts = [_load(part, functions or {}) for part in parts or [RewardConfig()]]
+        self._of_group = [part for part in self._parts if part.kind in _OF_GROUP]
+        self._own = [part for part in self._parts if part not in self._of_group]
+        self._max_steps = max_steps
+        self._folder = folder
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
         names = [part.name for part in self._parts]
@@ -113,18 +131,35 @@ class RewardManager:
         trajectory.turn_rewards = turns if any(turns) else []
         trajectory.reward = _within_limit(total)
 
-    async def judge_group(self, trajectories: Sequence[Trajectory], row: Row) -> None:
+    async def judge_group(
+        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
+    ) -> None:
         """Add the rewards of the group functions to those of a group's finished trajectories.
+
+        Args:
+            episodes: The trajectories' episodes, by their position in the group.
 
         Raises:
             TrajectoryError: `reward_error`, naming the first function that failed.
         """
-        for part in self._of_group if trajectories else ():
-            for trajectory, value in zip(
-                trajectories, await self._of_all(part, trajectories, row), strict=True
-            ):
-                trajectory.reward_parts[part.name] = value
-                trajectory.reward = _within_limit((trajectory.reward or 0.0) + part.weight * value)
+        if not trajectories:
+            return
+        async with task_group() as tasks:
+            values = {
+                part: tasks.create_task(self._of_all(part, trajectories, row, episodes))
+                for part in self._of_group
+            }
+        for part, task in values.items():
+            for trajectory, value in zip(trajectories, task.result(), strict=True):
+                if value is not None:
+                    trajectory.reward_parts[part.name] = value
+                    total = (trajectory.reward or 0.0) + part.weight * value
+                    trajectory.reward = _within_limit(total)
+
+    def lacks(self, trajectory: Trajectory) -> bool:
+        """Return whether no part applies to a judged trajectory: TRL's functions returned None."""
+        trl = any(part.kind == "TRL function" for part in self._parts)
+        return trl and not trajectory.reward_parts
 
     @property
     def compares(self) -> bool:
@@ -132,23 +167,30 @@ class RewardManager:
         return bool(self._of_group)
 
     async def _of_all(
-        self, part: _Part, trajectories: Sequence[Trajectory], row: Row
-    ) -> list[float]:
-        """Return a group function's numbers."""
+        self,
+        part: _Part,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+    ) -> list[float | None]:
+        """Return a group function's numbers; None where one of TRL's does not apply."""
         assert part.function is not None
+        trl = part.kind == "TRL function"
         try:
             with waiting(f"{part.name} of {trajectories[0].problem_id}", "reward"):
-                values = await call_user_code(
-                    part.function, list(trajectories), row, name=str(part)
-                )
-                if not is_list(values) or len(values) != len(trajectories):
-                    raise TrajectoryError(
-                        "reward_error",
-                        f"{part} must return a list of {len(trajectories)} numbers, one for each "
-                        f"trajectory, not {_shown(values)}",
+                if trl:
+                    batch = Batch(trajectories, row, episodes, self._max_steps)
+                    call = partial(part.function, **batch.arguments)
+                    values = await call_user_code(call, name=str(part))
+                    if self._folder is not None:
+                        folder = self._folder
+                        await run_in_thread(lambda: batch.keep(folder))
+                else:
+                    values = await call_user_code(
+                        part.function, list(trajectories), row, name=str(part)
                     )
-                numbers: list[float] = await call_user_code(
-                    lambda: [_number(value, part) for value in values], name=str(part)
+                numbers: list[float | None] = await call_user_code(
+                    _numbers, values, part, len(trajectories), name=str(part)
                 )
         except (InputError, TrajectoryError):
             raise
@@ -245,13 +287,29 @@ def _checked(value: object, part: _Part, turns: int) -> Rewards:
     )
 
 
-def _load(part: RewardConfig) -> _Part:
+def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
+    """Return the numbers of a group function; runs user code where they have types of their own."""
+    given = list(values) if isinstance(values, Iterable) and not is_list(values) else values
+    if not is_list(given) or len(given) != count:
+        raise TrajectoryError(
+            "reward_error",
+            f"{part} must return a list of {count} numbers, one for each trajectory, not "
+            f"{_shown(values)}",
+        )
+    optional = part.kind == "TRL function"
+    return [None if value is None and optional else _number(value, part) for value in given]
+
+
+def _load(part: RewardConfig, functions: Mapping[str, RewardFunction]) -> _Part:
     if part.function:
         function = load_object(part.function, "rollout.rewards.function")
         return _Part(part.name or part.function, "function", part.weight, function)
     if path := part.group_function:
         function = load_object(path, "rollout.rewards.group_function")
         return _Part(part.name or path, "group function", part.weight, function)
+    if path := part.trl:
+        function = functions.get(path) or load_object(path, "rollout.rewards.trl")
+        return _Part(part.name or path, "TRL function", part.weight, function)
     if part.model:
         return _Part(part.name or part.model, "model", part.weight, model=part.model)
     return _Part(part.name or "environment", "environment", part.weight)

@@ -8,9 +8,9 @@ user's input, ends the run from here.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from turnwise.rollout.configured_tools import load_tools, with_configured
 from turnwise.rollout.environment import Environment, EnvironmentType, load_environment
 from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
+from turnwise.rollout.foreign.trl import TrlEnvironment
+from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import TOO_LONG, Group
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.problems import Problem
@@ -69,6 +71,8 @@ class GroupRun:
     name: str
     """Unique name of the group; the names and seeds of its requests begin with it."""
     group: Group
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
     @classmethod
     def begin(
@@ -83,6 +87,7 @@ class Runner:
 
     Args:
         environment: None means the configured one.
+        functions: Reward functions of a program, by their paths in `rollout.rewards`.
 
     Raises:
         InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
@@ -95,7 +100,11 @@ class Runner:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, environment: EnvironmentType | None = None
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        environment: EnvironmentType | None = None,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self._config = config
         self._environment = environment or load_environment(config.environment)
@@ -108,13 +117,17 @@ class Runner:
         self._loop = load_loop(config.rollout.loop)
         self._loop_name = f"the loop {config.rollout.loop}"
         self._tokenizer = tokenizer
-        self.rewards = RewardManager(config.rollout.rewards)
+        folder = Path(config.output_dir, config.name)
+        max_steps = config.training.steps * config.training.updates_per_step
+        self.rewards = RewardManager(
+            config.rollout.rewards, functions, max_steps=max_steps, folder=folder
+        )
         """The configured rewards; `models` is set when reward models are started."""
         self.server: SessionServer | None = None
         """Server for agents that speak HTTP; None if the loop needs none."""
         self.chats: ChatBackend | None = None
         """Backend of the user's chat scheduler; None if the loop needs none."""
-        self._errors = ErrorLog(Path(config.output_dir, config.name, "errors.log"))
+        self._errors = ErrorLog(folder / "errors.log")
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -214,6 +227,9 @@ class Runner:
             await self._compare(run)
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
+        for episode in run.episodes.values():
+            if isinstance(episode.environment, TrlEnvironment):
+                episode.environment.release()
         group.elapsed = time.perf_counter() - started
         return group
 
@@ -221,14 +237,13 @@ class Runner:
         """Add the rewards that compare a group's trajectories; if one fails, all are dropped."""
         group = run.group
         try:
-            await self.rewards.judge_group(group.trajectories, run.problem.row)
+            await self.rewards.judge_group(group.trajectories, run.problem.row, run.episodes)
         except TrajectoryError as error:
-            group.dropped[error.reason] += len(group.trajectories)
-            group.dropped_tokens[error.reason] += sum(t.sampled_tokens for t in group.trajectories)
-            group.causes.setdefault(error.reason, str(error))
-            group.trajectories = []
+            group.drop(group.trajectories, error.reason, str(error))
             if isinstance(error.__cause__, Exception):
                 await self._errors.write(error.reason, run.name, error.__cause__)
+        lacking = [t for t in group.trajectories if self.rewards.lacks(t)]
+        group.drop(lacking, "no_reward", f"every reward of {run.problem.id} is None")
 
     async def _run_one(self, run: GroupRun, index: int) -> Trajectory | None:
         """Run trajectory `index` of a group; return None, and count the reason, if it fails."""
@@ -349,6 +364,7 @@ class Runner:
             await self._play(episode.environment, context)
             with context.timed("reward"):
                 await self.rewards.judge(episode.environment, trajectory, problem.row, clock)
+            run.episodes[trajectory.sample_index] = episode
             if episode.measures:
                 try:
                     with context.timed("environment"):

@@ -93,9 +93,11 @@ def train(
             raise InputError("resume uses the configuration of the run: omit config")
         run, settings = Path(resume), _settings(keys, values)
         resolved = commands.config_of_run(run, settings=settings, optional=optional)
-        return _call(lambda: commands.resume(run, resolved, console, inputs), "the training run")
+        return run_command(
+            lambda: commands.resume(run, resolved, console, inputs), "the training run"
+        )
     resolved = _resolve(config, _settings(keys, values), optional)
-    return _call(lambda: commands.train(resolved, console, None, inputs), "the training run")
+    return run_command(lambda: commands.train(resolved, console, None, inputs), "the training run")
 
 
 def evaluate(
@@ -131,7 +133,7 @@ def evaluate(
     inputs, values, optional = _inputs(environment, None, data, {"model.path": _text(model)})
     resolved = _resolve(config, _settings(keys, values), [*optional, "data.path"])
     console = Console(quiet=not progress)
-    return _call(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
+    return run_command(lambda: commands.evaluate(resolved, console, inputs), "the evaluation")
 
 
 def rollout(
@@ -166,7 +168,7 @@ def rollout(
     inputs, values, optional = _inputs(environment, data, None, {"model.path": _text(model)})
     resolved = _resolve(config, _settings(keys, values), optional)
     console, file = Console(quiet=not progress), None if output is None else Path(output)
-    trajectories, _ = _call(
+    trajectories, _ = run_command(
         lambda: commands.rollout(resolved, console, file, inputs), "the rollouts"
     )
     return trajectories
@@ -210,8 +212,12 @@ def serve(
     thread.leave(_STOP_SECONDS, None)
 
 
-def _call(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
-    """Run a coroutine in a separate thread and wait for it; Ctrl-C ends all that it started."""
+def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
+    """Run a coroutine in a separate thread and wait for it; Ctrl-C ends all that it started.
+
+    Example:
+        run_command(lambda: commands.train(config, Console()), "the training run")
+    """
     thread = EventLoopThread(nullcontext[None], name)
     thread.start(_START_SECONDS)
     try:

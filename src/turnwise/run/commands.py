@@ -26,6 +26,7 @@ from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
     from turnwise.rollout.evaluation import Evaluation
+    from turnwise.rollout.foreign.trl_reward import RewardFunction
     from turnwise.rollout.problems import Problem
     from turnwise.run.display import Display
     from turnwise.run.run_dir import Resume, RunDir
@@ -44,6 +45,8 @@ class ProgramInputs:
     """Training rows; replace data.path."""
     eval_rows: Sequence[JsonObject] | None = None
     """Held-out rows; replace data.eval_path."""
+    functions: "Mapping[str, RewardFunction] | None" = None
+    """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
 
 
 _FROM_CONFIG = ProgramInputs()
@@ -198,7 +201,11 @@ async def evaluate(
 
             problems = await run_in_thread(lambda: _load_heldout(config, inputs))
         async with open_runtime(
-            config, problems[0], progress=display, environment=inputs.environment
+            config,
+            problems[0],
+            progress=display,
+            environment=inputs.environment,
+            functions=inputs.functions,
         ) as runtime:
             display.phase("evaluate", len(problems))
             run_group = runtime.group_runner(config.eval.sampling)
@@ -237,7 +244,11 @@ async def rollout(
 
             problems = await run_in_thread(lambda: _load_training(config, inputs))
         async with open_runtime(
-            config, problems[0], progress=display, environment=inputs.environment
+            config,
+            problems[0],
+            progress=display,
+            environment=inputs.environment,
+            functions=inputs.functions,
         ) as runtime:
             display.phase("rollout", len(problems))
             run_group = runtime.group_runner(config.sampling)
@@ -288,6 +299,7 @@ async def _attempt(
         folder=folder.path,
         progress=display,
         environment=inputs.environment,
+        functions=inputs.functions,
     ) as runtime:
         loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
         await loop.run()

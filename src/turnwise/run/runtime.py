@@ -5,9 +5,10 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ray.actor import ActorHandle as RayActor
@@ -18,6 +19,7 @@ from turnwise.core.ray import watching_ray
 from turnwise.engine.protocol import Generator
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.rollout.producer import RunGroup
 from turnwise.rollout.reward_model import start_reward_models
@@ -75,6 +77,7 @@ async def open_runtime(
     folder: Path | None = None,
     progress: Progress = SILENT,
     environment: EnvironmentType | None = None,
+    functions: Mapping[str, RewardFunction] | None = None,
 ) -> AsyncIterator[Runtime]:
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
@@ -84,6 +87,7 @@ async def open_runtime(
         folder: Run folder for training; None starts no trainer.
         progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
+        functions: Reward functions of a program, by their paths in `rollout.rewards`.
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
@@ -96,7 +100,8 @@ async def open_runtime(
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         training = folder is not None
-        runner = await run_in_thread(lambda: _make_runner(config, first, environment, training))
+        make = partial(Runner, config, environment=environment, functions=functions)
+        runner = await run_in_thread(lambda: _make_runner(make, config, first, training))
         scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
@@ -142,11 +147,11 @@ async def open_runtime(
 
 
 def _make_runner(
-    config: Config, first: Problem | None, environment: EnvironmentType | None, training: bool
+    make: Callable[..., Runner], config: Config, first: Problem | None, training: bool
 ) -> Runner:
     """Make the runner, and check the first problem and the algorithm, to find most mistakes before
     anything is started. Imports and calls user code."""
-    runner = Runner(config, load_tokenizer(config), environment)
+    runner = make(load_tokenizer(config))
     if first is not None:
         runner.check(first)
     if training:

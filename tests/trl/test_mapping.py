@@ -1,0 +1,192 @@
+"""Fields of TRL's `GRPOConfig` become our configuration, or are refused by name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import trl
+from transformers import HfArgumentParser
+
+from turnwise.config import Config, make_config
+from turnwise.errors import InputError
+from turnwise.trl import GRPOConfig
+from turnwise.trl.mapping import MAPPED, WITHOUT_EFFECT, settings
+
+
+def plain(value: object) -> object:
+    """Return an enumeration's text."""
+    return str(getattr(value, "value", value)) if isinstance(value, str) else value
+
+
+def defaults(kind: Any) -> dict[str, object]:
+    missing = dataclasses.MISSING
+    return {
+        item.name: plain(item.default if item.default is not missing else item.default_factory())
+        for item in dataclasses.fields(kind)
+    }
+
+
+def config_of(rows: int | None = 100, tools: bool = False, **given: Any) -> Config:
+    values = settings(GRPOConfig(**given), rows, tools=tools)
+    optional = ["environment", "data.path"]
+    return make_config({}, settings=values | {"model.path": "m"}, optional=optional)
+
+
+def test_the_fields_and_their_defaults_are_those_of_trl() -> None:
+    ours = defaults(GRPOConfig)
+    assert ours.pop("turnwise") == {}
+    assert ours == defaults(trl.GRPOConfig)
+
+
+def test_every_field_is_mapped_or_without_effect_or_refused() -> None:
+    names = {item.name for item in dataclasses.fields(GRPOConfig)}
+    assert names >= MAPPED
+    assert names >= WITHOUT_EFFECT
+    assert not MAPPED & WITHOUT_EFFECT
+    refused = names - MAPPED - WITHOUT_EFFECT
+    assert len(refused) > 50
+    for name in refused:
+        with pytest.raises(InputError, match=rf"^GRPOConfig\.{name}='odd' is not supported: "):
+            settings(GRPOConfig(**{name: "odd"}), 100, tools=False)  # type: ignore[arg-type]
+
+
+def test_the_defaults_make_a_configuration() -> None:
+    config = config_of()
+    assert (config.sampling.n, config.sampling.max_tokens) == (8, 512)
+    assert config.rollout.prompts_per_step == 1
+    assert config.training.steps == 300  # three epochs
+    assert config.training.learning_rate == 1e-6
+    assert config.training.lr_schedule == "linear"
+    assert config.algorithm.loss.name == "ppo_clip"
+    assert config.algorithm.loss.model_dump()["clip_high"] == 0.2
+    assert config.algorithm.reduction == "token_mean"
+    assert (config.algorithm.advantage.name, config.algorithm.kl.coef) == ("grpo", 0.0)
+    assert config.algorithm.correction.name == "none"
+    assert (config.training.checkpoint_every, config.eval.every) == (500, 0)
+    assert config.seed == 42
+    assert config.training.colocated is False
+
+
+@pytest.mark.parametrize(
+    ("given", "groups", "updates", "steps"),
+    [
+        ({}, 1, 1, 300),
+        ({"per_device_train_batch_size": 16, "num_generations": 4}, 4, 1, 75),
+        ({"gradient_accumulation_steps": 4}, 4, 1, 75),
+        ({"steps_per_generation": 4}, 4, 4, 75),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, 4, 1, 75),
+        ({"generation_batch_size": 32, "gradient_accumulation_steps": 2}, 4, 2, 75),
+        ({"max_steps": 6, "steps_per_generation": 2}, 2, 2, 3),
+        ({"num_train_epochs": 0.5}, 1, 1, 50),
+    ],
+)
+def test_batch_sizes_and_steps(
+    given: dict[str, Any], groups: int, updates: int, steps: int
+) -> None:
+    config = config_of(**given)
+    assert config.rollout.prompts_per_step == groups
+    assert config.training.updates_per_step == updates
+    assert config.training.steps == steps
+
+
+def test_values_of_all_kinds_are_carried_over() -> None:
+    config = config_of(
+        temperature=0.7, top_p=0.9, top_k=5, max_completion_length=64, num_generations_eval=2,
+        generation_kwargs={"stop": ["END"]}, chat_template_kwargs={"enable_thinking": False},
+        beta=0.04, use_bias_correction_kl=False, epsilon=0.1, epsilon_high=0.3, delta=1.5,
+        loss_type="grpo", scale_rewards=False, weight_decay=0.1, max_grad_norm=0.5, bf16=True,
+        warmup_steps=0.1, max_steps=40, lr_scheduler_type="constant_with_warmup",
+        save_steps=10, save_total_limit=3, eval_strategy="steps", eval_steps=5,
+        gradient_checkpointing=False, report_to=["wandb", "tensorboard"], seed=1,
+        turnwise={"engine.kv_cache_gib": 0.25, "sampling.top_k": 6},
+    )  # fmt: skip
+    sampling = config.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 6)
+    assert (sampling.max_tokens, sampling.stop) == (64, ["END"])
+    assert (config.eval.sampling.n, config.eval.sampling.temperature) == (2, 0.7)
+    assert config.model.template_args == {"enable_thinking": False}
+    assert config.model.dtype == "bfloat16"
+    assert (config.algorithm.kl.coef, config.algorithm.kl.importance_weight) == (0.04, False)
+    assert config.algorithm.loss.model_dump() == {
+        "name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5,
+    }  # fmt: skip
+    assert config.algorithm.reduction == "sequence_mean"
+    assert config.algorithm.advantage.name == "dr_grpo"
+    training = config.training
+    assert (training.weight_decay, training.max_grad_norm) == (0.1, 0.5)
+    assert (training.warmup_steps, training.lr_schedule) == (4, "constant")
+    assert (training.checkpoint_every, training.keep_last) == (10, 3)
+    assert (config.eval.every, training.activation_checkpointing) == (5, False)
+    assert (config.trackers, config.seed, config.engine.kv_cache_gib) == (["wandb"], 1, 0.25)
+
+
+def test_losses_and_corrections() -> None:
+    assert config_of(loss_type="dr_grpo").algorithm.reduction == "constant"
+    config = config_of(loss_type="cispo", epsilon_high=5.0)
+    assert config.algorithm.loss.model_dump() == {"name": "cispo", "clip_low": 1, "clip_high": 4}
+    level = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}
+    assert config_of(**level).algorithm.loss.name == "gspo"
+    vllm = {"use_vllm": True, "vllm_tensor_parallel_size": 2}
+    config = config_of(**vllm, vllm_gpu_memory_utilization=0.5)
+    assert (config.training.colocated, config.training.ranks) == (True, 2)
+    assert config.engine.vllm_args == {"gpu_memory_utilization": 0.5}
+    assert config.algorithm.correction.name == "none"
+    config = config_of(**vllm, vllm_importance_sampling_mode="token_truncate")
+    correction = config.algorithm.correction
+    assert (correction.name, correction.high) == ("token_tis", 3.0)
+
+
+def test_tools_bound_the_trajectory() -> None:
+    config = config_of(tools=True, max_completion_length=100, max_tool_calling_iterations=3)
+    assert (config.rollout.max_turns, config.rollout.max_response_tokens) == (4, 100)
+    assert config_of(tools=True).rollout.max_turns > 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_iterations": 2}, r"num_iterations=2 .*a batch is trained on once"),
+        ({"vllm_mode": "server"}, r"vllm_mode='server' .*starts its own engines"),
+        ({"loss_type": "sapo"}, r"loss_type='sapo' .*must be cispo, dapo, grpo, dr_grpo"),
+        ({"loss_type": "cispo"}, r"epsilon_high=0\.2 .*set it above 1"),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, r"loss_type='bnpo'"),
+        ({"scale_rewards": "batch"}, r"scale_rewards='batch' .*group or none"),
+        ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type='cosine'"),
+        ({"optim": "adafactor"}, r"optim='adafactor' .*AdamW"),
+        ({"num_generations": 1}, r"num_generations=1 .*at least 2"),
+        ({"num_generations": 3}, r"num_generations=3 .*8 completions"),
+        ({"max_steps": 3, "steps_per_generation": 2}, r"max_steps=3 .*2 optimizer steps"),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation=3"),
+        ({"generation_batch_size": 12}, r"generation_batch_size=12 .*not divisible"),
+        ({"generation_kwargs": {"min_p": 0.1}}, r"generation_kwargs=\{'min_p': 0\.1\}"),
+        ({"model_init_kwargs": {"dtype": "float16"}}, r"model_init_kwargs=.*float32 or bfloat16"),
+        ({"model_init_kwargs": {"revision": "x"}}, r"model_init_kwargs=\{'revision': 'x'\}"),
+        ({"report_to": "comet_ml"}, r"report_to='comet_ml'"),
+        ({"save_strategy": "best"}, r"save_strategy='best'"),
+        ({"importance_sampling_level": "turn"}, r"importance_sampling_level='turn'"),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            r"vllm_importance_sampling_mode='token_mask'",
+        ),
+        ({"per_device_train_batch_size": 1024}, "train_dataset has 100 rows, .*needs 128"),
+    ],
+)
+def test_a_value_without_an_equal_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config_of(**given)
+
+
+def test_dr_grpo_with_tools_is_refused() -> None:
+    with pytest.raises(InputError, match=r"loss_type='dr_grpo' .*use dapo or grpo with tools"):
+        config_of(tools=True, loss_type="dr_grpo")
+
+
+def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config_of(logging_steps=1, run_name="x", adam_beta2=0.95)
+    assert "without effect in Turnwise: logging_steps, run_name" in caplog.text
+
+
+def test_the_command_line_parser_of_transformers_reads_it() -> None:
+    parser = HfArgumentParser(GRPOConfig)  # type: ignore[arg-type]
+    (args,) = parser.parse_args_into_dataclasses(["--num_generations", "4", "--bf16", "True"])
+    assert (args.num_generations, args.bf16, args.temperature) == (4, True, 1.0)
