@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import trl
-from transformers import HfArgumentParser
 
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
@@ -184,9 +183,3 @@ def test_dr_grpo_with_tools_is_refused() -> None:
 def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     config_of(logging_steps=1, run_name="x", adam_beta2=0.95)
     assert "without effect in Turnwise: logging_steps, run_name" in caplog.text
-
-
-def test_the_command_line_parser_of_transformers_reads_it() -> None:
-    parser = HfArgumentParser(GRPOConfig)  # type: ignore[arg-type]
-    (args,) = parser.parse_args_into_dataclasses(["--num_generations", "4", "--bf16", "True"])
-    assert (args.num_generations, args.bf16, args.temperature) == (4, True, 1.0)

@@ -20,7 +20,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for 
 SCRIPT = Path(__file__).parent / "script.py"
 
 
-def trainer(model: object = "some/model", **given: Any) -> GRPOTrainer:
+def trainer(model: object = "/no/such/model", **given: Any) -> GRPOTrainer:
     arguments = {"reward_funcs": ones, "train_dataset": ROWS, **given}
     return GRPOTrainer(model=model, **arguments)
 
@@ -119,6 +119,12 @@ def test_calls_out_of_order_are_named() -> None:
         made.save_model()
     with pytest.raises(InputError, match=r"evaluate needs eval_dataset"):
         made.evaluate()
+
+
+def test_a_launcher_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="start the script with python, not with torchrun"):
+        trainer()
 
 
 def run(module: str, model: str, folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`GRPOTrainer` with the arguments and methods of TRL's class; TRL is not imported."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -102,6 +103,11 @@ class GRPOTrainer:
         ):
             if value:
                 _refuse(name)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError(
+                "start the script with python, not with torchrun or accelerate launch: the run "
+                'starts its own processes, GRPOConfig(turnwise={"training.ranks": N}) of them'
+            )
         self.args = _with_folder(args, model)
         self._environments = TrlEnvironments(environment_factory, tools or ())
         rows = self._rows(train_dataset, environment_factory)
@@ -121,7 +127,7 @@ class GRPOTrainer:
             values["rollout.loop"] = _TEXT_LOOP
         values |= _saved(model, processing_class, folder)
         values.setdefault("model.max_length", _context(values, self.args))
-        self.settings = values
+        self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
         self.state = TrainState(max_steps=self._config.training.steps * self._updates)
         self._result: TrainingResult | None = None
