@@ -1,40 +1,48 @@
 """A script as users of TRL write it; only the module that it imports is an argument.
 
-python script.py trl|turnwise.trl MODEL FOLDER
+    python script.py trl|turnwise.trl answers|tools MODEL FOLDER
+
+`answers` has reward functions only, one of them async; `tools` has an environment with a tool.
 """
 
 import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
 
-module, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+from examples.calculator.problems import train_problems
+
+module, kind, model, folder = *sys.argv[1:4], Path(sys.argv[4])
 trl = importlib.import_module(module)
 CALLS: list[dict[str, Any]] = []
-"""The type of each argument of each call."""
+"""The form of each argument of each call of a reward function."""
 
 
-def shape(value: Any) -> Any:
-    """Return the form of an argument: types, keys of dictionaries, the form of a list's entries."""
+def form(value: Any) -> Any:
+    """Return types and keys: of a list, the different forms of its entries; of messages, roles."""
     if isinstance(value, dict):
-        return {key: shape(entry) for key, entry in sorted(value.items())}
+        return {
+            key: entry if key in ("role", "name") else form(entry)
+            for key, entry in sorted(value.items())
+        }
     if isinstance(value, list):
-        forms = sorted({json.dumps(shape(entry), sort_keys=True) for entry in value})
-        return [json.loads(form) for form in forms]
+        forms = sorted({json.dumps(form(entry), sort_keys=True) for entry in value})
+        return [json.loads(one) for one in forms]
     if callable(value):
         return "callable"
     return type(value).__name__ if isinstance(value, str | int | float) else "object"
 
 
-def seen(kind: str, arguments: dict[str, Any]) -> None:
+def seen(name: str, arguments: dict[str, Any]) -> None:
     counts = {len(value) for value in arguments.values() if isinstance(value, list)}
-    assert len(counts) == 1, counts  # all of one length
-    assert isinstance(arguments["trainer_state"].global_step, int)
-    assert isinstance(arguments["trainer_state"].max_steps, int)
-    CALLS.append({"kind": kind, "shape": shape(arguments)})
+    assert len(counts) == 1, counts
+    state = arguments["trainer_state"]
+    assert isinstance(state.global_step, int)
+    assert isinstance(state.max_steps, int)
+    CALLS.append({"name": name, "form": form(arguments)})
 
 
 def length(prompts, completions, answer, log_metric, log_extra, **kwargs):  # type: ignore[no-untyped-def]
@@ -56,17 +64,40 @@ async def slow_length(completion_ids, **kwargs):  # type: ignore[no-untyped-def]
     return [1 / (1 + len(ids)) for ids in completion_ids]
 
 
-rows = Dataset.from_list(
-    [
-        {"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": n}
-        for n in range(8)
-    ]
-)
+class Desk:
+    """A calculator, which counts how often it is used."""
+
+    def reset(self, answer: int, **row: Any) -> None:
+        self.answer, self.used, self.found = answer, 0, False
+
+    def calculate(self, a: int, operation: Literal["+", "-", "*"], b: int) -> int:
+        """Calculates a + b, a - b or a * b.
+
+        Args:
+            a: The first number.
+            operation: The operation.
+            b: The second number.
+        """
+        self.used += 1
+        result = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        self.found = self.found or result == self.answer
+        return result
+
+    def get_reward(self) -> float:
+        return float(self.found)
+
+
+def thrift(environments, **kwargs):  # type: ignore[no-untyped-def]
+    """Reward few uses of the calculator."""
+    seen("thrift", {"environments": environments, **kwargs})
+    return [1 / (1 + environment.used) for environment in environments]
+
+
 arguments: dict[str, Any] = {
     "output_dir": str(folder / "run"),
     "per_device_train_batch_size": 8,
     "num_generations": 4,
-    "max_completion_length": 8,
+    "max_completion_length": 8 if kind == "answers" else 128,
     "learning_rate": 1e-4,
     "max_steps": 2,
     "bf16": False,
@@ -75,14 +106,29 @@ arguments: dict[str, Any] = {
     "save_strategy": "no",
     "logging_steps": 1,
 }
+others: dict[str, Any] = {"reward_funcs": [length, slow_length]}
+if kind == "tools":
+    others = {"reward_funcs": thrift, "environment_factory": Desk}
 if module != "trl":
-    arguments["turnwise"] = {"engine.kv_cache_gib": 0.0625, "model.max_length": 256}
+    arguments["turnwise"] = {"engine.kv_cache_gib": 0.0625, "model.max_length": 512}
+elif kind == "tools":  # TRL does not know the format of this model's calls
+    from transformers import AutoTokenizer
+    from trl.chat_template_utils import qwen3_template
+
+    others["processing_class"] = AutoTokenizer.from_pretrained(model)
+    others["processing_class"].response_template = qwen3_template
+rows = Dataset.from_list(
+    [
+        {"prompt": [{"role": "user", "content": row["question"]}], "answer": int(row["answer"])}
+        for row in train_problems(8, seed=0)
+    ]
+)
 trainer = trl.GRPOTrainer(
     model=model,
-    reward_funcs=[length, slow_length],
     args=trl.GRPOConfig(**arguments),
     train_dataset=rows,
     eval_dataset=rows.select(range(2)),
+    **others,
 )
 output = trainer.train()
 trainer.save_model(str(folder / "saved"))

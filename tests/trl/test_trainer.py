@@ -127,11 +127,11 @@ def test_a_launcher_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPa
         trainer()
 
 
-def run(module: str, model: str, folder: Path) -> dict[str, Any]:
+def run(module: str, kind: str, model: str, folder: Path) -> dict[str, Any]:
     """Run the script with `trl` or `turnwise.trl`; returns what it writes."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), module, model, str(folder)],
-        env={**command_environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "WANDB_MODE": "off"},
+        [sys.executable, str(SCRIPT), module, kind, model, str(folder)],
+        env={**command_environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -143,35 +143,48 @@ def run(module: str, model: str, folder: Path) -> dict[str, Any]:
 
 
 def test_a_script_of_trl_trains(model_path: str, tmp_path: Path) -> None:
-    seen = run("turnwise.trl", model_path, tmp_path)
+    seen = run("turnwise.trl", "answers", model_path, tmp_path)
     assert seen["global_step"] == 2
     assert len(seen["log_history"]) == 2
     assert seen["evaluation"]["eval_reward_mean"] >= 0
-    assert (tmp_path / "saved" / "model.safetensors").is_file()
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    (record, *_) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
-    assert record["exact_percent"] == 100
-    assert set(record["reward_parts"]) == {"length", "slow_length"}
-    assert record["env"]["characters"] > 0
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for record in map(json.loads, metrics):
+        assert record["exact_percent"] == 100
+        assert set(record["reward_parts"]) == {"length", "slow_length"}
+        assert record["env"]["characters"] > 0
     assert (tmp_path / "run" / "extra.jsonl").is_file()
 
 
+def forms(seen: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the forms of a reward function's arguments, those of all its calls together."""
+    calls = [call["form"] for call in seen["calls"] if call["name"] == name]
+    together: dict[str, set[str]] = {}
+    for call in calls:
+        for argument, form in call.items():
+            entries = form if isinstance(form, list) else [form]
+            if argument == "completions":  # the messages of all completions
+                entries = [message for completion in entries for message in completion]
+            of_argument = together.setdefault(argument, set())
+            of_argument |= {json.dumps(entry, sort_keys=True) for entry in entries}
+    return together
+
+
 @pytest.mark.slow
-def test_the_same_script_gives_reward_functions_the_same_arguments_under_trl(
-    model_path: str, tmp_path: Path
+@pytest.mark.parametrize("kind", ["answers", "tools"])
+def test_trl_gives_reward_functions_of_the_same_script_the_same_arguments(
+    model_path: str, tmp_path: Path, kind: str
 ) -> None:
+    model = model_path if kind == "answers" else str(ROOT / "examples/calculator/warm_started")
     seen = {}
     for module in ("trl", "turnwise.trl"):
         folder = tmp_path / module
         folder.mkdir()
-        seen[module] = run(module, model_path, folder)
+        seen[module] = run(module, kind, model, folder)
     theirs, ours = seen["trl"], seen["turnwise.trl"]
     assert ours["global_step"] == theirs["global_step"] == 2
-    assert {case["kind"] for case in theirs["calls"]} == {"length", "slow_length"}
-    for kind in ("length", "slow_length"):
-        shapes = [
-            {json.dumps(c["shape"], sort_keys=True) for c in one["calls"] if c["kind"] == kind}
-            for one in (theirs, ours)
-        ]
-        assert shapes[0] == shapes[1]
-        assert len(shapes[0]) == 1
+    for name in ("length", "slow_length") if kind == "answers" else ("thrift",):
+        assert forms(ours, name) == forms(theirs, name)
+    if kind == "tools":
+        assert any('"tool_calls"' in form for form in forms(ours, "thrift")["completions"])
+        assert "environments" in forms(ours, "thrift")
