@@ -1,8 +1,9 @@
 """A script as users of TRL write it; only the module that it imports is an argument.
 
-    python script.py trl|turnwise.trl answers|tools MODEL FOLDER
+    python script.py trl|turnwise.trl answers|tools MODEL FOLDER [STEPS]
 
-`answers` has reward functions only, one of them async; `tools` has an environment with a tool.
+`answers` has reward functions only, one of them async; `tools` has an environment with a tool. With
+STEPS, the run of the folder is continued.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from datasets import Dataset
 from examples.calculator.problems import train_problems
 
 module, kind, model, folder = *sys.argv[1:4], Path(sys.argv[4])
+steps = int(sys.argv[5]) if sys.argv[5:] else None
 trl = importlib.import_module(module)
 CALLS: list[dict[str, Any]] = []
 """The form of each argument of each call of a reward function."""
@@ -99,7 +101,7 @@ arguments: dict[str, Any] = {
     "num_generations": 4,
     "max_completion_length": 8 if kind == "answers" else 128,
     "learning_rate": 1e-4,
-    "max_steps": 2,
+    "max_steps": steps or 2,
     "bf16": False,
     "use_cpu": True,
     "report_to": "none",
@@ -130,7 +132,7 @@ trainer = trl.GRPOTrainer(
     eval_dataset=rows.select(range(2)),
     **others,
 )
-output = trainer.train()
+output = trainer.train(resume_from_checkpoint=steps is not None)
 trainer.save_model(str(folder / "saved"))
 calls, evaluation = list(CALLS), trainer.evaluate() if module != "trl" else {}
 result = {

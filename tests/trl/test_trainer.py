@@ -105,6 +105,10 @@ def test_a_model_in_memory_is_saved(model_path: str, tmp_path: Path) -> None:
         ({"args": {"max_steps": 1}}, r"args must be turnwise\.trl\.GRPOConfig, not dict"),
         ({"args": GRPOConfig(reward_weights=[1, 2])}, "reward_weights has 2 numbers for 1 reward"),
         ({"processing_class": object()}, "processing_class is not supported: it must be a token"),
+        (
+            {"train_dataset": [{"prompt": "a"}] * 8, "environment_factory": Quiet},
+            "prompt must be a list of messages where there are tools",
+        ),
         ({"model": object()}, "model is not supported: it must be a path"),
     ],
 )
@@ -127,10 +131,10 @@ def test_a_launcher_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPa
         trainer()
 
 
-def run(module: str, kind: str, model: str, folder: Path) -> dict[str, Any]:
+def run(module: str, kind: str, model: str, folder: Path, *more: str) -> dict[str, Any]:
     """Run the script with `trl` or `turnwise.trl`; returns what it writes."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), module, kind, model, str(folder)],
+        [sys.executable, str(SCRIPT), module, kind, model, str(folder), *more],
         env={**command_environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         cwd=folder,
         capture_output=True,
@@ -185,6 +189,8 @@ def test_trl_gives_reward_functions_of_the_same_script_the_same_arguments(
     assert ours["global_step"] == theirs["global_step"] == 2
     for name in ("length", "slow_length") if kind == "answers" else ("thrift",):
         assert forms(ours, name) == forms(theirs, name)
+    continued = run("turnwise.trl", kind, model, tmp_path / "turnwise.trl", "3")
+    assert continued["global_step"] == 3
     if kind == "tools":
         assert any('"tool_calls"' in form for form in forms(ours, "thrift")["completions"])
         assert "environments" in forms(ours, "thrift")

@@ -124,6 +124,8 @@ class GRPOTrainer:
             "rollout.rewards": self._rewards(reward_funcs),
         }
         if isinstance(rows[0].get("prompt"), str):
+            if with_tools:
+                raise InputError("prompt must be a list of messages where there are tools")
             values["rollout.loop"] = _TEXT_LOOP
         values |= _saved(model, processing_class, folder)
         values.setdefault("model.max_length", _context(values, self.args))
@@ -138,8 +140,7 @@ class GRPOTrainer:
 
     @property
     def _config(self) -> Config:
-        evaluates = {} if self._eval_rows is None else {"data.eval_path": None}
-        return make_config({}, settings=self.settings | evaluates, optional=["data.path"])
+        return make_config({}, settings=self.settings, optional=["data.path"])
 
     @property
     def _inputs(self) -> ProgramInputs:
@@ -159,6 +160,8 @@ class GRPOTrainer:
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
             run = commands.run_folder(config) if resume is True else _run_of(str(resume))
+            home = {"output_dir": str(run.parent), "name": run.name}
+            config = config.model_copy(update=home)
             work = partial(commands.resume, run, config, console, self._inputs)
         else:
             work = partial(commands.train, config, console, None, self._inputs)
@@ -347,7 +350,7 @@ def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
 
 def _run_of(path: str) -> Path:
     """Return the run folder of a path to it, or to one of its checkpoints."""
-    folder = Path(path)
+    folder = Path(path).resolve()
     return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
