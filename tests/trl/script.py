@@ -48,16 +48,13 @@ def seen(name: str, arguments: dict[str, Any]) -> None:
 
 
 def length(prompts, completions, answer, log_metric, log_extra, **kwargs):  # type: ignore[no-untyped-def]
-    """Reward short answers of odd rows, and nothing else."""
+    """Reward every second answer for being short, and no other."""
     named = {"prompts": prompts, "completions": completions, "answer": answer}
     seen("length", {**named, "log_metric": log_metric, "log_extra": log_extra, **kwargs})
     texts = [completion[0]["content"] for completion in completions]
     log_metric("characters", sum(map(len, texts)) / len(texts) + 1)
     log_extra("characters", [len(text) for text in texts])
-    return [
-        1 / (1 + len(text)) if number % 2 else None
-        for text, number in zip(texts, answer, strict=True)
-    ]
+    return [None if index % 2 else 1 / (1 + len(text)) for index, text in enumerate(texts)]
 
 
 async def slow_length(completion_ids, **kwargs):  # type: ignore[no-untyped-def]
