@@ -79,6 +79,37 @@ class _RecordedTurn:
         return self._answered
 
 
+class StoredResponses:
+    """Items of a session's responses (OpenAI's Responses), each after the one that it continues.
+
+    Example:
+        >>> responses = StoredResponses()
+        >>> responses.add("resp_1", None, ["question", "answer"])
+        >>> responses.add("resp_2", "resp_1", ["another", "its answer"])
+        >>> responses.items("resp_2")
+        ['question', 'answer', 'another', 'its answer']
+    """
+
+    def __init__(self) -> None:
+        self._stored: dict[str, tuple[str | None, list[object]]] = {}
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._stored
+
+    def add(self, response_id: str, previous: str | None, items: list[object]) -> None:
+        """Add the new input and the output of a response that continues `previous`."""
+        self._stored[response_id] = previous, items
+
+    def items(self, response_id: str) -> list[object]:
+        """Return the whole conversation up to a response, its output included."""
+        parts: list[list[object]] = []
+        at: str | None = response_id
+        while at is not None:
+            at, items = self._stored[at]
+            parts.append(items)
+        return [item for part in reversed(parts) for item in part]
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One trajectory in progress, made by an agent that only sees text.
@@ -122,6 +153,8 @@ class Session:
     """Number of requests in flight."""
     completions: list[str] = field(default_factory=list)
     """Ids by which a later request can refer to the session."""
+    responses: StoredResponses = field(default_factory=StoredResponses)
+    """Responses that a request may continue by `previous_response_id`."""
     _turns: list[_RecordedTurn] = field(default_factory=list)
     _unsettled: list[_RecordedTurn] = field(default_factory=list)
     """Turns recorded since the last `settle`, and the turn before them."""

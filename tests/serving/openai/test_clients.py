@@ -100,6 +100,105 @@ async def test_the_documentation_page_needs_no_network(http: httpx.AsyncClient) 
     assert not {path for path in paths if "pause" in path or "weights" in path}
 
 
+# Responses that continue another
+
+
+async def respond(http: httpx.AsyncClient, base: str, stream: bool, **body: Any) -> dict[str, Any]:
+    """The whole response of a request, streamed or not."""
+    body = {"model": "any", "stream": stream, "max_output_tokens": 40, **body}
+    answer = await http.post(f"{base}/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return dict(answer.json())
+    (last,) = (e["response"] for e in events(answer.text) if e["type"] == "response.completed")
+    return dict(last)
+
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind", ["rollout", "client", "nameless"])
+async def test_a_response_continues_another_exactly(
+    http: httpx.AsyncClient,
+    server: OpenAIServer,
+    engine: Noting,
+    template: ChatTemplate,
+    rollout: Session,
+    kind: str,
+    stream: bool,
+) -> None:
+    base = {"rollout": f"/sessions/{rollout.id}", "client": f"/sessions/r-{stream}"}.get(kind, "")
+    tools = [TOOL]
+    try:
+        engine.says = template.encode(f"Let me see. {CALL}")
+        first = await respond(http, base, stream, input="12 plus 30?", tools=tools)
+        (call,) = (item for item in first["output"] if item["type"] == "function_call")
+        engine.says = template.encode("42, I think")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+        second = await respond(
+            http, base, stream, input=[result], tools=tools, previous_response_id=first["id"]
+        )
+        assert second["previous_response_id"] == first["id"]
+        third = await respond(
+            http, base, stream, input="Sure?", tools=tools, previous_response_id=second["id"]
+        )
+        other = await respond(  # a second answer to the first response
+            http, base, stream, input=[result], tools=tools, previous_response_id=first["id"]
+        )
+    finally:
+        engine.says = []
+    assert len({first["id"], second["id"], third["id"], other["id"]}) == 4
+    session = server.sessions.of_response(Session("x"), first["id"])
+    if kind == "rollout":
+        assert session is None
+        session = rollout
+    elif kind == "client":
+        assert session is server.sessions.get(f"r-{stream}")
+    assert session is not None
+    trajectory = session.finish()
+    assert audit(trajectory).first_violation is None
+    # The second answer to the first response shares all but its own tokens with the other.
+    assert [turn.fork_reason for turn in trajectory.turns[:3]] == [None] * 3
+    assert [turn.parent for turn in trajectory.turns[:3]] == [None, 0, 1]
+    assert trajectory.prompt_token_ids(3) == trajectory.prompt_token_ids(1)
+    assert "42" in template.decode_all(trajectory.turns[1].added_token_ids)
+    assert server.sessions._bytes >= 0
+
+
+async def test_a_response_of_another_session_or_unstored_is_not_found(
+    http: httpx.AsyncClient, rollout: Session, server: OpenAIServer
+) -> None:
+    first = await respond(http, f"/sessions/{rollout.id}", False, input="1?")
+    size = rollout.size
+    for base, kept in (("", first["id"]), ("/sessions/other", first["id"]), ("", "resp_none")):
+        body = {"model": "any", "input": "2?", "previous_response_id": kept}
+        assert kept in told(await http.post(f"{base}/v1/responses", json=body), 404)
+    unstored = await respond(http, f"/sessions/{rollout.id}", False, input="1?", store=False)
+    body = {"model": "any", "input": "2?", "previous_response_id": unstored["id"]}
+    told(await http.post(f"/sessions/{rollout.id}/v1/responses", json=body), 404)
+    assert rollout.size > size
+    for response_id in (first["id"], unstored["id"]):
+        assert server.sessions.of_response(Session("x"), response_id) is None
+
+
+async def test_stored_responses_count_as_memory_of_their_session(
+    http: httpx.AsyncClient, server: OpenAIServer
+) -> None:
+    held = server.sessions._bytes
+    first = await respond(http, "", False, input="x" * 100)
+    grown = server.sessions._bytes - held
+    assert grown > 2_000
+    second = await respond(http, "", False, input="y", previous_response_id=first["id"])
+    session = server.sessions.of_response(Session("x"), second["id"])
+    assert session is not None
+    assert len(session.trajectory.turns) == 2
+    server.sessions._remove(session, "is closed")
+    assert server.sessions._bytes == held
+    body = {"model": "any", "input": "2?", "previous_response_id": second["id"]}
+    told(await http.post("/v1/responses", json=body), 404)
+
+
 # Sessions under a session
 
 

@@ -205,7 +205,7 @@ class SessionMiddleware:
                 return
             headers[b"x-session-id"] = session.id.encode()
             scope["headers"] = list(headers.items())
-            token = CURRENT.set(RequestContext(session))
+            token = CURRENT.set(RequestContext(session, held))
             try:
                 await self._app(scope, receive, counted)
             finally:

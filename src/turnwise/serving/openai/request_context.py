@@ -1,5 +1,6 @@
 """The current request, for the code on both sides of vLLM's application."""
 
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from turnwise.chat.messages import Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session
+from turnwise.chat.session_store import SessionStore
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.vllm_api import SamplingRequest
@@ -17,6 +19,8 @@ class RequestContext:
     """One HTTP request on its way through vLLM."""
 
     session: Session
+    held: ExitStack = field(default_factory=ExitStack)
+    """Closed at the end of the request."""
     request: "SamplingRequest | None" = None
     """The request as parsed by vLLM; None before rendering."""
     asked: Conversation = field(default_factory=Conversation)
@@ -26,6 +30,11 @@ class RequestContext:
     """Log-probs and weight versions of each completion, by its ids."""
     texts: dict[tuple[int, ...], str] = field(default_factory=dict)
     """vLLM's text of each completion, by its ids."""
+
+    def move_to(self, session: Session, store: SessionStore) -> None:
+        """Make another session the request's, and hold it until the end of the request."""
+        if session is not self.session:
+            self.session = self.held.enter_context(store.holding(session))
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)

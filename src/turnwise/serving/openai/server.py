@@ -30,6 +30,7 @@ from turnwise.serving.openai.middleware import (
     SessionMiddleware,
 )
 from turnwise.serving.openai.routes import add_routes
+from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
 from turnwise.serving.scheduler import Scheduler
 
@@ -121,6 +122,8 @@ class OpenAIServer:
             # model.path is also a name, unless another was configured
             [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
         )
+        responses = app.state.openai_serving_responses
+        responses.create_responses = storing(responses.create_responses, store)
         add_routes(
             app,
             store,

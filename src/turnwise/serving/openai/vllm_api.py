@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
@@ -55,6 +55,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "ResponsesRequest",
+    "ResponsesResponse",
     "SamplingParams",
     "SamplingRequest",
     "VLLMError",
