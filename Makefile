@@ -1,6 +1,7 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
+# make agents set up .venv-agents, with the frameworks of examples/agents
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
@@ -17,6 +18,7 @@ DATA ?= $(patsubst %/train.jsonl,%,$(firstword $(wildcard gsm8k/train.jsonl ../g
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
+AGENTS := .venv-agents/.installed
 DOCS := .venv-docs/.installed
 OPENENV := .venv-openenv/.installed
 PIP := $(BIN)/python -m pip
@@ -26,7 +28,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo gsm8k algorithms quick test test-all bench docs lint lock clean
+.PHONY: setup demo gsm8k algorithms agents quick test test-all bench docs lint lock clean
 
 setup: $(STAMP)
 
@@ -52,6 +54,14 @@ $(OPENENV): requirements/openenv.txt
 	@$(PYTHON) -m venv --clear .venv-openenv
 	@.venv-openenv/bin/python -m pip install -qq --no-deps --no-compile -r requirements/openenv.txt
 	@touch $@
+
+# Agents of other frameworks, which know nothing of turnwise (examples/agents).
+$(AGENTS): requirements/agents.txt
+	@$(PYTHON) -m venv --clear .venv-agents
+	@.venv-agents/bin/python -m pip install -qq --no-deps --no-compile -r requirements/agents.txt
+	@touch $@
+
+agents: $(AGENTS)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
@@ -93,11 +103,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv; do \
+	for name in cpu bench docs openenv agents; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents build runs examples/calculator/build

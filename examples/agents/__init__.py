@@ -1,0 +1,1 @@
+"""Agents of other frameworks as commands, which know a base URL and a row."""
