@@ -62,8 +62,9 @@ class RolloutConfig(Section):
     """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, or
     package.module:Class."""
     agent: str | None = None
-    """For loop agent: a package.module:function, a command, or the URL of an endpoint
-    (http://host/run) that receives an OpenAI base URL and a problem."""
+    """For loop agent: a package.module:function, a command, the URL of an endpoint
+    (http://host/run), or "worker: COMMAND" for a long-lived process, that receives an OpenAI base
+    URL and a problem."""
     chat_scheduler: str | None = None
     """package.module:Class, a ChatCompletionScheduler whose generate_sequences conducts each
     trajectory's conversation. Setting it also sets loop to chat_scheduler."""

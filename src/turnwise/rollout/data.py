@@ -19,8 +19,9 @@ import numpy as np
 
 from turnwise.config import Config, DataConfig
 from turnwise.core.optional import optional
-from turnwise.core.sources import DATA_FILES, check_data, why_offline
+from turnwise.core.sources import DATA_FILES, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
+from turnwise.rollout.agents.worker import worker_tasks
 from turnwise.rollout.problems import Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
@@ -40,7 +41,8 @@ def load_rows(
 
     Args:
         path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
-            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub.
+            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub;
+            or `worker: COMMAND`, for the tasks that an agent's worker lists.
         split: Split of a dataset that has several.
         subset: Configuration name of a dataset on the Hub.
         limit: Maximum number of rows; None loads all.
@@ -53,6 +55,11 @@ def load_rows(
     Example:
         rows = load_rows("train.jsonl", split="train", limit=100)
     """
+    if path.startswith(WORKER):
+        listed = worker_tasks(path.removeprefix(WORKER).strip())
+        if not listed:
+            raise InputError(f"{path} has no rows")
+        return listed[:limit]
     check_data(path)
     file = Path(path).expanduser()
     if file.suffix in DATA_FILES and not file.is_dir():

@@ -43,6 +43,7 @@ from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import TOO_LONG, Group
 from turnwise.rollout.loops import load_loop
+from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
 from turnwise.rollout.reading import (
@@ -146,6 +147,11 @@ class Runner:
         other._environment_name = f"the environment {getattr(environment, '__name__', environment)}"
         other._loop_name = f"the loop {type(loop).__name__}"
         return other
+
+    async def close(self) -> None:
+        """End what the loop keeps running between trajectories, such as an agent's worker."""
+        if isinstance(self._loop, HttpAgentLoop):
+            await self._loop.close()
 
     @cached_property
     def tool_parser(self) -> ToolParser:

@@ -138,6 +138,7 @@ async def open_runtime(
                 stack.push_async_callback(server.stop)
                 await server.start()
             runner.server = server
+            stack.push_async_callback(runner.close)
         if config.rollout.loop == "chat_scheduler":
             runner.chats = chats = ChatBackend(config, manager.scheduler, scheduler)
             stack.push_async_callback(chats.stop)

@@ -1,9 +1,9 @@
 """The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
 
 An agent is a function `package.module:name(base_url, problem)`, async or not; a command
-(`rollout.agents.command`); or an HTTP endpoint (`rollout.agents.endpoint`). The requests to the
-base URL become the trajectory's turns. The URL contains a secret random name, so an agent cannot
-reach another's trajectory.
+(`rollout.agents.command`); an HTTP endpoint (`rollout.agents.endpoint`); or a long-lived worker
+(`rollout.agents.worker`). The requests to the base URL become the trajectory's turns. The URL
+contains a secret random name, so an agent cannot reach another's trajectory.
 """
 
 import copy
@@ -11,6 +11,7 @@ import re
 
 from turnwise.chat.session import Session
 from turnwise.core.aio import run_in_thread
+from turnwise.core.sources import WORKER
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
@@ -18,6 +19,7 @@ from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.agents.command import clean_environment, run_command
 from turnwise.rollout.agents.endpoint import is_endpoint, run_endpoint
 from turnwise.rollout.agents.report import apply_report
+from turnwise.rollout.agents.worker import AgentWorker
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
 
@@ -33,18 +35,29 @@ class HttpAgentLoop:
           agent: python my_agent.py      # or my_package.my_module:run, or http://host/run
     """
 
+    def __init__(self) -> None:
+        self._workers: dict[str, AgentWorker] = {}
+        """Workers by their commands."""
+
+    async def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers.values():
+            await worker.close()
+        self._workers.clear()
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Run the agent of one trajectory; its requests become the turns.
 
         Raises:
-            TrajectoryError: `agent_error`, when the agent fails; `agent_unreachable` and
-                `agent_reply` for an endpoint; `agent_silent`, when nothing was sampled.
+            TrajectoryError: `agent_error`, when the agent fails; `agent_silent`, when nothing was
+                sampled; `agent_unreachable`, `agent_crashed` and `agent_reply`, as endpoints and
+                workers raise them.
         """
         server, rollout = context.server, context.rollout
         if rollout.agent is None:
             raise InputError(
-                "rollout.loop agent needs rollout.agent: package.module:function, a command, or "
-                "the URL of an endpoint"
+                "rollout.loop agent needs rollout.agent: package.module:function, a command, "
+                "worker: COMMAND, or the URL of an endpoint"
             )
         if server is None:
             raise InputError("rollout.loop agent needs the OpenAI server, which is not running")
@@ -58,7 +71,7 @@ class HttpAgentLoop:
         try:
             with context.timed("agent"), waiting(context.request_id, "agent"):
                 base_url, model = server.session_url(session.id), server.model_name
-                await _run_agent(rollout.agent, context, session, base_url, model)
+                await self._run_agent(rollout.agent, context, session, base_url, model)
         finally:
             server.sessions.close(session.id)
         session.finish()
@@ -69,25 +82,29 @@ class HttpAgentLoop:
                 "agent_silent", f"the agent of {context.request_id} sampled nothing"
             )
 
-
-async def _run_agent(
-    agent: str, context: RolloutContext, session: Session, base_url: str, model: str
-) -> None:
-    if _FUNCTION.fullmatch(agent):
-        await _call_function(agent, base_url, context.row)
-    elif is_endpoint(agent):
-        request = {
-            "row": context.row,
-            "base_url": base_url,
-            "model": model,
-            "id": context.request_id,
-        }
-        apply_report(await run_endpoint(agent, request), session, f"the agent {agent}")
-    else:
-        variables = clean_environment(
-            context.rollout.agent_env, OPENAI_BASE_URL=base_url, OPENAI_MODEL=model
-        )
-        await run_command(agent, variables, context.row, context.clock)
+    async def _run_agent(
+        self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
+    ) -> None:
+        row, name, more = context.row, context.request_id, context.rollout.agent_env
+        if agent.startswith(WORKER):
+            command = agent.removeprefix(WORKER).strip()
+            if command not in self._workers:
+                self._workers[command] = AgentWorker(command, more)
+            worker = self._workers[command]
+            report = await worker.run(
+                {"task": row, "base_url": base_url, "model": model, "name": name}
+            )
+            apply_report(report, session, worker.name)
+        elif is_endpoint(agent):
+            report = await run_endpoint(
+                agent, {"row": row, "base_url": base_url, "model": model, "id": name}
+            )
+            apply_report(report, session, f"the agent {agent}")
+        elif _FUNCTION.fullmatch(agent):
+            await _call_function(agent, base_url, row)
+        else:
+            variables = clean_environment(more, OPENAI_BASE_URL=base_url, OPENAI_MODEL=model)
+            await run_command(agent, variables, row, context.clock)
 
 
 async def _call_function(agent: str, base_url: str, row: Row) -> None:

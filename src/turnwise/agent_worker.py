@@ -1,0 +1,140 @@
+"""Serve an agent over standard input and output, for `rollout.agent: "worker: COMMAND"`.
+
+This file needs only Python 3.9 or later. Import it as `turnwise.agent_worker`, or copy it next to
+your agent, for an environment without turnwise.
+
+    # my_agent.py
+    from agent_worker import serve
+
+    async def run(task, base_url):
+        ...
+        return {"metrics": {"searches": 3}}
+
+    if __name__ == "__main__":
+        serve(run)
+
+The protocol has one JSON object a line. Any number of requests run at once:
+
+    to the worker                                                   from the worker
+    {"id": 1, "method": "run", "task": {...}, "base_url": "..."}    {"id": 1, "result": {...}}
+    {"id": 2, "method": "tasks"}                                    {"id": 2, "result": [...]}
+    {"id": 1, "method": "cancel"}                                   {"id": 1, "error": "..."}
+
+A `run` also has the keys `model` and `name`. Its result is null or an object with any of `reward`,
+`metrics`, `sessions` and `error`. `cancel` has no answer. The worker ends at the end of its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+import threading
+import traceback
+from concurrent.futures import Future
+from typing import Any, BinaryIO, Callable, Optional  # noqa: UP035  # of Python 3.9
+
+Function = Callable[..., Any]
+
+
+def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP045
+    """Answer requests until standard input ends. What the agent prints goes to standard error.
+
+    Args:
+        run: Function `run(task, base_url)`, async or plain; plain ones run in threads. It plays
+            one task and returns its report, or None. What it raises is the task's error.
+        tasks: Function that returns the rows of data, for `data.path`; None if there are none.
+
+    Example:
+        serve(run, lambda: [{"question": "2 + 2?", "answer": "4"}])
+    """
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    # Prints, and children that read, would otherwise disturb the protocol.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rest of the process
+    worker = _Worker(run, tasks, answers)
+    for line in requests:
+        worker.handle(json.loads(line))
+    worker.finish()
+
+
+class _Worker:
+    def __init__(self, run: Function, tasks: Function | None, answers: BinaryIO) -> None:
+        self._run = run
+        self._tasks = tasks
+        self._answers = answers
+        self._writing = threading.Lock()
+        self._running: dict[int, Future[None]] = {}
+        self._listing: list[Future[None]] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def handle(self, request: dict[str, Any]) -> None:
+        """Begin or cancel a request."""
+        number, method = request["id"], request["method"]
+        if method == "cancel":
+            running = self._running.get(number)
+            if running is not None:
+                running.cancel()
+            return
+        self._running[number] = future = asyncio.run_coroutine_threadsafe(
+            self._answer(number, method, request), self._loop
+        )
+        if method == "tasks":
+            self._listing.append(future)
+
+    def finish(self) -> None:
+        """Wait for the lists of tasks that were asked for; runs are abandoned."""
+        for future in self._listing:
+            future.result()
+
+    async def _answer(self, number: int, method: str, request: dict[str, Any]) -> None:
+        try:
+            if method == "run":
+                value = await _call(self._run, request["task"], request["base_url"])
+            elif method == "tasks" and self._tasks is not None:
+                value = list(await _call(self._tasks))
+            else:
+                raise ValueError(f"this worker has no {method}")
+            self._write({"id": number, "result": value})
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # reported, and the worker goes on
+            traceback.print_exc()
+            self._write({"id": number, "error": f"{type(error).__name__}: {error}"})
+        finally:
+            self._running.pop(number, None)
+
+    def _write(self, answer: dict[str, Any]) -> None:
+        line = json.dumps(answer).encode() + b"\n"
+        with self._writing:
+            self._answers.write(line)
+            self._answers.flush()
+
+
+async def _call(function: Function, *arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(settled: Callable[[Any], None], value: object) -> None:
+        if not future.done():  # it may have been cancelled
+            settled(value)
+
+    def work() -> None:
+        try:
+            value = function(*arguments)
+        except BaseException as error:
+            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+            loop.call_soon_threadsafe(settle, future.set_exception, raised)
+        else:
+            loop.call_soon_threadsafe(settle, future.set_result, value)
+
+    threading.Thread(target=work, daemon=True).start()
+    value = await future
+    return await value if inspect.isawaitable(value) else value
