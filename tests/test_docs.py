@@ -98,7 +98,10 @@ _BASE = "environment: my:Env\nmodel: {path: a}\ndata: {path: rows.jsonl}\n"
 _MODEL_FILES = ("policy.yaml", "shared.yaml")
 """YAML blocks of these names are files of a pipeline's modules."""
 _ROWS: dict[str, dict[str, Any]] = {
-    "docs/how-to/environments.md": {"most": 9, "number": 4},
+    "docs/how-to/environments.md": {
+        **{"most": 9, "number": 4},
+        **{"complaint": "My order is late.", "wish": "its price back"},
+    },
 }
 _ROW = {"question": "How warm is it in Oslo?", "answer": "21"}
 _COMMANDS: Any = typer.main.get_command(app)

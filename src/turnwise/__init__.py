@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from turnwise.rollout.foreign.agent_task import AgentTask
     from turnwise.rollout.foreign.openenv import OpenEnv
     from turnwise.rollout.sampler import RolloutSampler
+    from turnwise.rollout.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
@@ -74,6 +75,7 @@ _HOMES = {
     "Rewards": "turnwise.rollout.environment",
     "AgentTask": "turnwise.rollout.foreign.agent_task",
     "OpenEnv": "turnwise.rollout.foreign.openenv",
+    "SimulatedUser": "turnwise.rollout.simulated_user",
     "Tool": "turnwise.tools",
     "AgentLoop": "turnwise.rollout.agent_loop",
     "RolloutContext": "turnwise.rollout.agent_loop",
@@ -128,6 +130,7 @@ __all__ = [
     "Rewards",
     "RolloutContext",
     "RolloutSampler",
+    "SimulatedUser",
     "StepError",
     "Tool",
     "TrainerError",

@@ -1,0 +1,244 @@
+"""A simulated user: another model, behind an OpenAI-compatible URL, that plays the user.
+
+An environment's `step` returns its answers. They reach the policy as messages of the user, so their
+tokens are part of the prompt and are never trained.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from turnwise.core.deadlines import deadline
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
+from turnwise.trajectory import Message
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+GREETING = "Hello! How can I help you?"
+_THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)\s*", re.DOTALL)
+_NO_KEY = "none"
+
+
+class SimulatedUser:
+    """The user of one trajectory, played by a model behind an OpenAI-compatible URL.
+
+    The model sees the conversation with the roles swapped: `instructions` as the system's message,
+    the policy's answers as messages of the user, and its own as messages of the assistant. Thoughts
+    in `<think>` tags are left out on both sides. Connection errors, 408, 409, 429 and 5xx are
+    tried again with growing pauses, or after the time that the server names.
+
+    Args:
+        base_url: URL up to and including `/v1`, of any server of Chat Completions.
+        model: Name of the model there.
+        instructions: Who the user is, and what they want.
+        opening: The user's first message, which the environment's `problem` states. Without it,
+            `open` lets the model write one.
+        stop: Phrase with which the user ends the conversation, and which `instructions` asks for.
+        max_calls: Budget of answers in this trajectory, those of `open` included.
+        max_tokens: Budget of tokens in this trajectory, prompts included; None sets none.
+        timeout: Seconds for one answer, retries included; keep it below
+            `rollout.environment_timeout`.
+        retries: Number of further attempts at an answer.
+        api_key_variable: Name of the environment variable with the server's key; None sends none.
+        request: Other parameters of the request, such as `{"temperature": 0.7}`.
+
+    Raises:
+        InputError: when an argument cannot be used, or the variable is not set.
+
+    Example:
+        class Desk(turnwise.Environment):
+            def __init__(self, row: dict[str, str]) -> None:
+                self.problem = row["complaint"]
+                self.user = turnwise.SimulatedUser(
+                    "http://127.0.0.1:8000/v1",
+                    "any",
+                    f"You want {row['wish']}. Once you have it, write DONE.",
+                    opening=self.problem,
+                    stop="DONE",
+                )
+
+            async def step(self, message: Message) -> str | None:
+                return await self.user.answer(message)
+
+            def reward(self, trajectory: Trajectory) -> float:
+                return float(self.user.ended_by == "stop")
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        instructions: str,
+        *,
+        opening: str | None = None,
+        stop: str | None = None,
+        max_calls: int = 20,
+        max_tokens: int | None = None,
+        timeout: float = 60.0,
+        retries: int = 4,
+        api_key_variable: str | None = None,
+        request: Mapping[str, object] | None = None,
+    ) -> None:
+        _check(base_url, stop, max_calls, max_tokens, timeout, retries)
+        self.model = model
+        self.calls = 0
+        """Answers so far."""
+        self.tokens = 0
+        """Tokens so far, as the server counts them, prompts included."""
+        self.ended_by: str | None = None
+        """Reason why the user ended the conversation: "stop" or "budget"; None before that."""
+        self.messages: list[Message] = [{"role": "system", "content": instructions}]
+        """The conversation as the model sees it."""
+        if opening is not None:
+            self._record(GREETING, opening)
+        self._base_url = base_url.rstrip("/")
+        self._key = _key(api_key_variable)
+        self._stop = stop
+        self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._timeout = timeout
+        self._retries = retries
+        self._request = dict(request or {})
+
+    async def open(self) -> str:
+        """Return the user's first message, for `problem`; for an environment's async `setup`.
+
+        Raises:
+            TrajectoryError: as `answer` does; also if the user ends the conversation with it.
+        """
+        opening = await self._answer(GREETING)
+        if opening is None:
+            raise TrajectoryError(
+                "simulated_user_error", f"{self} ended the conversation with its first message"
+            )
+        return opening
+
+    async def answer(self, message: Message) -> str | None:
+        """Return the user's answer to a message of the policy; None ends the conversation.
+
+        Once a budget is used up, or the user has ended the conversation, it is None without a
+        request; `ended_by` has the reason.
+
+        Raises:
+            TrajectoryError: `simulated_user_timeout` or `simulated_user_error`, with the server's
+                own words.
+        """
+        return await self._answer(str(message.get("content") or ""))
+
+    def metrics(self) -> dict[str, float]:
+        """Return calls, tokens, and by which reason it ended, for an environment's `metrics`."""
+        return {
+            "user_calls": self.calls,
+            "user_tokens": self.tokens,
+            "user_stopped": self.ended_by == "stop",
+            "user_out_of_budget": self.ended_by == "budget",
+        }
+
+    async def _answer(self, said: str) -> str | None:
+        if self.ended_by is None and self._spent():
+            self.ended_by = "budget"
+        if self.ended_by is not None:
+            return None
+        said = _THOUGHTS.sub("", said)
+        completion = await self._complete([*self.messages, {"role": "user", "content": said}])
+        self.calls += 1
+        self.tokens += completion.usage.total_tokens if completion.usage else 0
+        choice = completion.choices[0] if completion.choices else None
+        text = _THOUGHTS.sub("", (choice and choice.message.content) or "").strip()
+        if choice is None or not text:
+            ended = f" (finish_reason {choice.finish_reason})" if choice else ""
+            raise TrajectoryError("simulated_user_error", f"{self} answered without a text{ended}")
+        self._record(said, text)
+        if self._stop is not None and self._stop in text:
+            self.ended_by = "stop"
+            return None
+        return text
+
+    def _spent(self) -> bool:
+        out_of_tokens = self._max_tokens is not None and self.tokens >= self._max_tokens
+        return self.calls >= self._max_calls or out_of_tokens
+
+    def _record(self, said: str, answer: str) -> None:
+        self.messages.append({"role": "user", "content": said})
+        self.messages.append({"role": "assistant", "content": answer})
+
+    async def _complete(self, messages: list[Message]) -> "ChatCompletion":
+        from openai import OpenAIError  # a second to import
+
+        client = _client(self._base_url, self._key)
+        try:
+            async with deadline(self._timeout, f"{self} did not answer", "timeout"):
+                return await client.with_options(
+                    max_retries=self._retries, timeout=self._timeout
+                ).chat.completions.create(
+                    model=self.model,
+                    messages=messages,  # type: ignore[arg-type]
+                    extra_body=self._request,
+                )
+        except DeadlineError as error:
+            raise TrajectoryError("simulated_user_timeout", str(error)) from None
+        except OpenAIError as error:
+            cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
+            raise TrajectoryError(
+                "simulated_user_error",
+                f"{self} gave no answer in up to {self._retries + 1} attempts: "
+                f"{first_line(error)}{cause}",
+            ) from error
+
+    def __str__(self) -> str:
+        return f"the simulated user {self.model} at {self._base_url}"
+
+
+def _check(
+    base_url: str,
+    stop: str | None,
+    max_calls: int,
+    max_tokens: int | None,
+    timeout: float,
+    retries: int,
+) -> None:
+    wrong: tuple[str, object] | None = None
+    if urlsplit(base_url).scheme not in ("http", "https"):
+        wrong = "base_url must begin with http:// or https://", base_url
+    elif stop == "":
+        wrong = "stop must be a phrase", stop
+    elif max_calls < 1:
+        wrong = "max_calls must be at least 1", max_calls
+    elif max_tokens is not None and max_tokens < 1:
+        wrong = "max_tokens must be at least 1", max_tokens
+    elif timeout <= 0:
+        wrong = "timeout must be more than 0", timeout
+    elif retries < 0:
+        wrong = "retries must be at least 0", retries
+    if wrong is not None:
+        raise InputError(f"SimulatedUser: {wrong[0]}, not {wrong[1]!r}")
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return _NO_KEY
+    key = os.environ.get(variable)
+    if not key:
+        raise InputError(f"SimulatedUser: the environment variable {variable} is not set")
+    return key
+
+
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], "AsyncOpenAI"]]
+_clients = WeakKeyDictionary()
+"""Clients by event loop, server and key: a client's connections belong to one event loop."""
+
+
+def _client(base_url: str, key: str) -> "AsyncOpenAI":
+    """Return the client that all simulated users of a server share."""
+    from openai import AsyncOpenAI
+
+    clients = _clients.setdefault(asyncio.get_running_loop(), {})
+    if (base_url, key) not in clients:
+        clients[base_url, key] = AsyncOpenAI(base_url=base_url, api_key=key)
+    return clients[base_url, key]
