@@ -24,6 +24,7 @@ TIER = (
     "rollout/test_data.py",
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",
+    "rollout/test_self_play.py",
     "tools/test_toolbox.py",
     "run/test_display.py",
     "run/test_full_disk.py",

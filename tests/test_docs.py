@@ -1,5 +1,6 @@
 """Checks of the docs: keys, tests and files that they name exist, and their code blocks work."""
 
+import asyncio
 import importlib.util
 import re
 import shlex
@@ -17,12 +18,12 @@ import turnwise
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
-from turnwise.config import Config, known_keys, load_config
+from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.pipeline.model_file import read_model_file
 from turnwise.pipeline.pipeline_file import read_pipeline_file
 from turnwise.rollout.environment import load_object
-from turnwise.rollout.reading import open_environment
-from turnwise.tools.toolbox import Toolbox
+from turnwise.rollout.episode import Episode
+from turnwise.rollout.problems import Problem
 
 TABLE = ROOT / "docs" / "coming-from.md"
 _SECTIONS = "|".join(
@@ -102,6 +103,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         **{"most": 9, "number": 4},
         **{"complaint": "My order is late.", "wish": "its price back"},
     },
+    "docs/how-to/self-play.md": {"worth": 9},
 }
 _ROW = {"question": "How warm is it in Oslo?", "answer": "21"}
 _COMMANDS: Any = typer.main.get_command(app)
@@ -165,9 +167,14 @@ def test_python_blocks_run(page: str) -> None:
                 if isinstance(kind, type) and hasattr(kind, "reward"):
                     if issubclass(kind, turnwise.OpenEnv):
                         continue  # its server has the problem
-                    opened = open_environment(kind, _ROWS.get(page, _ROW), str(block))
-                    assert opened.problem
-                    Toolbox(opened.tools, timeout=1.0, max_chars=100)
+                    problem = Problem(str(block), _ROWS.get(page, _ROW))
+                    asyncio.run(_open_and_close(Episode(kind, problem, RolloutConfig())))
+
+
+async def _open_and_close(episode: Episode) -> None:
+    await episode.open()
+    assert episode.problem
+    await episode.close(lambda reason, error: pytest.fail(f"{reason}: {error}"))
 
 
 def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> None:

@@ -71,6 +71,8 @@ def main(folder: Path) -> None:
     runpy.run_module("examples.step01_environment.train", run_name="__main__")
     announce("step03")
     short(config="examples/step03_own_loss/config.yaml")
+    announce("step07")
+    short(config="examples/step07_self_play/config.yaml")
     announce("step05")
     pipeline.main(["training.steps=2", f"output_dir={folder / 'runs'}"])
 

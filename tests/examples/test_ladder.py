@@ -30,9 +30,9 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
         timeout=1000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("--- ") == 5
+    assert done.stdout.count("--- ") == 6
     runs = tmp_path / "runs"
-    for name in ("step01", "step03"):
+    for name in ("step01", "step03", "step07"):
         rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").open()]
         assert [row["step"] for row in rows][-2:] == [1, 2]
         assert rows[-1]["trajectories"] == 16 * 8

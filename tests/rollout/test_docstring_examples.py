@@ -46,6 +46,7 @@ def test_the_examples_of_functions(module: str) -> None:
 
 async def test_the_example_of_an_environment() -> None:
     opened = open_environment(example(Environment), ROW, "rows:1")
+    assert opened is not None
     result = await Toolbox(opened.tools, timeout=60, max_chars=99).call(
         "look_up", '{"city": "Oslo"}'
     )

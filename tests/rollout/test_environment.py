@@ -26,7 +26,9 @@ def made(problem: Any, *tools: Any) -> Any:
             if tools:
                 (self.tools,) = tools
 
-    return open_environment(Desk, {}, "rows.jsonl:3")  # type: ignore[arg-type]
+    opened = open_environment(Desk, {}, "rows.jsonl:3")  # type: ignore[arg-type]
+    assert opened is not None
+    return opened
 
 
 def add(a: int, b: int) -> int:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from turnwise.config import Config, RewardConfig
+from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.core.actor import ActorHandle
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import DeadlineError
+from turnwise.rollout.episode import Episode
+from turnwise.rollout.problems import Problem
 from turnwise.rollout.reward_model import RemoteRewardModel
 from turnwise.rollout.rewards import RewardManager
 from turnwise.trajectory import Trajectory
@@ -41,10 +43,11 @@ async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> No
         await asyncio.sleep(0.6)
         return 1.0
 
-    rewards, clock, nothing = RewardManager([RewardConfig(model="m")]), StallClock(0.2), object()
+    rewards, clock = RewardManager([RewardConfig(model="m")]), StallClock(0.2)
+    nothing = Episode(lambda row: None, Problem("rows:1", {}), RolloutConfig())
     models: Any = {"m": SimpleNamespace(score=score)}
     rewards.models = models
     trajectory = Trajectory("rows:1")
     async with clock.watching():
-        await rewards.judge(nothing, trajectory, {}, clock)  # type: ignore[arg-type]
+        await rewards.judge(nothing, trajectory, {}, clock)
     assert trajectory.reward == 1.0

@@ -14,8 +14,10 @@ from ray.exceptions import RayError
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 from transformers import LlamaForSequenceClassification as Classifier
 
-from turnwise.config import Config, RewardConfig
+from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
+from turnwise.rollout.episode import Episode
+from turnwise.rollout.problems import Problem
 from turnwise.rollout.reward_model import (
     RemoteRewardModel,
     RewardModel,
@@ -40,6 +42,13 @@ class Desk:
     def reward(self, trajectory: Trajectory) -> float:
         value: float = self.row["reward"]
         return value
+
+
+def playing(row: dict[str, Any]) -> Episode:
+    """Return an episode whose environment is built."""
+    episode = Episode(Desk, Problem("rows:1", row), RolloutConfig())
+    episode.environment = Desk(row)
+    return episode
 
 
 def turns(trajectory: Trajectory, row: dict[str, Any]) -> float:
@@ -67,7 +76,7 @@ async def judge(parts: list[dict[str, Any]], row: dict[str, Any], told: Any = No
     rewards = RewardManager([RewardConfig(**part) for part in parts])
     trajectory = Trajectory("rows:1", reward=told)
     trajectory.messages = [{"role": "user", "content": "Go."}]
-    await rewards.judge(Desk(row), trajectory, row)
+    await rewards.judge(playing(row), trajectory, row)
     return trajectory
 
 
@@ -273,14 +282,14 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     trajectories = [Trajectory("rows:1", index) for index in range(len(TEXTS))]
     for trajectory, text in zip(trajectories, TEXTS, strict=True):
         trajectory.messages = said(text)
-    await asyncio.gather(*(rewards.judge(Desk({"reward": 1}), t, {}) for t in trajectories))
+    await asyncio.gather(*(rewards.judge(playing({"reward": 1}), t, {}) for t in trajectories))
     for trajectory in trajectories:
         given = trajectory.reward_parts
         assert given[folder] != given[other]
         assert trajectory.reward == pytest.approx(1 + 2 * given[folder] + given[other])
     trajectories[0].messages = []
     with pytest.raises(TrajectoryError, match="gave no reward: the trajectory has no messages"):
-        await rewards.judge(Desk({"reward": 1}), trajectories[0], {})
+        await rewards.judge(playing({"reward": 1}), trajectories[0], {})
     await kill(models[other])
     scores = await asyncio.gather(*(models[other].score(t.messages) for t in trajectories[1:]))
     expected = [t.reward_parts[other] for t in trajectories[1:]]
@@ -290,7 +299,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     models[other]._restarts = config.serving.max_restarts
     await kill(models[other])
     with pytest.raises(TrajectoryError, match=f"{other} gave no reward: the process of") as error:
-        await rewards.judge(Desk({"reward": 1}), trajectories[1], {})
+        await rewards.judge(playing({"reward": 1}), trajectories[1], {})
     assert error.value.reason == "reward_error"
     models[folder].kill()
 

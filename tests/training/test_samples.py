@@ -5,8 +5,9 @@ import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.rollout import Group
+from turnwise.training.advantages import gives_signal
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
-from turnwise.training.samples import gives_signal, make_samples
+from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
 
 

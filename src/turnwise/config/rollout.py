@@ -14,7 +14,14 @@ from turnwise.config.base import (
 )
 from turnwise.config.tools import ToolConfig
 
-LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler")
+LOOP_NAMES = (
+    "tool_calling",
+    "single_turn",
+    "interleaved",
+    "agent",
+    "chat_scheduler",
+    "self_play",
+)
 """Names of the built-in agent loops, which `rollout.loops` implements."""
 
 
@@ -59,7 +66,7 @@ class RolloutConfig(Section):
     """
 
     loop: str = "tool_calling"
-    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, or
+    """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, self_play, or
     package.module:Class."""
     agent: str | None = None
     """For loop agent: a package.module:function, a command, the URL of an endpoint
@@ -97,6 +104,10 @@ class RolloutConfig(Section):
     environment_timeout: Seconds = 120.0
     """Deadline in seconds for each of an environment's methods: building it together with setup,
     step, metrics and close."""
+    environment_process: bool = False
+    """Run each trajectory's environment in a process of its own: a crash, or a call that never
+    returns, then fails one trajectory, and nothing that it leaks remains. If false, environments
+    run in threads of the driver."""
     stall_timeout: Seconds = 300.0
     """Deadline in seconds without any progress of a trajectory outside its turns, tools and
     environment, which engine.request_timeout, tool_timeout and environment_timeout limit. Applies

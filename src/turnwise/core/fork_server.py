@@ -31,7 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,20 @@ Job = Callable[[], None]
 class ForkServer:
     """The server's process, owned by the program that starts it.
 
+    Args:
+        module: The program to start, as `python -m MODULE LISTENER ALIVE ARGUMENT...`; it must call
+            `serve` with the two descriptors.
+        arguments: Its further arguments.
+
     Example:
         server = ForkServer()
         subprocess.run([*command(server.address), "-m", "pytest"])
         server.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-fork-")
         self.address = str(Path(self._folder.name) / "socket")
         read, self._alive = os.pipe()
@@ -78,7 +85,7 @@ class ForkServer:
             listener.listen(128)
             descriptors = (listener.fileno(), read)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "turnwise.core.fork_server", *map(str, descriptors)],
+                [sys.executable, "-m", module, *map(str, descriptors), *arguments],
                 env=os.environ
                 | {
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -95,6 +102,17 @@ class ForkServer:
             )
         os.close(read)
         self.pid = self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server's process has ended, for example by a crash."""
+        return self._process.poll() is not None
+
+    def exit_code(self, seconds: float) -> int | None:
+        """Return the exit code, negative for a signal; None if it runs on for `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
 
     def close(self) -> None:
         """End the server and all of its forks."""
@@ -180,11 +198,11 @@ def main() -> None:
         importlib.import_module(name)
     del sys.modules["ray"]
     gc.freeze()
-    if (job := _serve(listener, alive)) is not None:  # in a fork
-        os._exit(_exit_code(job))
+    if (request := serve(listener, alive)) is not None:  # in a fork
+        os._exit(exit_code(lambda: _run(*request)))
 
 
-def _exit_code(job: Job) -> int:
+def exit_code(job: Job) -> int:
     """Run the job as an interpreter would, but skip freeing its memory, which takes seconds."""
     code = 0
     try:
@@ -202,8 +220,20 @@ def _exit_code(job: Job) -> int:
     return code
 
 
-def _serve(listener: socket.socket, alive: int) -> Job | None:
-    """Fork for each request until `alive` is closed; in each fork, return its job."""
+def serve(
+    listener: socket.socket, alive: int, *, end_groups: bool = False
+) -> tuple[JsonObject, list[int]] | None:
+    """Fork for each request until `alive` is closed; in each fork, return the request.
+
+    A fork is killed when its client closes the connection.
+
+    Args:
+        end_groups: Whether to kill what remains of a fork's process group when it has ended.
+
+    Returns:
+        In a fork, the request and the descriptors that came with it; in the server, None at the
+        end.
+    """
     children: dict[int, socket.socket] = {}
     wake, woken = socket.socketpair()
     wake.setblocking(False)
@@ -225,7 +255,7 @@ def _serve(listener: socket.socket, alive: int) -> Job | None:
                         other.close()
                     os.close(alive)
                     selector.close()
-                    return lambda: _run(*request)
+                    return request
                 for descriptor in request[1]:
                     os.close(descriptor)
                 children[pid] = connection
@@ -236,6 +266,8 @@ def _serve(listener: socket.socket, alive: int) -> Job | None:
                     while woken.recv(4096):
                         pass
                 for pid, status in _ended():
+                    if end_groups:
+                        _kill_group(pid)
                     if (waiting := children.pop(pid, None)) is not None:
                         _reply(waiting, status)
                         selector.unregister(waiting)
@@ -243,6 +275,8 @@ def _serve(listener: socket.socket, alive: int) -> Job | None:
             elif key.fileobj == alive:
                 for pid in children:
                     os.kill(pid, signal.SIGKILL)
+                    if end_groups:
+                        _kill_group(pid)
                 signal.set_wakeup_fd(-1)
                 return None
             elif (asker := children.pop(key.data, None)) is not None:  # the client is gone
@@ -275,6 +309,11 @@ def _receive(connection: socket.socket) -> tuple[JsonObject, list[int]] | None:
 def _reply(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % number)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _ended() -> list[tuple[int, int]]:

@@ -126,6 +126,15 @@ class RolloutContext:
         with self.timed("environment"):
             return await self.episode.step(message)
 
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next in a game, and what this player reads before.
+
+        Raises:
+            TrajectoryError: when the environment fails or misses its deadline.
+        """
+        with self.timed("environment"):
+            return await self.episode.move(message)
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""
@@ -153,6 +162,7 @@ class RolloutContext:
         new_messages: Sequence[Message],
         *,
         tools: Tools | None = None,
+        conversation: Sequence[Message] | None = None,
     ) -> list[int]:
         """Return the ids that continue a turn with `new_messages`.
 
@@ -160,7 +170,8 @@ class RolloutContext:
         history), the whole conversation is rendered and the next turn begins a branch.
 
         Args:
-            new_messages: The last of `trajectory.messages`, after the turn's answer.
+            new_messages: The last of the conversation, after the turn's answer.
+            conversation: All messages; None means `trajectory.messages`.
 
         Raises:
             TrajectoryError: when the template raises or leaves out a message.
@@ -170,7 +181,7 @@ class RolloutContext:
             prompt_token_ids=prompt_token_ids,
             completion_token_ids=completion_token_ids,
             new_messages=new_messages,
-            conversation=self.trajectory.messages,
+            conversation=self.trajectory.messages if conversation is None else conversation,
             tools=tools,
             history=self.rollout.history,
         )
@@ -181,12 +192,18 @@ class RolloutContext:
         return await in_thread_if_long([{"content": text}], lambda: self.template.encode(text))
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = ()
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        messages: Sequence[Message] = (),
     ) -> Completion | None:
         """Sample a completion and record it as a turn.
 
         Args:
             stop: Strings at which to stop, besides those of `sampling`.
+            messages: The messages that led to the turn, for people, where the trajectory is more
+                than one conversation.
 
         Returns:
             None, with status `context_full`, if the model's context or
@@ -223,6 +240,7 @@ class RolloutContext:
             completion.finish_reason,
             completion.prompt_logprobs,
             fork_reason=self.fork_reason,
+            messages=messages,
         )
         self.fork_reason = None
         self.episode.turn_ended(turn)

@@ -6,6 +6,7 @@ This module holds what users write against. `rollout.episode` plays an environme
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from turnwise.core.json_types import JsonObject
@@ -16,6 +17,9 @@ from turnwise.trajectory import Message, Trajectory
 
 Reply = str | Sequence[Message] | None
 """An environment's answer to the model: a text (one message of the user), messages, or None."""
+Move = Mapping[str, str | Sequence[Message]]
+"""The player who moves next in a game, and what this player reads before; an empty reply adds
+nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,13 @@ class Rewards:
     """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further rewards of the whole trajectory, by name; metrics show their means."""
+    players: Mapping[str, float] = field(default_factory=dict)
+    """With `Environment.players`: each player's own reward, added to `final` and `parts`, which
+    are common to all, and to the player's own `turns`."""
 
     @property
     def total(self) -> float:
-        """The sum of all fields."""
+        """The sum of all fields but `players`."""
         return self.final + sum(self.turns) + sum(self.parts.values())
 
 
@@ -52,6 +59,8 @@ class Environment:
             after `setup`.
         tools: Functions, `Tool` objects, toolsets, or descriptions in OpenAI's format, which
             `call_tool` answers. Read after `setup`.
+        players: The opening messages of each player by name, in place of `problem`, where the
+            policy plays all sides of a game: the loop `self_play`. The first player begins.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
         current_turn: Index of the model's latest turn, which tool calls and `step` answer; -1
             before the first. Loops set it, for rewards of turns.
@@ -77,6 +86,7 @@ class Environment:
 
     problem: str | Sequence[Message]
     tools: Sequence[AnyTool] = ()
+    players: Mapping[str, str | Sequence[Message]] = MappingProxyType({})
     done: bool = False
     current_turn: int = -1
 
@@ -102,8 +112,11 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} has no call_tool to run {name}")
 
-    def step(self, message: Message) -> Reply | Awaitable[Reply]:
+    def step(self, message: Message) -> Reply | Move | Awaitable[Reply | Move]:
         """Answer a turn of the model that called no tool; None ends the trajectory.
+
+        With `players`, the message's `name` is the player who wrote it, and the answer is
+        `{player: reply}`: who moves next, and what this player reads before.
 
         Called by the loop `tool_calling`, also after the last turn that `rollout.max_turns` allows.
         Without this method such a turn ends the trajectory.

@@ -19,20 +19,25 @@ from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
 from turnwise.rollout.configured_tools import ToolSource, with_configured
-from turnwise.rollout.environment import Environment, EnvironmentType
+from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
     finite_number,
     naming_row,
     own_method,
     read_messages,
+    read_move,
+    read_players,
     read_problem,
+    read_reward,
+    read_rewards,
     read_tools,
 )
 from turnwise.tools import Tool, ToolFunction, Toolset
-from turnwise.tools.toolbox import make_toolbox
+from turnwise.tools.toolbox import Toolbox, make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
+_REWARD = "the environment's reward"
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 
@@ -44,7 +49,7 @@ class Episode:
         tools: Sources of the tools of `rollout.tools`.
 
     Example:
-        async with playing(Weather, problem, config.rollout) as episode:
+        async with playing(Episode(Weather, problem, config.rollout), clock, report) as episode:
             print(episode.problem, episode.toolbox.schemas)
             reply = await episode.step({"role": "assistant", "content": "sunny"})
     """
@@ -60,12 +65,15 @@ class Episode:
         """The user's environment; None until it is built."""
         self.problem: list[Message] = []
         """The messages that the model answers."""
+        self.players: dict[str, list[Message]] = {}
+        """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
         self._sources = tools
         self._factory = factory
         self._row = problem.row
-        self._where = problem.id
+        self.where = problem.id
+        """Name of the row, for messages."""
         self._rollout = rollout
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
@@ -89,7 +97,7 @@ class Episode:
 
     def _begin(self) -> Awaitable[object] | None:
         """Build and read the environment; an async `setup` is returned, to be awaited before."""
-        with naming_row(self._where, self._row):
+        with naming_row(self.where, self._row):
             self.environment = self._factory(self._row)
             setup = own_method(self.environment, "setup")
             opening = None if setup is None else setup()
@@ -99,8 +107,9 @@ class Episode:
         return None
 
     def _read(self) -> None:
-        with naming_row(self._where, self._row):
-            self.problem = read_problem(self.environment)
+        with naming_row(self.where, self._row):
+            self.players = read_players(self.environment)
+            self.problem = next(iter(self.players.values()), []) or read_problem(self.environment)
             self._offer(*read_tools(self.environment))
 
     def _offer(
@@ -109,7 +118,10 @@ class Episode:
         """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
         self._tools, self._toolsets = with_configured(tools, toolsets, self._sources)
         if not self._toolsets:
-            self.toolbox = make_toolbox(self._tools, self._rollout)
+            self.toolbox = self._make_toolbox(self._tools)
+
+    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
+        return make_toolbox(tools, self._rollout)
 
     async def _open_toolsets(self) -> None:
         async with task_group() as tasks:
@@ -120,8 +132,8 @@ class Episode:
         tools = [*self._tools, *(tool for opened in opening for tool in opened.result())]
 
         def fill() -> None:
-            with naming_row(self._where, self._row):
-                self.toolbox = make_toolbox(tools, self._rollout)
+            with naming_row(self.where, self._row):
+                self.toolbox = self._make_toolbox(tools)
 
         await self._call("the environment", fill)
 
@@ -148,17 +160,53 @@ class Episode:
             return None if reply is None else [{"role": "user", "content": reply}]
 
         def read() -> list[Message]:
-            with naming_row(self._where, self._row):
+            with naming_row(self.where, self._row):
                 return read_messages(reply, f"{self.name}.step")
 
         messages: list[Message] = await self._call("step", read)
         return messages
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next, and what this player reads before; None ends the game.
+
+        Args:
+            message: What a player said; its `name` is the player.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`.
+        """
+        move = await self._call("step", self.environment.step, message) if self.steps else None
+        if move is None:
+            return None
+
+        def read() -> tuple[str, list[Message]]:
+            with naming_row(self.where, self._row):
+                return read_move(move, self.players, f"{self.name}.step")
+
+        answer: tuple[str, list[Message]] = await self._call("step", read)
+        return answer
 
     async def done(self) -> bool:
         """Return whether the environment has ended the trajectory."""
         if not isinstance(getattr(type(self.environment), "done", None), property):
             return bool(getattr(self.environment, "done", False))
         return bool(await self._call("done", lambda: self.environment.done))
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's reward of a finished trajectory, with plain numbers.
+
+        Raises:
+            TrajectoryError: `reward_error`.
+        """
+        try:
+            value = await call_user_code(self.environment.reward, trajectory, name=_REWARD)
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            described = await describe_user_error(error)
+            message = f"the environment gave no reward: {described}"
+            raise TrajectoryError("reward_error", message) from error
+        return await rewards_of(value, "the environment", len(trajectory.turns))
 
     @property
     def measures(self) -> bool:
@@ -194,6 +242,9 @@ class Episode:
 
     async def close(self, report: Report) -> None:
         """Close the environment and its toolsets together; failures are only reported."""
+        await self._close_each(self.closes, report)
+
+    async def _close_each(self, closes: Sequence[Callable[[], object]], report: Report) -> None:
 
         async def one(close: Callable[[], object]) -> None:
             try:
@@ -201,10 +252,10 @@ class Episode:
             except TrajectoryError as error:
                 await report("close_error", error)
 
-        await asyncio.gather(*map(one, self.closes))
+        await asyncio.gather(*map(one, closes))
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
-        name = f"{what} of {self._where}"
+        name = f"{what} of {self.where}"
         try:
             return await call_user_code(
                 function, *arguments, name=name, seconds=self._rollout.environment_timeout
@@ -222,18 +273,22 @@ class Episode:
             raise self._failed(f"{what} failed: {described}") from error
 
     def _failed(self, message: str) -> TrajectoryError:
-        return TrajectoryError("environment_error", f"{self._where}: {message}")
+        return TrajectoryError("environment_error", f"{self.where}: {message}")
+
+
+async def rewards_of(value: object, who: str, turns: int) -> Rewards:
+    """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
+
+    Converting a type other than Python's numbers may run user code.
+    """
+    if type(value) in (bool, int, float):
+        return Rewards(read_reward(value, who))
+    rewards: Rewards = await call_user_code(read_rewards, value, who, turns, name=f"{who}'s reward")
+    return rewards
 
 
 @asynccontextmanager
-async def playing(
-    factory: EnvironmentType,
-    problem: Problem,
-    rollout: RolloutConfig,
-    clock: StallClock,
-    report: Report,
-    tools: Sequence[ToolSource] = (),
-) -> AsyncIterator[Episode]:
+async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
     """Open an episode for the length of an `async with` block; it is always closed.
 
     Args:
@@ -244,9 +299,8 @@ async def playing(
     Raises:
         TrajectoryError: as `Episode.open` does.
     """
-    episode = Episode(factory, problem, rollout, tools)
     try:
-        with waiting(problem.id, "environment"), clock.held():
+        with waiting(episode.where, "environment"), clock.held():
             await episode.open()
         yield episode
     finally:

@@ -4,34 +4,46 @@ Environments are user code of any class; mistakes become one sentence that names
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat, SupportsIndex, TypeGuard
 
-from turnwise.errors import InputError, describe_error, ordinary_error, where_in_user_code
-from turnwise.rollout.environment import Environment, EnvironmentType
+from turnwise.errors import (
+    InputError,
+    TrajectoryError,
+    describe_error,
+    ordinary_error,
+    where_in_user_code,
+)
+from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollout.problems import Row
 from turnwise.tools import Tool, ToolFunction, Toolset
 from turnwise.tools.tool import is_toolset, is_toolset_factory
-from turnwise.trajectory import Message
+from turnwise.trajectory import MAX_REWARD, Message
+
+BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvironment:
-    """An environment without its `setup`, with its problem and tools."""
+    """An environment that needs no `setup`, with its problem and tools."""
 
     environment: Any
     problem: list[Message]
     tools: list[ToolFunction | Tool]
 
 
-def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment:
-    """Build an environment and read its problem and tools, without `setup`; runs user code.
+def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment | None:
+    """Build an environment and read its problem and tools; runs user code.
 
     Args:
         where: Name of the row, for errors.
+
+    Returns:
+        None if problem and tools are known only after `setup`, or after toolsets are open; neither
+        is done here.
 
     Raises:
         InputError: naming `where`, and either the error with its line of the user's code, or the
@@ -39,8 +51,26 @@ def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvi
     """
     with naming_row(where, row):
         environment = factory(row)
-        tools, _ = read_tools(environment)
-        return OpenEnvironment(environment, read_problem(environment), tools)
+        tools, toolsets = read_tools(environment)
+        if toolsets or own_method(environment, "setup") is not None:
+            return None
+        problem = next(iter(read_players(environment).values()), None)
+        return OpenEnvironment(environment, problem or read_problem(environment), tools)
+
+
+def known_prompt(factory: EnvironmentType, row: Row, where: str) -> list[Message] | None:
+    """Return the messages that an environment's class knows from a row alone; None if it does not.
+
+    Raises:
+        InputError: naming `where`, when its `prompt` fails or returns no messages.
+    """
+    prompt = own_method(factory, "prompt")
+    if prompt is None:
+        return None
+    with naming_row(where, row):
+        reply = prompt(row)
+        name = getattr(factory, "__name__", "the environment")
+        return None if reply is None else read_messages(reply, f"{name}.prompt")
 
 
 @contextmanager
@@ -82,6 +112,40 @@ def read_problem(environment: object) -> list[Message]:
     """
     return read_messages(
         _attribute(environment, "problem"), f"{type(environment).__name__}.problem"
+    )
+
+
+def read_players(environment: object) -> dict[str, list[Message]]:
+    """Return the opening messages of each player of a game; empty if it is none.
+
+    Raises:
+        InputError: when `players` is no mapping of at least two names to messages.
+    """
+    what = f"{type(environment).__name__}.players"
+    given = _attribute(environment, "players")
+    if not given:
+        return {}
+    if not isinstance(given, Mapping) or len(given) < 2:
+        raise InputError(
+            f'{what} must be a dictionary of at least two players, such as {{"asker": "...", '
+            f'"guesser": "..."}}, not {repr(given)[:80]}'
+        )
+    return {str(name): read_messages(opening, what) for name, opening in given.items()}
+
+
+def read_move(move: object, players: Collection[str], what: str) -> tuple[str, list[Message]]:
+    """Return the player who moves next, and the messages that this player reads before.
+
+    Raises:
+        InputError: when it is no dictionary of one player to a reply.
+    """
+    if isinstance(move, Mapping) and len(move) == 1:
+        ((name, reply),) = move.items()
+        if name in players:
+            return str(name), [] if reply in ("", [], ()) else read_messages(reply, what)
+    raise InputError(
+        f"{what} must return the next player and what this player reads, such as "
+        f'{{"{next(iter(players))}": "..."}}, not {repr(move)[:80]}; players: {", ".join(players)}'
     )
 
 
@@ -202,6 +266,53 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 def _is_message(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def read_rewards(value: object, who: str, turns: int) -> Rewards:
+    """Return any reward with plain numbers.
+
+    Args:
+        who: Source of the reward, for errors.
+        turns: Number of turns of the trajectory.
+
+    Raises:
+        TrajectoryError: as `read_reward` does, and for more turn rewards than turns.
+    """
+    if not isinstance(value, Rewards):
+        return Rewards(read_reward(value, who))
+    if len(value.turns) > turns:
+        raise TrajectoryError(
+            "reward_error", f"{who} gave {len(value.turns)} turn rewards for {turns} turns"
+        )
+    return Rewards(
+        read_reward(value.final, who),
+        [read_reward(reward, who) for reward in value.turns],
+        {str(name): read_reward(number, who) for name, number in value.parts.items()},
+        {str(name): read_reward(number, who) for name, number in value.players.items()},
+    )
+
+
+def read_reward(value: object, who: str) -> float:
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
+
+    Raises:
+        TrajectoryError: `reward_error`, when it is not a finite number, or beyond `MAX_REWARD`.
+    """
+    number = finite_number(value)
+    if number is not None and abs(number) <= MAX_REWARD:
+        return number
+    problem = "not a finite number" if number is None else BEYOND_LIMIT
+    raise TrajectoryError(
+        "reward_error", f"{who} gave {shown(value)} as reward, which is {problem}"
+    )
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a user's value as text, for errors."""
+    try:
+        return repr(value)[:80]
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def finite_number(value: object) -> float | None:

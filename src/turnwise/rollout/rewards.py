@@ -19,19 +19,17 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout.environment import Environment, Rewards, load_object
-from turnwise.rollout.episode import Episode
+from turnwise.rollout.environment import Rewards, load_object
+from turnwise.rollout.episode import Episode, rewards_of
 from turnwise.rollout.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollout.problems import Row
-from turnwise.rollout.reading import finite_number, is_list
+from turnwise.rollout.reading import BEYOND_LIMIT, is_list, read_reward, shown
 from turnwise.trajectory import MAX_REWARD, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
 _OF_GROUP = ("group function", "TRL function")
-_ENVIRONMENT_REWARD = "the environment's reward"
-_BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class RewardManager:
     Example:
         brevity = RewardConfig(function="rewards:brevity", weight=0.1)
         rewards = RewardManager([RewardConfig(), brevity])
-        await rewards.judge(environment, trajectory, row)
+        await rewards.judge(episode, trajectory, row)
         print(trajectory.reward, trajectory.reward_parts)
     """
 
@@ -98,7 +96,7 @@ class RewardManager:
 
     async def judge(
         self,
-        environment: Environment,
+        episode: Episode,
         trajectory: Trajectory,
         row: Row,
         clock: StallClock | None = None,
@@ -117,18 +115,40 @@ class RewardManager:
         """
         async with task_group() as tasks:
             values = {
-                part: tasks.create_task(self._value(part, environment, trajectory, row, clock))
+                part: tasks.create_task(self._value(part, episode, trajectory, row, clock))
                 for part in self._own
             }
         total, turns = 0.0, [0.0] * len(trajectory.turns)
+        players = dict.fromkeys(episode.players, 0.0)
         for part, task in values.items():
             rewards = task.result()
             trajectory.reward_parts[part.name] = rewards.total
+            if taken := trajectory.reward_parts.keys() & rewards.parts.keys():
+                raise TrajectoryError(
+                    "reward_error",
+                    f"{part} gave a part named {min(taken)}, which another reward is named",
+                )
             trajectory.reward_parts.update(rewards.parts)
             total += part.weight * rewards.total
+            for player, value in rewards.players.items():
+                if player not in players:
+                    names = ", ".join(players) or "none"
+                    raise TrajectoryError(
+                        "reward_error",
+                        f"{part} gave a reward to {player}; players of the environment: {names}",
+                    )
+                players[player] += part.weight * value
+                trajectory.reward_parts[player] = value
             for turn, value in enumerate(rewards.turns):
                 turns[turn] += part.weight * value
         trajectory.turn_rewards = turns if any(turns) else []
+        if players:
+            common = total - sum(turns)
+            trajectory.player_rewards = {
+                player: _within_limit(own + common + _of_player(trajectory, player, turns))
+                for player, own in players.items()
+            }
+            total = sum(trajectory.player_rewards.values()) / len(players)
         trajectory.reward = _within_limit(total)
 
     async def judge_group(
@@ -155,6 +175,8 @@ class RewardManager:
                     trajectory.reward_parts[part.name] = value
                     total = (trajectory.reward or 0.0) + part.weight * value
                     trajectory.reward = _within_limit(total)
+                    for player in trajectory.player_rewards:
+                        trajectory.player_rewards[player] += part.weight * value
 
     def lacks(self, trajectory: Trajectory) -> bool:
         """Return whether no part applies to a judged trajectory: TRL's functions returned None."""
@@ -223,7 +245,7 @@ class RewardManager:
                 "model can score any"
             )
         try:
-            return _number(await self.models[part.model].score(trajectory.messages), part)
+            return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
         except TrajectoryError:
             raise
         except Exception as error:
@@ -232,7 +254,7 @@ class RewardManager:
     async def _value(
         self,
         part: _Part,
-        environment: Environment,
+        episode: Episode,
         trajectory: Trajectory,
         row: Row,
         clock: StallClock | None,
@@ -240,7 +262,7 @@ class RewardManager:
         bounded = clock.held() if clock is not None and part.kind == "model" else nullcontext()
         try:
             with waiting(f"{part.name} of {trajectory.problem_id}", "reward"), bounded:
-                value = await self._compute(part, environment, trajectory, row)
+                value = await self._compute(part, episode, trajectory, row)
         except (InputError, TrajectoryError):
             raise
         except Exception as error:
@@ -248,7 +270,7 @@ class RewardManager:
         return value
 
     async def _compute(
-        self, part: _Part, environment: Environment, trajectory: Trajectory, row: Row
+        self, part: _Part, episode: Episode, trajectory: Trajectory, row: Row
     ) -> Rewards:
         if part.function is not None:
             value = await call_user_code(part.function, trajectory, row, name=str(part))
@@ -257,14 +279,8 @@ class RewardManager:
         elif trajectory.reward is not None:
             value = trajectory.reward
         else:
-            value = await call_user_code(environment.reward, trajectory, name=_ENVIRONMENT_REWARD)
-        if type(value) in (bool, int, float):
-            return Rewards(_number(value, part))
-        # Converting any other type to a number may run user code.
-        rewards: Rewards = await call_user_code(
-            _checked, value, part, len(trajectory.turns), name=str(part)
-        )
-        return rewards
+            return await episode.reward(trajectory)
+        return await rewards_of(value, str(part), len(trajectory.turns))
 
 
 async def _failed(part: _Part, error: Exception) -> TrajectoryError:
@@ -272,18 +288,10 @@ async def _failed(part: _Part, error: Exception) -> TrajectoryError:
     return TrajectoryError("reward_error", f"{part} gave no reward: {described}")
 
 
-def _checked(value: object, part: _Part, turns: int) -> Rewards:
-    """Return any reward with plain numbers; raises TrajectoryError as `_number` does."""
-    if not isinstance(value, Rewards):
-        return Rewards(_number(value, part))
-    if len(value.turns) > turns:
-        raise TrajectoryError(
-            "reward_error", f"{part} gave {len(value.turns)} turn rewards for {turns} turns"
-        )
-    return Rewards(
-        _number(value.final, part),
-        [_number(reward, part) for reward in value.turns],
-        {str(name): _number(number, part) for name, number in value.parts.items()},
+def _of_player(trajectory: Trajectory, player: str, turns: Sequence[float]) -> float:
+    """Return the sum of a player's own turn rewards."""
+    return sum(
+        reward for reward, who in zip(turns, trajectory.turn_players, strict=True) if who == player
     )
 
 
@@ -294,10 +302,12 @@ def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
         raise TrajectoryError(
             "reward_error",
             f"{part} must return a list of {count} numbers, one for each trajectory, not "
-            f"{_shown(values)}",
+            f"{shown(values)}",
         )
     optional = part.kind == "TRL function"
-    return [None if value is None and optional else _number(value, part) for value in given]
+    return [
+        None if value is None and optional else read_reward(value, str(part)) for value in given
+    ]
 
 
 def _load(part: RewardConfig, functions: Mapping[str, RewardFunction]) -> _Part:
@@ -315,29 +325,7 @@ def _load(part: RewardConfig, functions: Mapping[str, RewardFunction]) -> _Part:
     return _Part(part.name or "environment", "environment", part.weight)
 
 
-def _number(value: object, part: _Part) -> float:
-    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
-
-    Raises:
-        TrajectoryError: when it is not a finite number, or beyond `MAX_REWARD`.
-    """
-    number = finite_number(value)
-    if number is not None and abs(number) <= MAX_REWARD:
-        return number
-    problem = "not a finite number" if number is None else _BEYOND_LIMIT
-    raise TrajectoryError(
-        "reward_error", f"{part} gave {_shown(value)} as reward, which is {problem}"
-    )
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)[:80]
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
 def _within_limit(reward: float) -> float:
     if not abs(reward) <= MAX_REWARD:
-        raise TrajectoryError("reward_error", f"the weighted sum of rewards is {_BEYOND_LIMIT}")
+        raise TrajectoryError("reward_error", f"the weighted sum of rewards is {BEYOND_LIMIT}")
     return reward

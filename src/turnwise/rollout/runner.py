@@ -35,8 +35,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
-from turnwise.rollout.configured_tools import load_tools, with_configured
-from turnwise.rollout.environment import Environment, EnvironmentType, load_environment
+from turnwise.rollout.environment import Environment, EnvironmentType
 from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
@@ -46,16 +45,9 @@ from turnwise.rollout.loops import load_loop
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
-from turnwise.rollout.reading import (
-    naming_row,
-    own_method,
-    read_messages,
-    read_problem,
-    read_tools,
-)
 from turnwise.rollout.rewards import RewardManager
+from turnwise.rollout.stage import Stage
 from turnwise.serving.chat_backend import ChatBackend
-from turnwise.tools.toolbox import make_toolbox
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 
@@ -108,9 +100,7 @@ class Runner:
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self._config = config
-        self._environment = environment or load_environment(config.environment)
-        self._environment_name = f"the environment {config.environment}"
-        self._tools = load_tools(config.rollout.tools)
+        self._stage = Stage(config, environment)
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
         self._prompts = PromptCache(self.template)
@@ -142,9 +132,8 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._environment, other._loop, other._limit = environment, loop, None
-        other._tools = []
-        other._environment_name = f"the environment {getattr(environment, '__name__', environment)}"
+        other._stage = Stage(self._config, environment, tools=False)
+        other._loop, other._limit = loop, None
         other._loop_name = f"the loop {type(loop).__name__}"
         return other
 
@@ -173,17 +162,11 @@ class Runner:
         assert limit is not None
 
         def measure() -> int | None:
-            with naming_row(problem.id, problem.row):
-                environment = self._environment(problem.row)
-                tools, toolsets = with_configured(*read_tools(environment), self._tools)
-                if toolsets or own_method(environment, "setup") is not None:
-                    return None
-                messages = read_problem(environment)
-                schemas = make_toolbox(tools, self._config.rollout).schemas
-            return limit.length(problem.id, messages, schemas)
+            preview = self._stage.preview(problem)
+            return None if preview is None else limit.length(problem.id, *preview)
 
         length = call_and_wait(
-            measure, name=self._environment_name, seconds=self._config.rollout.environment_timeout
+            measure, name=self._stage.name, seconds=self._config.rollout.environment_timeout
         )
         if length is not None:
             limit.check(problem.id, length)
@@ -276,22 +259,17 @@ class Runner:
     async def _known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
         limit = self._limit
-        prompt = own_method(self._environment, "prompt")
-        if limit is None or prompt is None:
+        if limit is None or not self._stage.knows_prompts:
             return "" if limit is None else limit.left_out.get(problem.id, "")
 
         def measure() -> int | None:
-            with naming_row(problem.id, problem.row):
-                reply = prompt(problem.row)
-                if reply is None:
-                    return None
-                messages = read_messages(reply, f"{self._environment_name}.prompt")
-            return limit.length(problem.id, messages, [])
+            messages = self._stage.prompt(problem)
+            return None if messages is None else limit.length(problem.id, messages, [])
 
         try:
             length = await call_user_code(
                 measure,
-                name=self._environment_name,
+                name=self._stage.name,
                 seconds=self._config.rollout.environment_timeout,
             )
             if length is not None:
@@ -342,9 +320,7 @@ class Runner:
             cause = error.__cause__
             await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
 
-        async with playing(
-            self._environment, problem, self._config.rollout, clock, report, self._tools
-        ) as episode:
+        async with playing(self._stage.episode(problem), clock, report) as episode:
             context = RolloutContext(
                 trajectory=trajectory,
                 engine=run.engine,
@@ -369,7 +345,7 @@ class Runner:
                 await self._admit(self._limit, episode, problem)
             await self._play(episode.environment, context)
             with context.timed("reward"):
-                await self.rewards.judge(episode.environment, trajectory, problem.row, clock)
+                await self.rewards.judge(episode, trajectory, problem.row, clock)
             run.episodes[trajectory.sample_index] = episode
             if episode.measures:
                 try:

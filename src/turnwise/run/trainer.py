@@ -23,8 +23,9 @@ from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import compute_advantages, gives_signal, samples_of
+from turnwise.training.samples import samples_of
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 

@@ -96,6 +96,11 @@ class Toolbox:
         self._max_chars = max_chars
 
     @property
+    def names(self) -> list[str]:
+        """Names of the tools."""
+        return list(self._tools)
+
+    @property
     def schemas(self) -> list[JsonObject]:
         """Descriptions of the tools in OpenAI's format, for the chat template."""
         return [tool.schema for tool in self._tools.values()]
@@ -106,7 +111,7 @@ class Toolbox:
         Returns its result; only cancellation and Turnwise's own errors are raised.
         """
         if name not in self._tools:
-            names = ", ".join(self._tools) or "none"
+            names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
         ends = time.monotonic() + self._timeout

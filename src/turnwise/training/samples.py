@@ -1,6 +1,6 @@
 """From a step's groups to training samples: rewards -> advantages -> samples, each token audited.
 
-`compute_advantages` computes each trajectory's advantage, and `samples_of` makes the samples. The
+`advantages` computes each trajectory's advantage, and `samples_of` makes the samples. The
 audit's report accounts for every trajectory: trained, or the reason why not.
 """
 
@@ -8,33 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from turnwise.config import Config
-from turnwise.errors import InputError
 from turnwise.rollout import Group
-from turnwise.training.algorithms import (
-    Algorithm,
-    choose_pairs,
-    has_signal,
-    make_algorithm,
-    overlong_penalty,
+from turnwise.training.advantages import (
+    GroupAdvantages,
+    TurnAdvantages,
+    compute_advantages,
+    oldest_version,
+    overlong,
 )
+from turnwise.training.algorithms import Algorithm, make_algorithm
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
-
-TurnAdvantages = float | list[float]
-"""Advantage of a trajectory, or of each of its turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAdvantages:
-    """One group and the advantages of its trajectories."""
-
-    group: Group
-    advantage_by_index: dict[int, TurnAdvantages]
-    """Advantage of each trajectory that is trained, or of each of its turns, by its index in the
-    group; with a value model its reward. Empty where the group gives no sample."""
-    untrained: str = ""
-    """Reason why the group's advantages are not trained on, or "": `stale_group` (too old),
-    `alone` (nothing to compare with), `no_signal` (all advantages are 0)."""
 
 
 @dataclass(slots=True)
@@ -81,93 +65,6 @@ def make_samples(
     return samples_of(advantages, config, version, algorithm)
 
 
-def compute_advantages(
-    groups: Sequence[Group], config: Config, version: int, algorithm: Algorithm
-) -> list[GroupAdvantages]:
-    """Return the advantages of a step's trajectories, from the rewards of their groups.
-
-    A group with tokens more than max_staleness training steps old is left out with
-    `training.stale_policy: drop`. A group without signal has advantages of 0; it contains no pair
-    for a loss that compares pairs. The arguments are those of `make_samples`.
-    """
-    oldest = _oldest_version(config, version)
-    stale: list[Group] = []
-    fresh: list[Group] = []
-    for group in groups:
-        drop = config.training.stale_policy == "drop" and _oldest(group) < oldest
-        (stale if drop else fresh).append(group)
-    rewards = [_rewards(group, config) for group in fresh]
-    if algorithm.loss.needs_pairs:
-        by_index = [_pair_advantages(group) for group in rewards]
-    elif algorithm.advantage.per_turn:
-        by_index = [_of_turns(group, config, algorithm) for group in fresh]
-    else:
-        by_index = _advantages(rewards, config, algorithm)
-    result = [GroupAdvantages(group, {}, "stale_group") for group in stale]
-    for group, advantages in zip(fresh, by_index, strict=True):
-        if advantages is None:
-            reason = "alone" if len(group.trajectories) < 2 else "no_signal"
-        elif algorithm.advantage.needs_values or not advantages or _any(advantages.values()):
-            reason = ""  # with a value model these are rewards, and any reward is informative
-        else:
-            reason = "no_signal"
-        result.append(GroupAdvantages(group, advantages or {}, reason))
-    return result
-
-
-def _any(advantages: Iterable[TurnAdvantages]) -> bool:
-    """Return whether an advantage is not 0."""
-    return any(any(a) if isinstance(a, list) else a for a in advantages)
-
-
-def _of_turns(
-    group: Group, config: Config, algorithm: Algorithm
-) -> dict[int, TurnAdvantages] | None:
-    """Return the advantages of a group's turns by index, or None if it is not trained."""
-    rewards = [_rewards_by_turn(trajectory, config) for trajectory in group.trajectories]
-    advantages = algorithm.advantage.of_turns(rewards)
-    if advantages is None:
-        return None
-    found, turns = [len(a) for a in advantages], [len(r) for r in rewards]
-    if found != turns:
-        raise InputError(
-            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
-            f"for trajectories of {turns} turns"
-        )
-    return dict(enumerate(advantages))
-
-
-def _rewards_by_turn(trajectory: Trajectory, config: Config) -> list[float]:
-    """Return the reward of each turn; the last one's includes that of the whole trajectory."""
-    turns = list(trajectory.turn_rewards) or [0.0] * len(trajectory.turns)
-    total = (trajectory.reward or 0.0) + _overlong(trajectory, config)
-    turns[-1] += total - sum(turns)
-    return turns
-
-
-def _pair_advantages(rewards: Sequence[float]) -> dict[int, TurnAdvantages] | None:
-    """Return 1 for the chosen trajectory and -1 for the rejected one, or None without a pair."""
-    pair = choose_pairs(rewards)
-    return None if pair is None else {pair[0]: 1.0, pair[1]: -1.0}
-
-
-def _advantages(
-    rewards: Sequence[Sequence[float]], config: Config, algorithm: Algorithm
-) -> list[dict[int, TurnAdvantages] | None]:
-    """Return each group's advantages by index, or None if a group is not trained."""
-    advantages = algorithm.advantage.of_groups(rewards)
-    sizes = [len(group) for group in rewards]
-    found = [None if group is None else len(group) for group in advantages]
-    if len(found) != len(sizes) or any(
-        n is not None and n != size for n, size in zip(found, sizes, strict=True)
-    ):
-        raise InputError(
-            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
-            f"for groups of {sizes} trajectories"
-        )
-    return [None if group is None else dict(enumerate(group)) for group in advantages]
-
-
 def samples_of(
     advantages: Sequence[GroupAdvantages], config: Config, version: int, algorithm: Algorithm
 ) -> SampleBatch:
@@ -180,7 +77,7 @@ def samples_of(
     max_staleness training steps old are masked. The arguments are those of `make_samples`.
     """
     batch = SampleBatch()
-    oldest = _oldest_version(config, version)
+    oldest = oldest_version(config, version)
     for scored in advantages:
         group = scored.group
         _account_dropped(group, batch.report)
@@ -188,7 +85,7 @@ def samples_of(
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
             continue
-        batch.overlong += sum(_overlong(t, config) < 0 for t in group.trajectories)
+        batch.overlong += sum(overlong(t, config) < 0 for t in group.trajectories)
         batch.groups_without_signal += scored.untrained == "no_signal"
         replaced = scored.untrained == "no_signal" and config.algorithm.dynamic_sampling
         if scored.untrained and (replaced or not scored.advantage_by_index):
@@ -284,15 +181,24 @@ def _token_advantages(branch: Branch, advantage: TurnAdvantages) -> float | list
 
 def _token_rewards(branch: Branch, trajectory: Trajectory, reward: TurnAdvantages) -> list[float]:
     """Return the reward of each token of a branch."""
-    assert not isinstance(reward, list)
     rewards = [0.0] * len(branch.token_ids)
     last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
-    for turn, share in enumerate(trajectory.turn_rewards):
+    shares = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
+    for turn, share in enumerate(shares):
         if turn in last:
             rewards[last[turn]] += share
     if last:
-        rewards[max(last.values())] += reward - sum(trajectory.turn_rewards)
+        total = reward[max(last)] if isinstance(reward, list) else reward
+        rewards[max(last.values())] += total - sum(_of_same_player(trajectory, shares, max(last)))
     return rewards
+
+
+def _of_same_player(trajectory: Trajectory, values: Sequence[float], turn: int) -> Sequence[float]:
+    """Return the values of the turns of the player who took `turn`; without players, all."""
+    players = trajectory.turn_players
+    if not players:
+        return values
+    return [value for value, who in zip(values, players, strict=True) if who == players[turn]]
 
 
 def _trained(branches: Sequence[Branch]) -> int:
@@ -310,40 +216,9 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
     return replace(branch, response_mask=mask)
 
 
-def _oldest_version(config: Config, version: int) -> int:
-    """Return the oldest weight version whose tokens are trained."""
-    return version - config.training.max_staleness * config.training.updates_per_step
-
-
 def _fresh(trajectory: Trajectory, oldest: int) -> bool:
     """Return whether any token of a trajectory is recent enough to train."""
     return any(v >= oldest for turn in trajectory.turns for v in turn.weight_versions)
-
-
-def _oldest(group: Group) -> int:
-    return min(
-        (v for t in group.trajectories for turn in t.turns for v in turn.weight_versions),
-        default=0,
-    )
-
-
-def gives_signal(group: Group, config: Config) -> bool:
-    """Return whether the rewards that would be trained on differ within the group."""
-    return has_signal(_rewards(group, config))
-
-
-def _rewards(group: Group, config: Config) -> list[float]:
-    """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
-    return [(t.reward or 0.0) + _overlong(t, config) for t in group.trajectories]
-
-
-def _overlong(trajectory: Trajectory, config: Config) -> float:
-    """Return DAPO's penalty, 0 or less."""
-    algorithm = config.algorithm
-    length = max((turn.path_length for turn in trajectory.turns), default=0)
-    return overlong_penalty(
-        length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
-    )
 
 
 def _account_dropped(group: Group, report: ExactnessReport) -> None:

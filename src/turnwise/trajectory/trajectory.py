@@ -135,10 +135,13 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Share of the reward that each turn earned, one for each turn; empty if no reward was given
-    for a turn. The rest of the reward was earned at the end."""
+    """Share of the reward that each turn earned; empty if none did. The end earned the rest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported, by name."""
+    turn_players: list[str] = field(default_factory=list)
+    """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
+    player_rewards: dict[str, float] = field(default_factory=dict)
+    """Reward of each player of a game; `reward` is their mean."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 
@@ -317,10 +320,8 @@ class Trajectory:
         tree["events"] = Counter(tree["events"])
         trajectory = cls(turns=turns, **tree)
         if turns:
-            last = len(turns) - 1
-            trajectory._last_path = [
-                *trajectory.prompt_token_ids(last), *turns[last].completion_token_ids,
-            ]  # fmt: skip
+            prompt = trajectory.prompt_token_ids(len(turns) - 1)
+            trajectory._last_path = prompt + turns[-1].completion_token_ids
         return trajectory
 
 

@@ -76,7 +76,8 @@ def play(url: str, row: dict[str, Any] | None = None, **rollout: Any) -> Any:
 
     environment = load_environment(f"openenv:{url}")
     problem = Problem("rows:1", row or {})
-    return playing(environment, problem, RolloutConfig(**rollout), StallClock(60.0), report)
+    episode = Episode(environment, problem, RolloutConfig(**rollout))
+    return playing(episode, StallClock(60.0), report)
 
 
 def names(episode: Episode) -> list[str]:

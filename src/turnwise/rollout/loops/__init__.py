@@ -6,6 +6,7 @@ from turnwise.rollout.environment import load_object
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.loops.chat_scheduler import ChatSchedulerLoop, load_chat_scheduler
 from turnwise.rollout.loops.interleaved import InterleavedLoop
+from turnwise.rollout.loops.self_play import SelfPlayLoop
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.loops.tool_calling import ToolCallingLoop
 
@@ -15,6 +16,7 @@ _TYPES: tuple[type[AgentLoop], ...] = (
     InterleavedLoop,
     HttpAgentLoop,
     ChatSchedulerLoop,
+    SelfPlayLoop,
 )
 __all__ = ["LOOPS", "load_chat_scheduler", "load_loop"]
 

@@ -39,7 +39,7 @@ class ToolCallingLoop:
             if completion is None:
                 return
             parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
-            answer = _assistant_message(parsed, turn)
+            answer = assistant_message(parsed, turn)
             trajectory.messages.append(answer)
             if completion.finish_reason == "length":
                 trajectory.status = "length"
@@ -109,7 +109,8 @@ async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
     return {"name": call.name, "content": result.text}
 
 
-def _assistant_message(parsed: ParsedText, turn: int) -> Message:
+def assistant_message(parsed: ParsedText, turn: int) -> Message:
+    """Return a turn of the model as a message, with its calls in OpenAI's format."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [

@@ -1,0 +1,208 @@
+"""The process of one environment, forked for each episode (`rollout.environment_process`).
+
+`python -m turnwise.rollout.environment_host LISTENER ALIVE FILE` imports the environment's module
+once, and is forked for each episode. The fork plays an ordinary `Episode`, as its driver asks.
+Requests are pickles, which only the driver writes; answers are JSON, because a model's code may run
+here.
+
+    driver (environment_processes) ── asks ──> fork: Episode -> the user's environment
+"""
+
+import asyncio
+import gc
+import json
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.config import RolloutConfig
+from turnwise.core.fork_server import exit_code, serve
+from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
+from turnwise.rollout.environment_processes import HEADER
+from turnwise.rollout.episode import Episode
+from turnwise.rollout.reading import known_prompt, open_environment
+from turnwise.tools.toolbox import make_toolbox
+
+if TYPE_CHECKING:
+    from turnwise.rollout.environment import EnvironmentType
+    from turnwise.rollout.problems import Problem
+
+
+def main() -> None:
+    """Import the environment, then fork for each episode until the driver ends."""
+    listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
+    gc.freeze()
+    received = serve(listener, alive, end_groups=True)
+    if received is not None:  # in a fork
+        *standard, descriptor = received[1]
+        for number in standard:
+            os.close(number)
+        connection = socket.socket(fileno=descriptor)
+        os._exit(exit_code(lambda: _play(connection, factory, rollout)))
+
+
+def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
+    os.setsid()  # what the environment starts ends with it
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # every fork has the server's state; Python seeds its own
+    connection.setblocking(False)
+    asyncio.run(_answer_all(connection, factory, rollout))
+
+
+async def _answer_all(
+    connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
+) -> None:
+    """Answer requests, together, until the driver closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    player = _Player(factory, rollout)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(number: int, method: str, arguments: tuple[object, ...]) -> None:
+        reply = await player.reply(method, arguments)
+        body = json.dumps([number, reply]).encode()
+        writer.write(len(body).to_bytes(HEADER, "big") + body)
+
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(HEADER), "big")
+            number, method, arguments = pickle.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        if method == "close":  # nothing that still runs may see a closed environment
+            for task in tasks:
+                task.cancel()
+        tasks.add(task := asyncio.create_task(answer(number, method, arguments)))
+        task.add_done_callback(tasks.discard)
+
+
+class _Player:
+    """One episode, and the answers to requests about it: {"value": ...} or {"error": ...}."""
+
+    def __init__(self, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
+        self._factory, self._rollout = factory, rollout
+        self._episode: Episode | None = None
+
+    async def reply(self, method: str, arguments: tuple[object, ...]) -> JsonObject:
+        """Return a method's value, or its error, as JSON."""
+        try:
+            value = await getattr(self, method)(*arguments)
+            json.dumps(value)
+        except TurnwiseError as error:
+            return {"error": _error(error)}
+        except Exception as error:
+            described = await describe_user_error(error)
+            failure = TrajectoryError("environment_error", f"{method} failed: {described}")
+            failure.__cause__ = error
+            return {"error": _error(failure)}
+        return {"value": value}
+
+    @property
+    def episode(self) -> Episode:
+        """The open episode."""
+        assert self._episode is not None
+        return self._episode
+
+    async def prompt(self, problem: "Problem") -> object:
+        """Return the messages that the row alone gives; None if it does not."""
+        return await self._call(lambda: known_prompt(self._factory, problem.row, problem.id))
+
+    async def preview(self, problem: "Problem") -> object:
+        """Return messages and tools before `setup`; None if they are known after it only."""
+
+        def build() -> object:
+            opened = open_environment(self._factory, problem.row, problem.id)
+            if opened is None:
+                return None
+            return [opened.problem, make_toolbox(opened.tools, self._rollout).schemas]
+
+        return await self._call(build)
+
+    async def _call(self, function: Callable[[], object]) -> object:
+        return await call_user_code(
+            function, name="the environment", seconds=self._rollout.environment_timeout
+        )
+
+    async def open(self, problem: "Problem") -> object:
+        """Open the episode; return what the driver must know of it."""
+        self._episode = episode = Episode(self._factory, problem, self._rollout)
+        await episode.open()
+        return {
+            "name": episode.name,
+            "problem": episode.problem,
+            "players": episode.players,
+            "schemas": episode.toolbox.schemas,
+            "steps": episode.steps,
+            "measures": episode.measures,
+        }
+
+    async def tool(self, name: str, arguments_json: str) -> object:
+        """Call a tool."""
+        result = await self.episode.toolbox.call(name, arguments_json)
+        error = None if result.error is None else await _described(result.error)
+        return [result.text, result.outcome, error]
+
+    async def step(self, message: dict[str, object]) -> object:
+        """Return the environment's answer."""
+        return await self.episode.step(message)
+
+    async def move(self, message: dict[str, object]) -> object:
+        """Return the player who moves next, and what this player reads before."""
+        return await self.episode.move(message)
+
+    async def done(self) -> object:
+        """Return whether the environment has ended the trajectory."""
+        return await self.episode.done()
+
+    async def reward(self, trajectory: object) -> object:
+        """Return the fields of the environment's reward."""
+        rewards = await self.episode.reward(trajectory)  # type: ignore[arg-type]
+        fields = (rewards.parts, rewards.players)
+        return [rewards.final, list(rewards.turns), *map(dict, fields)]
+
+    async def metrics(self, trajectory: object) -> object:
+        """Return the environment's metrics."""
+        return await self.episode.metrics(trajectory)  # type: ignore[arg-type]
+
+    async def close(self) -> object:
+        """Close the episode; return the reasons and errors of what failed."""
+        failures: list[tuple[str, JsonObject]] = []
+
+        async def report(reason: str, error: Exception) -> None:
+            failures.append((reason, _error(error)))
+
+        if self._episode is not None:
+            await self._episode.close(report)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return failures
+
+
+def _error(error: Exception) -> JsonObject:
+    """Return an error as JSON, with its cause's traceback."""
+    cause = error.__cause__
+    return {
+        "input": isinstance(error, InputError),
+        "reason": error.reason if isinstance(error, TrajectoryError) else "environment_error",
+        "message": str(error),
+        "cause": "" if cause is None else _with_frames(cause, describe_error(cause)),
+    }
+
+
+def _with_frames(error: BaseException, described: str) -> str:
+    return "".join(traceback.format_tb(error.__traceback__)) + described
+
+
+async def _described(error: Exception) -> str:
+    return _with_frames(error, await describe_user_error(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Episodes in processes of their own (`rollout.environment_process`): the driver's side.
+
+A crash of the environment's process, or a call that nothing can interrupt, fails one trajectory;
+whatever the environment leaves behind ends with its process group.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.config import RolloutConfig
+from turnwise.core.aio import run_in_thread
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollout.configured_tools import ToolSource
+from turnwise.rollout.environment import Rewards
+from turnwise.rollout.environment_processes import (
+    GRACE_SECONDS,
+    EnvironmentProcess,
+    EnvironmentProcesses,
+    RemoteError,
+    error_of,
+)
+from turnwise.rollout.episode import Episode, Report
+from turnwise.rollout.problems import Problem
+from turnwise.tools import Tool, ToolFunction
+from turnwise.tools.toolbox import Toolbox, ToolResult
+from turnwise.trajectory import Message, Trajectory
+
+_OPENING_CALLS = 4
+"""Maximum number of calls, each with the deadline, that open an episode."""
+
+
+class RemoteEpisode(Episode):
+    """An episode whose environment lives in a process of its own."""
+
+    def __init__(
+        self,
+        processes: EnvironmentProcesses,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
+    ) -> None:
+        super().__init__(_no_factory, problem, rollout, tools)
+        self._asked = problem
+        self._processes = processes
+        self._process: EnvironmentProcess | None = None
+        self._known: JsonObject = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the environment's class."""
+        return str(self._known.get("name", "the environment"))
+
+    async def open(self) -> None:
+        """Start the process, and open the environment in it."""
+        talk, control = await run_in_thread(self._processes.start)
+        self._process = await EnvironmentProcess.connect(talk, control, self.where)
+        self._known = await self._ask("open", self._asked, calls=_OPENING_CALLS)
+        self.problem, self.players = self._known["problem"], self._known["players"]
+        self.environment = _Elsewhere(self.name, self.problem)
+        await self._call("the tools", self._offer, [])
+        if self._toolsets:
+            await self._open_toolsets()
+
+    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
+        return _RemoteToolbox(self, self._known["schemas"], tools, self._rollout)
+
+    async def _ask(self, method: str, *arguments: object, calls: int = 1) -> Any:
+        assert self._process is not None
+        seconds = calls * self._rollout.environment_timeout + GRACE_SECONDS
+        try:
+            return await self._process.ask(method, arguments, seconds)
+        except DeadlineError as error:
+            self._process.kill()
+            raise TrajectoryError(
+                "environment_timeout", f"{error}; its process was killed"
+            ) from None
+
+    async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
+        """Call one of the environment's tools.
+
+        Raises:
+            TrajectoryError: when the process has ended, or does not answer.
+        """
+        assert self._process is not None
+        seconds = self._rollout.tool_timeout + GRACE_SECONDS
+        try:
+            text, outcome, error = await self._process.ask("tool", (name, arguments_json), seconds)
+        except DeadlineError as error:
+            self._process.kill()
+            raise TrajectoryError(
+                "environment_timeout", f"{error}; its process was killed"
+            ) from None
+        return ToolResult(text, outcome, None if error is None else RemoteError(error))
+
+    @property
+    def steps(self) -> bool:
+        """Whether the environment answers turns that call no tool."""
+        return bool(self._known["steps"])
+
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory."""
+        answer: list[Message] | None = await self._ask("step", message)
+        return answer
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next, and what this player reads before."""
+        answer = await self._ask("move", message)
+        return None if answer is None else (answer[0], answer[1])
+
+    async def done(self) -> bool:
+        """Return whether the environment has ended the trajectory."""
+        return bool(await self._ask("done"))
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's reward of a finished trajectory."""
+        return Rewards(*await self._ask("reward", trajectory))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the environment has metrics of its own."""
+        return bool(self._known.get("measures"))
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the environment's metrics of a finished trajectory."""
+        values: dict[str, float] = await self._ask("metrics", trajectory)
+        return values
+
+    @property
+    def closes(self) -> list[Any]:
+        """The process, once it has been started."""
+        return [*([] if self._process is None else [self._process.kill]), *super().closes]
+
+    async def close(self, report: Report) -> None:
+        """Close the environment, then end its process and all that it started."""
+        closing = self._close_each(super().closes, report)
+        if self._process is not None:
+            await asyncio.gather(closing, self._close_process(self._process, report))
+        else:
+            await closing
+
+    async def _close_process(self, process: EnvironmentProcess, report: Report) -> None:
+        try:
+            if process.ended is None:
+                for reason, error in await self._ask("close"):
+                    await report(reason, error_of(error))
+        except TrajectoryError as error:
+            await report("close_error", error)
+        finally:
+            process.kill()
+
+
+class _RemoteToolbox(Toolbox):
+    """An environment's tools in its process, beside others that run here."""
+
+    def __init__(
+        self,
+        episode: RemoteEpisode,
+        schemas: Sequence[JsonObject],
+        others: Sequence[ToolFunction | Tool],
+        rollout: RolloutConfig,
+    ) -> None:
+        super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
+        self._episode = episode
+        self._remote = {str(schema["function"]["name"]): schema for schema in schemas}
+        if twice := self._remote.keys() & set(super().names):
+            raise InputError(f"two tools are named {min(twice)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools."""
+        return [*self._remote, *super().names]
+
+    @property
+    def schemas(self) -> list[JsonObject]:
+        """Descriptions of the tools in OpenAI's format."""
+        return [*self._remote.values(), *super().schemas]
+
+    async def call(self, name: str, arguments_json: str) -> ToolResult:
+        """Call a tool, in the environment's process if it is the environment's."""
+        if name in self._remote:
+            return await self._episode.call_tool(name, arguments_json)
+        return await super().call(name, arguments_json)
+
+
+class _Elsewhere:
+    """Stand-in for the environment that agent loops get; only `problem` is known here."""
+
+    def __init__(self, name: str, problem: Sequence[Message]) -> None:
+        self._name = name
+        self.problem = problem
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
+            "the context's problem, toolbox and step"
+        )
+
+
+def _no_factory(row: object) -> Any:
+    raise AssertionError("the environment is built in its own process")

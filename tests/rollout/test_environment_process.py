@@ -1,0 +1,310 @@
+"""Environments in processes of their own: played as in threads, and alone in their failures.
+
+Environments write what they did to the file `log` of their row, since nothing else is shared.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import turnwise
+from tests.rollout.test_episode import Talking
+from turnwise.config import Config, SamplingConfig
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.episode import Episode
+from turnwise.trajectory import Trajectory
+
+HERE = "tests.rollout.test_environment_process"
+
+
+class Desk(turnwise.Environment):
+    """Does as its row says, and writes down what it did."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.row = row
+        self.problem = f"Process {os.getpid()}"
+        self.tools = [self.look_up, self.fail]
+        self._log("init")
+
+    def _log(self, what: str) -> None:
+        with open(self.row["log"], "a") as file:
+            file.write(f"{what} {os.getpid()}\n")
+
+    async def setup(self) -> None:
+        self._log("setup")
+        self._do("setup")
+
+    def _do(self, when: str) -> None:
+        match self.row.get(when):
+            case None:
+                pass
+            case "die":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit":
+                os._exit(3)
+            case "raise":
+                raise KeyError("the drawer is locked")
+            case "leak":
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            case "hang":
+                threading_is_no_help()
+
+    def look_up(self, name: str) -> str:
+        """Look a name up.
+
+        Args:
+            name: The name.
+        """
+        self._do("tool")
+        return f"{name} is {self.row.get('answer', 'unknown')}"
+
+    def fail(self) -> str:
+        """Fail."""
+        raise ValueError("the desk is on fire")
+
+    def step(self, message: dict[str, Any]) -> Any:
+        self._log("step")
+        self._do("step")
+        return None
+
+    def reward(self, trajectory: Trajectory) -> turnwise.Rewards:
+        self._do("reward")
+        assert trajectory.messages[-1]["role"] == "assistant"
+        return turnwise.Rewards(1.0, turns=[0.5], parts={"luck": random.random()})
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        return {"turns": len(trajectory.turns)}
+
+    def close(self) -> None:
+        self._log("close")
+
+
+def threading_is_no_help() -> None:
+    """Hold the interpreter's lock for ever, as a library in C may."""
+    import ctypes
+
+    ctypes.PyDLL(None).pause()
+
+
+class Row(turnwise.Environment):
+    """Known from its row alone."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = "a" * row["length"]
+
+    @classmethod
+    def prompt(cls, row: dict[str, Any]) -> str:
+        assert not isinstance(os.environ.get("PYTEST_CURRENT_TEST"), int)
+        if "length" not in row:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return "a" * int(row["length"])
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def runner(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., Runner]:
+    def make(environment: Any = Desk, **rollout: Any) -> Runner:
+        config = make_config(
+            rollout={"loop": "tool_calling", "environment_process": True, **rollout}
+        )
+        return Runner(config, tokenizer, environment)
+
+    return make
+
+
+async def play(runner: Runner, row: dict[str, Any], n: int = 1) -> Group:
+    sampling = SamplingConfig(n=n, max_tokens=8)
+    return await runner.run_group(Talking(vocab_size=256), Problem("rows:1", row), sampling, "t")
+
+
+def episode_of(runner: Runner, row: dict[str, Any]) -> Episode:
+    return runner._stage.episode(Problem("rows:1", row))
+
+
+def did(log: Path) -> Counter[str]:
+    return Counter(line.split()[0] for line in log.read_text().splitlines())
+
+
+def pids(log: Path) -> set[int]:
+    return {int(line.split()[1]) for line in log.read_text().splitlines()}
+
+
+async def test_each_trajectory_has_a_process(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    group = await play(runner(), {"log": str(log)}, n=3)
+    assert group.dropped == {}
+    assert did(log) == dict.fromkeys(("init", "setup", "step", "close"), 3)
+    assert len(pids(log)) == 3
+    assert os.getpid() not in pids(log)
+    assert {t.messages[0]["content"] for t in group.trajectories} == {
+        f"Process {pid}" for pid in pids(log)
+    }
+    for trajectory in group.trajectories:
+        assert trajectory.turn_rewards == [0.5]
+        assert trajectory.metrics == {"turns": 1.0}
+        assert trajectory.reward == 1.5 + trajectory.reward_parts["luck"]
+    luck = {trajectory.reward_parts["luck"] for trajectory in group.trajectories}
+    assert len(luck) == 3, "forks share the state of random"
+    for pid in pids(log):
+        await gone(pid)
+
+
+async def test_tools_answer_from_there(runner: Callable[..., Runner], tmp_path: Path) -> None:
+    made = runner()
+    row = {"log": str(tmp_path / "log"), "answer": "blue"}
+    episode = episode_of(made, row)
+    await episode.open()
+    try:
+        names = [schema["function"]["name"] for schema in episode.toolbox.schemas]
+        assert names == ["look_up", "fail"]
+        results = await asyncio.gather(
+            *(episode.toolbox.call("look_up", f'{{"name": "{name}"}}') for name in "abc")
+        )
+        assert [result.text for result in results] == ["a is blue", "b is blue", "c is blue"]
+        wrong = await episode.toolbox.call("look_up", '{"title": 3}')
+        assert (wrong.outcome, "title" in wrong.text) == ("bad_arguments", True)
+        unknown = await episode.toolbox.call("look_down", "{}")
+        assert unknown.text == "Error: there is no tool 'look_down'; tools: look_up, fail"
+        failed = await episode.toolbox.call("fail", "{}")
+        assert failed.text == "Error: fail failed: ValueError: the desk is on fire"
+        assert "test_environment_process.py" in str(failed.error)
+        with pytest.raises(AttributeError, match=r"Desk.row is in a process of its own"):
+            _ = episode.environment.row
+    finally:
+        await episode.close(lambda *_: pytest.fail("closed badly"))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "message"),
+    [
+        ({"setup": "die"}, "environment_crashed", "rows:1: .* was ended by SIGSEGV"),
+        ({"setup": "exit"}, "environment_crashed", "rows:1: .* exited with status 3"),
+        ({"setup": "raise"}, "environment_error", "the drawer is locked.*environment_process.py"),
+        ({"step": "die"}, "environment_crashed", "was ended by SIGSEGV"),
+        ({"step": "raise"}, "environment_error", "the drawer is locked"),
+        ({"reward": "raise"}, "reward_error", "gave no reward: KeyError: 'the drawer is locked'"),
+        ({"reward": "die"}, "environment_crashed", "was ended by SIGSEGV"),
+    ],
+)
+async def test_a_failure_is_one_counted_trajectory(
+    runner: Callable[..., Runner],
+    tmp_path: Path,
+    row: dict[str, Any],
+    reason: str,
+    message: str,
+) -> None:
+    made = runner()
+    log = tmp_path / "log"
+    failed = await play(made, {"log": str(log), **row})
+    assert dict(failed.dropped) == {reason: 1}
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(failed.causes[reason])
+    assert did(log)["close"] == ("die" not in row.values() and "exit" not in row.values())
+    sound = await play(made, {"log": str(log)})
+    assert len(sound.trajectories) == 1
+
+
+async def test_a_call_that_nothing_can_interrupt_is_killed(
+    runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.rollout.remote_episode.GRACE_SECONDS", 0.5)
+    log = tmp_path / "log"
+    made = runner(environment_timeout=20.0)
+    episode = episode_of(made, {"log": str(log), "step": "hang"})
+    await episode.open()
+    (pid,) = pids(log)
+    episode._rollout = made._config.rollout.model_copy(update={"environment_timeout": 0.5})
+    with pytest.raises(TrajectoryError, match="did not answer within 1 s; its process was killed"):
+        await episode.step({"role": "assistant", "content": "sunny"})
+    await gone(pid)
+    reported: list[str] = []
+
+    async def report(reason: str, error: Exception) -> None:
+        reported.append(reason)
+
+    await episode.close(report)
+    assert reported in ([], ["close_error"])
+
+
+async def test_what_an_environment_started_ends_with_it(
+    runner: Callable[..., Runner], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    made = runner()
+    row = {"log": str(log), "setup": "leak"}
+    episode = episode_of(made, row)
+    await episode.open()
+    (pid,) = pids(log)
+    (leaked,) = psutil.Process(pid).children()
+    await episode.close(lambda *_: pytest.fail("closed badly"))
+    await gone(pid)
+    await gone(leaked.pid)
+
+
+async def gone(pid: int) -> None:
+    """Wait until a process has ended; the kernel may list it as a zombie."""
+    async with asyncio.timeout(60.0):
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+
+
+async def test_prompts_are_measured_there(runner: Callable[..., Runner]) -> None:
+    made = runner(Row)
+    assert await asyncio.to_thread(made.check, Problem("rows:1", {"length": 5})) is not None
+    group = await play(made, {"length": 100_000})
+    assert group.left_out
+    with pytest.raises(InputError, match="rows:2 has no field 'length'"):
+        await asyncio.to_thread(made.check, Problem("rows:2", {"breadth": 5}))
+    crashed = await play(made, {"breadth": 5})
+    assert "SIGSEGV" in "".join(crashed.causes.values())
+
+
+async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import asyncio\n"
+        "from turnwise.config import RolloutConfig\n"
+        "from turnwise.rollout.environment_processes import EnvironmentProcesses\n"
+        "from turnwise.rollout.problems import Problem\n"
+        "class Mine:\n"
+        "    def __init__(self, row): self.problem = row['text']\n"
+        "if __name__ == '__main__':\n"
+        "    processes = EnvironmentProcesses(Mine, RolloutConfig())\n"
+        "    print(processes.ask('preview', Problem('rows:1', {'text': 'Go.'})))\n"
+    )
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "[[{'role': 'user', 'content': 'Go.'}], []]\n", done.stderr
+
+
+async def test_a_module_that_cannot_be_imported_there_is_named(
+    runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fragile.py").write_text(
+        "import os, sys\n"
+        "if 'turnwise.rollout.environment_host' in sys.orig_argv: os._exit(7)\n"
+        "class Desk:\n"
+        "    problem = 'Go.'\n"
+        "    def __init__(self, row): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import fragile  # type: ignore[import-not-found]
+
+    group = await play(runner(fragile.Desk), {})
+    assert "exited with status 7" in group.causes["environment_crashed"]
