@@ -1,0 +1,1 @@
+"""Python and shell for the model, in a sandbox: one interpreter process for each trajectory."""

@@ -1,0 +1,239 @@
+"""The program inside a sandbox: limits itself, then runs the code that it is sent.
+
+It has no imports but Python's own, because it runs in the interpreter that the model's code uses.
+The session sends requests, lines of JSON, to standard input; standard output receives what the
+code prints; an answer on standard error is a request's nonce. The code shares this process and can
+forge answers: they can only end its own call early.
+"""
+
+import ast
+import contextlib
+import ctypes
+import json
+import linecache
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import traceback
+import types
+from typing import Any
+
+_INTERVAL = 0.5
+"""Seconds between two interruptions of code that continues after the first."""
+_FRAMES = 8
+"""Number of frames of a traceback that the model reads."""
+_KEEPCAPS, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 8, 22, 38, 47
+_DAC_READ_SEARCH = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def confine(spec: dict[str, Any]) -> None:
+    """Set this process's resource limits, change its user, and install its filter of system calls.
+
+    Raises:
+        OSError: when the kernel refuses.
+    """
+    limits = {
+        resource.RLIMIT_AS: spec["memory"],
+        resource.RLIMIT_FSIZE: spec["disk"],
+        resource.RLIMIT_NPROC: spec["processes"],
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+    }
+    for which, limit in limits.items():
+        if limit is not None:
+            hard = resource.getrlimit(which)[1]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(which, (limit, limit))
+    if spec["uid"] is not None:
+        _become(spec["uid"], spec["reads_all"])
+    if spec["filter"] is not None:
+        _install(bytes.fromhex(spec["filter"]))
+
+
+def _become(uid: int, reads_all: bool) -> None:
+    """Become a user without privileges.
+
+    Args:
+        reads_all: Keep the capability to read what other users own, for a sandbox that itself
+            limits the readable folders.
+    """
+    _prctl(_KEEPCAPS, int(reads_all))
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if reads_all:
+        version_3, mask = 0x20080522, 1 << _DAC_READ_SEARCH
+        header, sets = struct.pack("Ii", version_3, 0), struct.pack("6I", mask, mask, mask, 0, 0, 0)
+        if _libc.capset(header, sets):
+            raise OSError(ctypes.get_errno(), "capset")
+        _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
+
+
+def _install(program: bytes) -> None:
+    """Install a filter of system calls for this process and all its children."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    fields = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    filtering = ctypes.create_string_buffer(fields, len(fields))
+    _prctl(_NO_NEW_PRIVS, 1)
+    _prctl(_SET_SECCOMP, 2, ctypes.addressof(filtering))
+
+
+def _prctl(option: int, second: int, third: int = 0) -> None:
+    parts = [ctypes.c_ulong(value) for value in (second, third, 0, 0)]
+    if _libc.prctl(option, *parts):
+        raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+class Python:
+    """A Python session: variables stay from call to call, as in a notebook."""
+
+    def __init__(self) -> None:
+        self._module = types.ModuleType("__main__")
+        self._calls = 0
+        self._running = False
+        sys.modules["__main__"] = self._module
+
+    def run(self, code: str, seconds: float) -> None:
+        """Run code and print the value of its last expression, or the end of the traceback."""
+        self._calls += 1
+        name = f"<call {self._calls}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        process = os.getpid()
+        out = _console()
+        try:
+            signal.signal(signal.SIGALRM, lambda *_: self._interrupt(seconds))
+            self._running = True
+            signal.setitimer(signal.ITIMER_REAL, seconds, _INTERVAL)
+            self._execute(code, name)
+            self._running = False
+        except BaseException as error:
+            self._running = False
+            with contextlib.suppress(OSError, ValueError):
+                print(_tail(error), file=out)
+        finally:
+            self._running = False
+            if os.getpid() != process:  # a forked child that has left the model's code
+                os._exit(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for stream in {out, sys.stdout, sys.stderr}:
+                with contextlib.suppress(Exception):
+                    stream.flush()
+
+    def _interrupt(self, seconds: float) -> None:
+        if self._running:
+            raise KeyboardInterrupt(f"interrupted after {seconds:g} s")
+
+    def _execute(self, code: str, name: str) -> None:
+        tree = ast.parse(code, name)
+        names = self._module.__dict__
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+            if value is not None:
+                names["_"] = value
+                print(repr(value))
+
+
+class Shell:
+    """A shell session: the working directory, variables and functions stay."""
+
+    _SCRIPT = """
+source ~/.session 2> /dev/null
+__save() { { declare -p; declare -f; printf 'cd %q\\n' "$PWD"; } > ~/.session 2> /dev/null; }
+trap __save EXIT
+eval "$1"
+"""
+
+    def run(self, command: str, seconds: float) -> None:
+        """Run a command; its exit code is printed unless it is 0."""
+        out = _console()
+        try:
+            bash = ["bash", "--noprofile", "--norc", "-c", self._SCRIPT, "bash", command]
+            shell = subprocess.Popen(bash, start_new_session=True)
+        except (OSError, ValueError) as error:
+            print(f"bash: {error}", file=out, flush=True)
+            return
+        try:
+            code = shell.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = _end(shell)
+            print(f"[interrupted after {seconds:g} s]", file=out, flush=True)
+        if code:
+            print(f"[exit code {code}]", file=out, flush=True)
+
+
+def _end(shell: "subprocess.Popen[bytes]") -> int:
+    """End the processes of a shell's command."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            shell.wait(0.3)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGKILL)
+    return shell.wait()
+
+
+def _console() -> Any:
+    """Open standard output and standard error again, which the code may have replaced."""
+    out = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stderr = out
+    return out
+
+
+def _tail(error: BaseException) -> str:
+    """Return an error's traceback without this file's frames, shortened at the beginning."""
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in frames if frame.filename != __file__]
+        lines = traceback.format_list(frames[-_FRAMES:])
+        left_out = len(frames) - _FRAMES
+        head = ["Traceback (most recent call last):\n"] if lines else []
+        if left_out > 0:
+            head.append(f"  [{left_out} frames left out]\n")
+        return "".join([*head, *lines, *traceback.format_exception_only(error)]).rstrip("\n")
+    except BaseException:
+        return type(error).__name__
+
+
+def serve(run: Any) -> None:
+    """Answer requests until standard input ends."""
+    requests, answers = os.dup(0), os.dup(2)  # not inherited by the code's processes
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(1, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.write(answers, b"ready\n")
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            part = os.read(requests, 65536)
+            if not part:
+                return
+            rest += part
+        line, _, rest = rest.partition(b"\n")
+        request = json.loads(line)
+        with contextlib.suppress(KeyboardInterrupt):  # a late interruption
+            run(request["code"], request["seconds"])
+        os.write(answers, request["nonce"].encode() + b"\n")
+
+
+def main() -> None:
+    """Confine this process and serve; `sys.argv[1]` is the specification as JSON."""
+    spec = json.loads(sys.argv[1])
+    sys.argv = [""]
+    confine(spec)
+    os.chdir(os.environ["HOME"])
+    session = Shell() if spec["shell"] else Python()
+    serve(session.run)
+
+
+if __name__ == "__main__":
+    main()

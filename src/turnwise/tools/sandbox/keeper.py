@@ -1,0 +1,153 @@
+"""The process that starts one sandbox, watches it, and ends all of its processes.
+
+It ends them when its lifeline, a pipe from the driver, is closed: by the session, or because the
+driver died. It also ends a sandbox that uses more memory or disk than its limit, which the kernel
+limits only for each process. It has no imports but Python's own, and sandlock for that backend.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+OVER_MEMORY, OVER_DISK = 10, 11
+"""Exit codes of a keeper that ended its sandbox because of a limit."""
+_PERIOD = 0.2
+"""Seconds between two looks at the sandbox."""
+_MOST_FILES = 20_000
+_SET_SUBREAPER = 36
+
+
+def main() -> int:
+    """Keep one sandbox; `sys.argv[1]` is its specification as JSON."""
+    spec = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Orphans of the sandbox become this process's children, and so can be found.
+    ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    os.set_inheritable(spec["lifeline"], False)
+    try:
+        try:
+            ended = _sandlock(spec) if "sandlock" in spec else _command(spec)
+        except Exception as error:  # for the session, which reads the output
+            print(f"{type(error).__name__}: {error}", flush=True)
+            return 1
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        return _watch(spec, ended)
+    finally:
+        _end_descendants()
+        if spec["scratch"]:
+            _remove(spec["scratch"])
+
+
+def _command(spec: dict[str, Any]) -> Callable[[], bool]:
+    process = subprocess.Popen(spec["command"], env=spec["environment"], cwd=spec["scratch"])
+    return lambda: process.poll() is not None
+
+
+def _sandlock(spec: dict[str, Any]) -> Callable[[], bool]:
+    sys.path.append(spec["sandlock"]["path"])
+    import sandlock
+
+    sandbox = sandlock.Sandbox(**spec["sandlock"]["options"])
+    process = sandbox.popen(spec["command"])
+    ended = threading.Event()
+
+    def wait() -> None:
+        process.wait()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return ended.is_set
+
+
+def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
+    """Return when the sandbox has ended, or has to end; the value is the exit code."""
+    lifeline = select.poll()
+    lifeline.register(spec["lifeline"], select.POLLIN)
+    while not ended():
+        if lifeline.poll(_PERIOD * 1000):
+            return 0
+        if _memory() > spec["memory"]:
+            return OVER_MEMORY
+        if spec["scratch"] and _disk(spec["scratch"], spec["disk"]) > spec["disk"]:
+            return OVER_DISK
+    return 0
+
+
+def _descendants() -> list[int]:
+    """Return the process ids of all descendants, parents first."""
+    found = [os.getpid()]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as children:
+                    found += map(int, children.read().split())
+    return found[1:]
+
+
+def _memory() -> int:
+    """Return the bytes of memory of all descendants, without mapped files."""
+    kilobytes = 0
+    for pid in _descendants():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+            for line in status:
+                if line.startswith(("RssAnon:", "RssShmem:")):
+                    kilobytes += int(line.split()[1])
+    return kilobytes * 1024
+
+
+def _disk(folder: str, limit: int) -> int:
+    """Return the bytes that the files below a folder occupy, counting until beyond the limit."""
+    total, files, folders = 0, 0, [folder]
+    while folders and total <= limit:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if files > _MOST_FILES:
+                        return limit + 1
+                    with contextlib.suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError:  # a path that is too long
+            return limit + 1
+    return total
+
+
+def _end_descendants(seconds: float = 5.0) -> None:
+    """Kill all descendants, also those that begin meanwhile."""
+    ends = time.monotonic() + seconds
+    while (pids := _descendants()) and time.monotonic() < ends:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of any depth, with any modes."""
+    for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(command, timeout=60, capture_output=True, check=False)
+
+
+if __name__ == "__main__":
+    code = main()
+    # The library's threads must not delay the end.
+    os._exit(code)

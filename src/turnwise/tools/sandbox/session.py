@@ -1,0 +1,257 @@
+"""One interpreter in a sandbox, as the driver uses it: calls with deadlines, restarts, an end.
+
+What the sandbox sends is untrusted. It is read without blocking and kept up to a limit; it
+decides nothing but the text for the model and when the call ends, and no later than its deadline.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from typing import IO
+
+from turnwise.errors import InputError
+from turnwise.tools.sandbox.backends import (
+    Backend,
+    Limits,
+    environment_of_keeper,
+    keeper_command,
+    specify,
+)
+from turnwise.tools.sandbox.keeper import OVER_DISK, OVER_MEMORY
+
+GRACE_SECONDS = 3.0
+"""Time between the interruption of code that is late, inside the sandbox, and its end."""
+_START_SECONDS = 60.0
+_END_SECONDS = 10.0
+_MAX_CODE = 1 << 20
+_MAX_OUTPUT = 8000
+"""Bytes of one call's output that are kept, half of them from its end."""
+_LOST = "variables and files are lost"
+
+
+class Session:
+    """One interpreter, started by the first call and again after it ended.
+
+    Example:
+        session = Session("bubblewrap", Limits(seconds=5.0))
+        session.run("x = 6")
+        assert session.run("x * 7") == "42"
+        session.close()
+    """
+
+    def __init__(self, backend: Backend, limits: Limits, *, shell: bool = False) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._shell = shell
+        self._calls = threading.Lock()
+        self._process: _Process | None = None
+        self._closed = False
+
+    def run(self, code: str) -> str:
+        """Run code and return what the model reads: output and value, or the error.
+
+        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter.
+
+        Raises:
+            InputError: when no interpreter starts.
+        """
+        seconds = self._limits.seconds
+        if len(code) > _MAX_CODE:
+            return f"[the code is longer than {_MAX_CODE} characters]"
+        if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
+            return "[the call before has not ended]"
+        try:
+            process = self._running()
+            nonce = secrets.token_hex(16)
+            request = {"nonce": nonce, "code": code, "seconds": seconds}
+            output = _Output()
+            line = json.dumps(request).encode() + b"\n"
+            outcome = process.exchange(line, nonce.encode(), seconds + GRACE_SECONDS, output)
+            text = output.text()
+            if outcome != "answered":
+                self._process = None
+                end = self._describe(outcome, process.stop())
+                text = f"{text}\n{end}" if text else end
+            return text or "[no output]"
+        finally:
+            self._calls.release()
+
+    def close(self) -> None:
+        """End the interpreter and all its processes, also during a call."""
+        self._closed = True
+        process = self._process
+        if process is None:
+            return
+        process.cut()
+        if self._calls.acquire(timeout=_END_SECONDS):
+            try:
+                process.stop()
+                self._process = None
+            finally:
+                self._calls.release()
+
+    def _running(self) -> "_Process":
+        if self._closed:
+            raise InputError("the sandbox is closed")
+        if self._process is None:
+            self._process = _Process(self._backend, self._limits, self._shell)
+            output = _Output()
+            outcome = self._process.exchange(b"", b"ready", _START_SECONDS, output)
+            if outcome != "answered":
+                complaint = output.text() or self._process.complaint or outcome
+                self._process.stop()
+                self._process = None
+                raise InputError(f"{self._backend} did not start: {complaint}")
+        return self._process
+
+    def _describe(self, outcome: str, code: int | None) -> str:
+        if code == OVER_MEMORY:
+            return f"[stopped: more than {self._limits.memory} MiB of memory; {_LOST}]"
+        if code == OVER_DISK:
+            return f"[stopped: more than {self._limits.disk} MiB of files, or too many; {_LOST}]"
+        if outcome == "late":
+            return f"[stopped after {self._limits.seconds:g} s; {_LOST}]"
+        return f"[the interpreter ended; {_LOST}]"
+
+
+class _Output:
+    """The beginning and the end of a stream of any length."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._tail = b""
+        self._length = 0
+
+    def add(self, part: bytes) -> None:
+        """Append bytes."""
+        self._length += len(part)
+        room = _MAX_OUTPUT // 2 - len(self._head)
+        self._head += part[:room]
+        self._tail = (self._tail + part[room:])[-(_MAX_OUTPUT // 2) :]
+
+    def text(self) -> str:
+        """Return the text, with the number of bytes left out in its middle."""
+        left_out = self._length - len(self._head) - len(self._tail)
+        parts = [self._head, self._tail]
+        if left_out:
+            parts.insert(1, f"\n[{left_out} bytes left out]\n".encode())
+        return b"".join(parts).decode("utf-8", "replace").rstrip("\n")
+
+
+class _Process:
+    """A keeper with its sandbox, and the pipes to it."""
+
+    def __init__(self, backend: Backend, limits: Limits, shell: bool) -> None:
+        self.complaint = ""
+        """The last that came in place of an answer: why a sandbox does not start."""
+        lifeline, end = os.pipe()
+        self._lifeline: IO[bytes] = open(end, "wb", 0)  # noqa: SIM115
+        try:
+            spec = specify(backend, limits, shell=shell, lifeline=lifeline)
+            self._keeper = subprocess.Popen(
+                keeper_command(spec),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(lifeline,),
+                env=environment_of_keeper(),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            os.close(lifeline)
+        pipes = self._keeper.stdin, self._keeper.stdout, self._keeper.stderr
+        self._requests, self._output, self._answers = (pipe.fileno() for pipe in pipes if pipe)
+        for pipe in (self._requests, self._output, self._answers):
+            os.set_blocking(pipe, False)
+
+    def exchange(self, request: bytes, answer: bytes, seconds: float, output: _Output) -> str:
+        """Send a request and read until its answer: "answered", "ended" or "late"."""
+        ends = time.monotonic() + seconds
+        said = b""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        poll.register(self._output, select.POLLIN)
+        if request:
+            poll.register(self._requests, select.POLLOUT)
+        while (left := ends - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                if fd == self._requests:
+                    request = request[_write(fd, request) :]
+                    if not request:
+                        poll.unregister(fd)
+                    continue
+                part = _read(fd)
+                if part is None:
+                    continue
+                if fd == self._output:
+                    output.add(part)
+                    if not part:
+                        poll.unregister(fd)
+                    continue
+                said += part
+                self.complaint = said[-1000:].decode("utf-8", "replace").strip()
+                if answer in said:
+                    self._drain(output)
+                    return "answered"
+                said = said[-1000:]
+                if not part:
+                    self._drain(output)
+                    return "ended"
+        return "late"
+
+    def _drain(self, output: _Output) -> None:
+        """Read the output that has been written already."""
+        waiting = bytearray(struct.calcsize("i"))
+        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
+        left = struct.unpack("i", waiting)[0]
+        while left > 0 and (part := _read(self._output)):
+            output.add(part)
+            left -= len(part)
+
+    def cut(self) -> None:
+        """Let the keeper end its sandbox; thread-safe."""
+        self._lifeline.close()
+
+    def stop(self) -> int | None:
+        """End everything and return the keeper's exit code; None if it had to be killed."""
+        self.cut()
+        try:
+            return self._keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._keeper.pid, signal.SIGKILL)
+            self._keeper.wait(_END_SECONDS)
+            return None
+        finally:
+            for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
+                if pipe:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+def _read(fd: int) -> bytes | None:
+    """Return what can be read, b"" at the end, None if nothing can."""
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return None
+
+
+def _write(fd: int, data: bytes) -> int:
+    try:
+        return os.write(fd, data)
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return len(data)
