@@ -1,5 +1,20 @@
 """Tools: what the model may call, and how it is called safely."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from turnwise.tools.tool import AnyTool, Tool, ToolFunction, Toolset, ToolsetFactory
 
-__all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset", "ToolsetFactory"]
+if TYPE_CHECKING:
+    from turnwise.tools.code import python, shell
+
+__all__ = ["AnyTool", "Tool", "ToolFunction", "Toolset", "ToolsetFactory", "python", "shell"]
+
+_HOMES = {"python": "turnwise.tools.code", "shell": "turnwise.tools.code"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a ready-made tool on first use."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'turnwise.tools' has no attribute {name!r}")

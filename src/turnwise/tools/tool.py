@@ -33,6 +33,8 @@ class Tool:
     """JSON schema of the arguments, of type object."""
     call: Callable[[JsonObject], object]
     """Function of the arguments, sync or async."""
+    in_order: bool = False
+    """Run its calls one after another, as the model wrote them, instead of together."""
 
 
 class Toolset(Protocol):

@@ -6,6 +6,8 @@ Every text is limited in length and can be encoded, whatever the tool returns or
 depend on tokens or on the format of the model's calls.
 """
 
+import asyncio
+import contextlib
 import inspect
 import json
 import time
@@ -58,6 +60,8 @@ class _Callable:
     bind: Callable[[str], Callable[[], object]]
     """Returns the call with its arguments, given as JSON; it or the call raises
     `_ArgumentsError`."""
+    turn: asyncio.Lock | None = None
+    """Held during a call, if calls run one after another."""
 
 
 class _ArgumentsError(Exception):
@@ -114,6 +118,10 @@ class Toolbox:
             names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
+        async with self._tools[name].turn or contextlib.nullcontext():
+            return await self._called(name, arguments_json)
+
+    async def _called(self, name: str, arguments_json: str) -> ToolResult:
         ends = time.monotonic() + self._timeout
 
         async def run(step: Callable[..., _T], *given: object) -> _T:
@@ -270,7 +278,8 @@ def _with_schema(tool: Tool) -> _Callable:
         "parameters": tool.parameters,
     }
     schema = {"type": "function", "function": function}
-    return _Callable(schema, lambda arguments_json: partial(checked, arguments_json))
+    turn = asyncio.Lock() if tool.in_order else None
+    return _Callable(schema, lambda arguments_json: partial(checked, arguments_json), turn)
 
 
 @lru_cache(maxsize=1024)

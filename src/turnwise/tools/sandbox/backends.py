@@ -34,7 +34,7 @@ _MIB = 1 << 20
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_INSIDE = "/work"
+_INSIDE, _SHARED = "/work", "/dev/shm"
 _PROGRAM = "/run/turnwise.py"
 
 
@@ -166,6 +166,7 @@ def specify(backend: Backend, limits: Limits, *, shell: bool, lifeline: int) -> 
         "memory": limits.memory * _MIB,
         "disk": limits.disk * _MIB,
         "scratch": scratch,
+        "mounted": [_INSIDE, _SHARED] if backend == "bubblewrap" else [],
         "environment": environment,
         "command": command,
     }
@@ -217,10 +218,12 @@ def _bubblewrap(prefixes: Sequence[str], limits: Limits, root: bool) -> list[str
         elif os.path.exists(folder):
             command += ["--ro-bind", folder, folder]
     for path in (*_SYSTEM_FILES, *prefixes):
+        for parent in reversed(Path(path).parents[:-1]):  # or it copies the modes of the host's
+            command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind-try", path, path]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     size = str(limits.disk * _MIB)
-    for folder in (_INSIDE, "/dev/shm"):
+    for folder in (_INSIDE, _SHARED):
         command += ["--perms", "1777", "--size", size, "--tmpfs", folder]
     command += ["--symlink", _INSIDE, "/tmp", "--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]

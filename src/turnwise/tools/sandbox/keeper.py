@@ -77,9 +77,11 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
     while not ended():
         if lifeline.poll(_PERIOD * 1000):
             return 0
-        if _memory() > spec["memory"]:
+        if _memory(spec["memory"]) > spec["memory"]:
             return OVER_MEMORY
         if spec["scratch"] and _disk(spec["scratch"], spec["disk"]) > spec["disk"]:
+            return OVER_DISK
+        if any(_files(folder) > _MOST_FILES for folder in spec["mounted"]):
             return OVER_DISK
     return 0
 
@@ -95,15 +97,39 @@ def _descendants() -> list[int]:
     return found[1:]
 
 
-def _memory() -> int:
-    """Return the bytes of memory of all descendants, without mapped files."""
-    kilobytes = 0
-    for pid in _descendants():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
-            for line in status:
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    kilobytes += int(line.split()[1])
-    return kilobytes * 1024
+def _memory(limit: int) -> int:
+    """Return the bytes of memory of all descendants, without mapped files.
+
+    Pages that processes share since a fork are counted once, but only if the simple sum, which
+    is far cheaper to read, exceeds the limit.
+    """
+    pids = _descendants()
+    total = sum(_kilobytes(pid, "status", ("RssAnon:", "RssShmem:")) or 0 for pid in pids)
+    if total * 1024 > limit:
+        parts = [_kilobytes(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for pid in pids]
+        if all(part is not None for part in parts):
+            total = sum(part or 0 for part in parts)
+    return total * 1024
+
+
+def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
+    """Return the sum of a process's fields; 0 if it is gone, None if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/{file}") as lines:
+            return sum(int(line.split()[1]) for line in lines if line.startswith(fields))
+    except PermissionError:
+        return None
+    except OSError:
+        return 0
+
+
+def _files(folder: str) -> int:
+    """Return the number of files in a file system that only the sandbox has mounted."""
+    for pid in _descendants()[1:]:
+        with contextlib.suppress(OSError):
+            inside = os.statvfs(f"/proc/{pid}/root{folder}")
+            return inside.f_files - inside.f_ffree
+    return 0
 
 
 def _disk(folder: str, limit: int) -> int:

@@ -28,7 +28,7 @@ from turnwise.tools.sandbox.backends import (
 )
 from turnwise.tools.sandbox.keeper import OVER_DISK, OVER_MEMORY
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 2.0
 """Time between the interruption of code that is late, inside the sandbox, and its end."""
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
