@@ -119,7 +119,8 @@ class RolloutConfig(Section):
     run."""
     tools: list[ToolConfig] = []
     """Tools added to every environment's own. An entry has one key: `use`, the
-    package.module:name of a function, a Tool, a toolset, or a class or function that makes one."""
+    package.module:name of a function, a Tool, a toolset, or a class or function that makes one; or
+    `python` or `shell`, a sandbox with its limits."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0
@@ -145,6 +146,18 @@ class RolloutConfig(Section):
             raise ValueError("call_tool receives the text between the tags: set call_start")
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:
             raise ValueError(f"call_start applies only to loop interleaved, not to {self.loop}")
+        return self
+
+    @model_validator(mode="after")
+    def _code_within_tool_timeout(self) -> "RolloutConfig":
+        for entry in self.tools:
+            for name in ("python", "shell"):
+                code = getattr(entry, name)
+                if code is not None and code.timeout >= self.tool_timeout:
+                    raise ValueError(
+                        f"{name}: its timeout ({code.timeout:g}) must be shorter than tool_timeout "
+                        f"({self.tool_timeout:g})"
+                    )
         return self
 
     @model_validator(mode="before")

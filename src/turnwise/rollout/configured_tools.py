@@ -6,8 +6,9 @@ trajectory and returns a tool, or a toolset that the trajectory opens and closes
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
+import turnwise.tools
 from turnwise.config.tools import ToolConfig
 from turnwise.errors import InputError
 from turnwise.rollout.environment import load_object
@@ -44,8 +45,22 @@ def with_configured(
 
 
 def _load(entry: ToolConfig) -> ToolSource:
-    assert entry.use is not None
-    return _used(entry.use)
+    if entry.use is not None:
+        return _used(entry.use)
+    return _code(entry)
+
+
+def _code(entry: ToolConfig) -> ToolSource:
+    """Return the source of a sandboxed tool; no run starts without a sandbox that works."""
+    name: Literal["python", "shell"] = "shell" if entry.python is None else "python"
+    limits = entry.shell if entry.python is None else entry.python
+    assert limits is not None
+    tool = getattr(turnwise.tools, name)(**limits.model_dump())
+    try:
+        tool.choose()
+    except InputError as error:
+        raise InputError(f"rollout.tools.{name}: {error}") from None
+    return cast(ToolSource, tool.toolset)
 
 
 def _used(path: str) -> ToolSource:

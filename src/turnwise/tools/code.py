@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from turnwise.core.json_types import JsonObject
-from turnwise.tools.sandbox.backends import Limits, choose
+from turnwise.tools.sandbox.backends import Backend, Limits, choose
 from turnwise.tools.sandbox.session import Session
 from turnwise.tools.tool import Tool
 
@@ -26,23 +26,43 @@ _SHELL = (
 
 
 class CodeTool:
-    """A toolset of one tool, `python` or `shell`, with a sandbox of its own."""
+    """A sandboxed tool; each trajectory opens a toolset of its own, with a sandbox of its own."""
 
     def __init__(self, name: Literal["python", "shell"], sandbox: Sandbox, limits: Limits) -> None:
         self._name = name
         self._sandbox = sandbox
         self._limits = limits
+
+    def choose(self) -> Backend:
+        """Return the backend that this tool uses on this machine.
+
+        Raises:
+            InputError: when none works; it says what to install.
+        """
+        return choose(self._sandbox, self._limits.interpreter)
+
+    def toolset(self) -> "CodeToolset":
+        """Return the toolset of one trajectory; nothing is started before its first call."""
+        return CodeToolset(self, self._name, self._limits)
+
+
+class CodeToolset:
+    """One trajectory's `python` or `shell`."""
+
+    def __init__(self, tool: CodeTool, name: Literal["python", "shell"], limits: Limits) -> None:
+        self._tool = tool
+        self._name = name
+        self._limits = limits
         self._session: Session | None = None
 
     async def open(self) -> Sequence[Tool]:
-        """Choose the sandbox, and return the tool; nothing is started before its first call.
+        """Choose the sandbox and return the tool.
 
         Raises:
             InputError: when no sandbox works on this machine; it says what to install.
         """
-        backend = await asyncio.to_thread(choose, self._sandbox, self._limits.interpreter)
-        session = Session(backend, self._limits, shell=self._name == "shell")
-        self._session = session
+        backend = await asyncio.to_thread(self._tool.choose)
+        self._session = session = Session(backend, self._limits, shell=self._name == "shell")
         argument = "code" if self._name == "python" else "command"
         description = "Python code." if self._name == "python" else "A bash command."
         parameters: JsonObject = {
@@ -73,7 +93,7 @@ def python(
     processes: int = 32,
     interpreter: str | None = None,
 ) -> CodeTool:
-    """Make the tool `python(code)`, a Python session for one trajectory.
+    """Make the tool `python(code)`, a Python session for each trajectory.
 
     Args:
         sandbox: `auto` uses sandlock if it works, or else bubblewrap; `none` runs the code with all
@@ -104,7 +124,7 @@ def shell(
     processes: int = 32,
     interpreter: str | None = None,
 ) -> CodeTool:
-    """Make the tool `shell(command)`, a bash session for one trajectory.
+    """Make the tool `shell(command)`, a bash session for each trajectory.
 
     Args:
         sandbox: As for `python`, like the other arguments; `interpreter` is the shell's `python3`.

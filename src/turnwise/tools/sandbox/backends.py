@@ -225,13 +225,16 @@ def _bubblewrap(prefixes: Sequence[str], limits: Limits, root: bool) -> list[str
     size = str(limits.disk * _MIB)
     for folder in (_INSIDE, _SHARED):
         command += ["--perms", "1777", "--size", size, "--tmpfs", folder]
-    command += ["--symlink", _INSIDE, "/tmp", "--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
+    if not any(Path(prefix).is_relative_to("/tmp") for prefix in prefixes):
+        command += ["--symlink", _INSIDE, "/tmp"]
+    command += ["--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]
 
 
 def environment_of_keeper() -> dict[str, str]:
     """Return the environment of the keeper, which needs nothing of this process's."""
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    home = "/nonexistent"  # sandlock asks for it
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home}
 
 
 def keeper_command(spec: dict[str, Any]) -> list[str]:
