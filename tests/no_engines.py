@@ -25,6 +25,8 @@ TIER = (
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",
     "rollout/test_self_play.py",
+    "tools/test_code.py",
+    "tools/test_sandbox_attacks.py",
     "tools/test_toolbox.py",
     "run/test_display.py",
     "run/test_full_disk.py",

@@ -1,28 +1,24 @@
 """Sandboxes for tests: the backends that work on this machine."""
 
-import functools
-
 import pytest
 
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.backends import Limits, choose
+from turnwise.tools.sandbox.backends import Backend, Limits, choose
 from turnwise.tools.sandbox.session import Session
 
-BACKENDS = ("sandlock", "bubblewrap")
+BACKENDS = ("first", pytest.param("second", marks=pytest.mark.slow))
+"""The backend that `auto` chooses, and the other one, which `make test-all` tests."""
 
 
-@functools.cache
-def why_unusable(backend: str) -> str:
-    """Return why a backend does not work here; "" if it works."""
+def backend(which: str) -> Backend:
+    """Return the first or the second backend of this machine; skip the test if there is none."""
     try:
-        choose(backend)
+        first = choose("auto")
+        return first if which == "first" else choose("bubblewrap" if first == "sandlock" else "-")
     except InputError as error:
-        return str(error)
-    return ""
+        pytest.skip(str(error))
 
 
-def session(backend: str, limits: Limits | None = None, *, shell: bool = False) -> Session:
-    """Return a new session, or skip the test where the backend does not work."""
-    if reason := why_unusable(backend):
-        pytest.skip(reason)
-    return Session(backend, limits or Limits(), shell=shell)
+def session(which: str, limits: Limits | None = None, *, shell: bool = False) -> Session:
+    """Return a new session with the first or the second backend."""
+    return Session(backend(which), limits or Limits(), shell=shell)

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tools.sandboxes import BACKENDS, session
 
+from tests.tools import sandboxes
+from tests.tools.sandboxes import BACKENDS, session
 from turnwise.tools.sandbox.backends import Limits
 from turnwise.tools.sandbox.session import Session
 
@@ -52,8 +53,8 @@ ATTACKS: dict[str, tuple[str, str]] = {
     # Secrets.
     "environment": (
         "import os; print(dict(os.environ)); held = 0\n"
-        "for pid in [p for p in range(1, 400)] + [os.getppid(), {driver}]:\n"
-        "    for name in ('environ', 'cmdline', 'mem', 'fd/0'):\n"
+        "for pid in [p for p in range(1, 200)] + [os.getppid(), {driver}]:\n"
+        "    for name in ('environ', 'cmdline', 'mem'):\n"
         "        try: print(open(f'/proc/{{pid}}/{{name}}', 'rb').read(20000))\n"
         "        except OSError: held += 1\n"
         "print(held, 'refused')", r"\d+ refused"),
@@ -177,7 +178,7 @@ ATTACKS: dict[str, tuple[str, str]] = {
     "empty files": (
         "import os, time\n"
         "for n in range(30_000): os.close(os.open(f'e{{n}}', os.O_CREAT))\n"
-        "time.sleep(5); print('BREACH')", "stopped: more than 16 MiB of files, or too many|OSError|interrupted"),
+        "time.sleep(5); print('BREACH')", "or too many|OSError"),
     "fork bomb": (
         "import os, time\n"
         "try:\n"
@@ -187,7 +188,8 @@ ATTACKS: dict[str, tuple[str, str]] = {
         "print('BREACH' if n > 20 else 'stopped at', n)", r"stopped at \d+"),
     "threads": (
         "import threading, time\n"
-        "for n in range(400): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "for n in range(400):\n"
+        "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
         "print('BREACH')", "can't start new thread|ended"),
     "deep recursion": (
         "import sys; sys.setrecursionlimit(10**9)\n"
@@ -208,7 +210,8 @@ ATTACKS: dict[str, tuple[str, str]] = {
         "import sys, os, time\n"
         "frame = sys._getframe()\n"
         "while 'request' not in frame.f_locals: frame = frame.f_back\n"
-        "os.write(frame.f_locals['answers'], frame.f_locals['request']['nonce'].encode() + b'\\n')\n"
+        "names = frame.f_locals\n"
+        "os.write(names['answers'], names['request']['nonce'].encode() + b'\\n')\n"
         "time.sleep(0.3); print('late')", r"no output|late"),
     "closed descriptors": ("import os; print('tried', flush=True); os.closerange(0, 300)", "tried"),
     "an error that cannot be shown": (
@@ -325,9 +328,7 @@ def test_an_attack_fails_and_the_next_call_is_answered(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_code_is_ended(
-    backend: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_code_is_ended(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.tools.sandbox.session.GRACE_SECONDS", 0.5)
     code, expected = ENDLESS[name]
     opened = session(backend, SHORT)
@@ -390,9 +391,8 @@ time.sleep(600)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_outlives_a_driver_that_is_killed(backend: str) -> None:
-    session(backend).close()  # or skip
-    seconds = 200_000 + os.getpid()
-    command = [sys.executable, "-c", DRIVER, backend, DAEMON.format(seconds=seconds)]
+    name, seconds = sandboxes.backend(backend), 200_000 + os.getpid()
+    command = [sys.executable, "-c", DRIVER, name, DAEMON.format(seconds=seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == b"'started'\n"

@@ -22,7 +22,8 @@ class CodeToolConfig(Section):
     processes: PositiveInt = 32
     """Largest number of processes and threads."""
     interpreter: str | None = None
-    """Python's executable, for the packages of its environment; null offers Python's own modules."""
+    """Python's executable, for the packages of its environment; null offers Python's own
+    modules."""
 
 
 class ToolConfig(Section):

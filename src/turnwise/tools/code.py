@@ -1,4 +1,4 @@
-"""The tools `python` and `shell`: code of the model in a sandbox that lives as long as its trajectory.
+"""The tools `python` and `shell`: the model's code in a sandbox of its trajectory.
 
 The first call starts the interpreter. Whatever the code does, a call returns a text in time and the
 sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md.

@@ -191,13 +191,15 @@ def _console() -> Any:
 def _tail(error: BaseException) -> str:
     """Return an error's traceback without this file's frames, shortened at the beginning."""
     try:
-        frames = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in frames if frame.filename != __file__]
-        lines = traceback.format_list(frames[-_FRAMES:])
-        left_out = len(frames) - _FRAMES
+        depth, step = 0, error.__traceback__
+        while step is not None:  # a recursion may be a million frames deep
+            depth, step = depth + 1, step.tb_next
+        frames = traceback.extract_tb(error.__traceback__, limit=-min(depth, _FRAMES))
+        own = [frame for frame in frames if frame.filename != __file__]
+        lines = traceback.format_list(own)
         head = ["Traceback (most recent call last):\n"] if lines else []
-        if left_out > 0:
-            head.append(f"  [{left_out} frames left out]\n")
+        if depth > _FRAMES:
+            head.append(f"  [{depth - _FRAMES} frames left out]\n")
         return "".join([*head, *lines, *traceback.format_exception_only(error)]).rstrip("\n")
     except BaseException:
         return type(error).__name__

@@ -19,7 +19,9 @@ _X32 = 0x40000000
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198)}
-_REFUSED = {
+_Numbers = dict[str, tuple[int | None, int | None]]
+"""Names of system calls, with their numbers on x86_64 and aarch64."""
+_REFUSED: dict[str, _Numbers] = {
     "memory outside the limits": {
         "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
         "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
@@ -52,7 +54,7 @@ _REFUSED = {
         "lookup_dcookie": (212, 18),
     },
 }  # fmt: skip
-_ATTRIBUTES = {
+_ATTRIBUTES: _Numbers = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
@@ -80,9 +82,9 @@ def filter_program(*, attributes: bool) -> bytes:
         assert len(program) % 8 == 0
     """
     audit, column = _ARCHITECTURES[platform.machine()]
-    refused = [calls for group in _REFUSED.values() for calls in group.values()]
-    if not attributes:
-        refused += _ATTRIBUTES.values()
+    refused: list[tuple[int | None, int | None]] = []
+    for group in (*_REFUSED.values(), {} if attributes else _ATTRIBUTES):
+        refused += group.values()
     code = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
     code.append((_LOAD, 0, 0, _NUMBER))
     if column == 0:
