@@ -2,6 +2,7 @@
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make agents set up .venv-agents, with the frameworks of examples/agents
+# make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
@@ -28,7 +29,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo gsm8k algorithms agents quick test test-all bench docs lint lock clean
+.PHONY: setup demo gsm8k retool algorithms agents quick test test-all bench docs lint lock clean
 
 setup: $(STAMP)
 
@@ -68,6 +69,9 @@ demo: setup
 
 gsm8k: setup
 	$(BIN)/python -m examples.gsm8k.run $(DATA)
+
+retool: setup
+	$(BIN)/python -m examples.retool.run
 
 algorithms: setup
 	$(BIN)/python -m examples.calculator.algorithms

@@ -1,4 +1,4 @@
-"""The tools `python` and `shell`: state, results, interruption, limits, and the choice of a sandbox."""
+"""The tools `python` and `shell`: state, results, interruption, limits, choice of a sandbox."""
 
 import asyncio
 import subprocess
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tools import sandboxes
 
 import turnwise.tools
+from tests.tools import sandboxes
 from turnwise.config import RolloutConfig, ToolConfig
 from turnwise.errors import InputError
 from turnwise.rollout.configured_tools import load_tools

@@ -118,8 +118,8 @@ ATTACKS: dict[str, tuple[str, str]] = {
     "kernel interfaces": (
         LIBC + "numbers = {{'bpf': 321, 'perf': 298, 'userfaultfd': 323, 'io_uring': 425, 'keyctl':"
         " 250, 'memfd': 319, 'shmget': 29, 'handle': 304, 'module': 175, 'kexec': 246}}\n"
-        "print({{name: libc.syscall(number, 0, 64, 0o1600, 0, 0) for name, number in numbers.items()"
-        "}}, 'refused')", r"^\{('\w+': -1(, )?){10}\} refused"),
+        "print({{name: libc.syscall(number, 0, 64, 0o1600) for name, number in numbers.items()}}"
+        ", 'refused')", r"^\{('\w+': -1(, )?){10}\} refused"),
     "the clock": ("import time; time.clock_settime(time.CLOCK_REALTIME, time.time()); "
                   "print('BREACH')", DENIED),
     # Other processes.
@@ -363,7 +363,7 @@ def processes(seconds: int) -> list[str]:
 
 
 def gone(seconds: int) -> bool:
-    """Wait until no process `sleep SECONDS` is left."""
+    """Return whether all processes `sleep SECONDS` end within a minute."""
     ends = time.monotonic() + 60
     while processes(seconds) and time.monotonic() < ends:
         time.sleep(0.02)

@@ -1,0 +1,1 @@
+"""Arithmetic solved with Python in a sandbox, in the middle of the answer."""
