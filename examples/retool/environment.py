@@ -1,6 +1,6 @@
-"""A word problem of the demo, answered with code inside the answer, as in ReTool (arXiv:2504.11536).
+"""A word problem of the demo, answered with code, as in ReTool (arXiv:2504.11536).
 
-The model writes Python between <code> and </code>; the sandbox's result is inserted into the same turn.
+The model writes Python between <code> and </code>; its result is inserted into the same turn.
 """
 
 import re

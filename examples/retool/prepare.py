@@ -2,9 +2,9 @@
 
     python -m examples.retool.prepare [--seed N] [--output DIR] [--updates N]
 
-The demo's model can read its problems already; a minute of supervised training on solutions of the demo's
-careless teacher, written as Python, gives it the form. It copies the teacher's mistakes, which
-leaves room for reinforcement learning.
+The demo's model can read its problems already. A minute of supervised training on solutions of the
+demo's careless teacher, written as Python, gives it the form. It copies the teacher's mistakes,
+which leaves room for reinforcement learning.
 """
 
 import argparse

@@ -18,9 +18,10 @@ RUNS = Path("runs")
 
 def main() -> int:
     """Run the command line; returns the exit code of the training."""
-    if not (BUILD / "model" / "config.json").exists():
-        if code := subprocess.call([sys.executable, "-m", "examples.retool.prepare"]):
-            return code
+    prepare = [sys.executable, "-m", "examples.retool.prepare"]
+    ready = (BUILD / "model" / "config.json").exists()
+    if not ready and (code := subprocess.call(prepare)):
+        return code
     name = free_name("retool", RUNS)
     turnwise = str(Path(sys.executable).with_name("turnwise"))
     command = [turnwise, "train", str(CONFIG), f"name={name}", *sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""The example of code in a sandbox: its solutions, and code that runs in the middle of an answer."""
+"""The example of code in a sandbox: its solutions, and code inside an answer."""
 
 import itertools
 from collections.abc import Callable

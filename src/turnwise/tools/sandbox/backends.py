@@ -239,4 +239,4 @@ def environment_of_keeper() -> dict[str, str]:
 
 def keeper_command(spec: dict[str, Any]) -> list[str]:
     """Return the command that starts a keeper."""
-    return [sys.executable, "-I", str(_HERE / "keeper.py"), json.dumps(spec)]
+    return [sys.executable, "-I", "-S", str(_HERE / "keeper.py"), json.dumps(spec)]
