@@ -48,7 +48,7 @@ def shell() -> Iterator[Session]:
         ("def f():\n    return 'ä\U0001f600'\nf()", "'ä\U0001f600'"),
         ("input()", "EOFError: EOF when reading a line"),
         ("exit(3)", "SystemExit: 3"),
-        ("'\ud800'", "'\\ud800'"),
+        ("'\ud800'", "'?'"),
     ],
 )
 def test_a_call_returns_the_output_and_the_last_value(
@@ -69,7 +69,7 @@ def test_an_error_names_the_line_of_the_code_and_nothing_of_ours(python: Session
     assert "return x / 0" in text
     assert text.endswith("ZeroDivisionError: division by zero")
     assert "inner.py" not in text
-    assert "SyntaxError" in python.run("x = = 3")
+    assert python.run("x = = 3").startswith('  File "<call')
 
 
 def test_a_long_output_keeps_its_beginning_and_its_end(python: Session) -> None:

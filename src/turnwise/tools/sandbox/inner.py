@@ -129,7 +129,7 @@ class Python:
             raise KeyboardInterrupt(f"interrupted after {seconds:g} s")
 
     def _execute(self, code: str, name: str) -> None:
-        tree = ast.parse(code, name)
+        tree: ast.Module = compile(code, name, "exec", ast.PyCF_ONLY_AST)
         names = self._module.__dict__
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), names)

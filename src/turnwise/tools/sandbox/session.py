@@ -72,6 +72,7 @@ class Session:
         try:
             process = self._running()
             nonce = secrets.token_hex(16)
+            code = code.encode("utf-8", "replace").decode()  # without lone surrogates
             request = {"nonce": nonce, "code": code, "seconds": seconds}
             output = _Output()
             line = json.dumps(request).encode() + b"\n"
@@ -104,6 +105,8 @@ class Session:
             raise InputError("the sandbox is closed")
         if self._process is None:
             self._process = _Process(self._backend, self._limits, self._shell)
+            if self._closed:  # meanwhile: `close` may have seen no process
+                self._process.cut()
             output = _Output()
             outcome = self._process.exchange(b"", b"ready", _START_SECONDS, output)
             if outcome != "answered":
