@@ -129,7 +129,8 @@ class Python:
             raise KeyboardInterrupt(f"interrupted after {seconds:g} s")
 
     def _execute(self, code: str, name: str) -> None:
-        tree: ast.Module = compile(code, name, "exec", ast.PyCF_ONLY_AST)
+        tree = compile(code, name, "exec", ast.PyCF_ONLY_AST)
+        assert isinstance(tree, ast.Module)
         names = self._module.__dict__
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), names)

@@ -54,7 +54,7 @@ class Session:
         self._shell = shell
         self._calls = threading.Lock()
         self._process: _Process | None = None
-        self._closed = False
+        self._closed = threading.Event()
 
     def run(self, code: str) -> str:
         """Run code and return what the model reads: output and value, or the error.
@@ -88,7 +88,7 @@ class Session:
 
     def close(self) -> None:
         """End the interpreter and all its processes, also during a call."""
-        self._closed = True
+        self._closed.set()
         process = self._process
         if process is None:
             return
@@ -101,11 +101,11 @@ class Session:
                 self._calls.release()
 
     def _running(self) -> "_Process":
-        if self._closed:
+        if self._closed.is_set():
             raise InputError("the sandbox is closed")
         if self._process is None:
             self._process = _Process(self._backend, self._limits, self._shell)
-            if self._closed:  # meanwhile: `close` may have seen no process
+            if self._closed.is_set():  # meanwhile: `close` may have seen no process
                 self._process.cut()
             output = _Output()
             outcome = self._process.exchange(b"", b"ready", _START_SECONDS, output)
