@@ -1,4 +1,5 @@
 # make demo   set up, then train a small model to use a tool, and show it
+# make guess  set up, then train a small model to find a number by asking (SEED=N)
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make agents set up .venv-agents, with the frameworks of examples/agents
@@ -29,7 +30,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo gsm8k retool algorithms agents quick test test-all bench docs lint lock clean
+.PHONY: setup demo guess gsm8k retool algorithms agents quick test test-all bench docs lint lock clean
 
 setup: $(STAMP)
 
@@ -66,6 +67,9 @@ agents: $(AGENTS)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
+
+guess: setup
+	$(BIN)/python -m examples.guess.run --seed $(SEED)
 
 gsm8k: setup
 	$(BIN)/python -m examples.gsm8k.run $(DATA)

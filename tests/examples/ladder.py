@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import turnwise
+from examples.calculator.warm_start import WarmStart
+from examples.guess.warm_start import make_model
 from examples.step05_pipeline import pipeline
+from examples.step06_simulated_user import train as simulated_user
+from examples.step06_simulated_user.user import make_user
 from tests.conftest import ROOT
 from tests.pages import write_files
 
@@ -75,6 +79,10 @@ def main(folder: Path) -> None:
     short(config="examples/step07_self_play/config.yaml")
     announce("step05")
     pipeline.main(["training.steps=2", f"output_dir={folder / 'runs'}"])
+    announce("step06")
+    make_model(folder / "player", 0, WarmStart(updates=2, conversations=8))
+    make_user(folder / "user", WarmStart(updates=30, conversations=8))
+    simulated_user.main(folder / "player", folder / "user")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The ladder of examples and the programs of the pages, run as they are written.
 
 Rung 2 is run by `test_runs.py::test_the_synchronous_run_is_the_plain_loop`, rung 4 by
-`rollout/test_agents.py`, rung 6 by `test_gsm8k.py`.
+`rollout/test_agents.py`, the last by `test_gsm8k.py`.
 """
 
 import json
@@ -37,6 +37,9 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
         assert [row["step"] for row in rows][-2:] == [1, 2]
         assert rows[-1]["trajectories"] == 16 * 8
         assert rows[-1]["dropped"] == {}, name
+    (*_, answered) = (json.loads(line) for line in (runs / "step06" / "metrics.jsonl").open())
+    assert answered["env"]["user_calls"] >= 1.0
+    assert answered["exact_percent"] == 100.0
     assert "step 2  reward" in done.stdout.partition("--- step05")[2]
 
 

@@ -1,0 +1,1 @@
+"""Rung 6 of the ladder: another model plays the user."""
