@@ -30,7 +30,7 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
         timeout=1000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("--- ") == 6
+    assert done.stdout.count("--- ") == 7
     runs = tmp_path / "runs"
     for name in ("step01", "step03", "step07"):
         rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").open()]
