@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
     announce("step05")
     pipeline.main(["training.steps=2", f"output_dir={folder / 'runs'}"])
     announce("step06")
-    make_model(folder / "player", 0, WarmStart(updates=2, conversations=8))
+    make_model(folder / "player", 0, WarmStart(updates=30, conversations=8))
     make_user(folder / "user", WarmStart(updates=30, conversations=8))
     simulated_user.main(folder / "player", folder / "user")
 
