@@ -34,7 +34,7 @@ _MIB = 1 << 20
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_INSIDE, _SHARED = "/work", "/dev/shm"
+_INSIDE, _SHARED = "/sandbox", "/dev/shm"
 _PROGRAM = "/run/turnwise.py"
 
 
