@@ -1,9 +1,9 @@
 """A script as users of TRL write it; only the module that it imports is an argument.
 
-    python script.py trl|turnwise.trl answers|tools MODEL FOLDER [STEPS]
+    python script.py trl|turnwise.trl answers|texts|tools MODEL FOLDER [STEPS]
 
-`answers` has reward functions only, one of them async; `tools` has an environment with a tool. With
-STEPS, the run of the folder is continued.
+`answers` has reward functions only, one of them async; `texts` has prompts that are no chats;
+`tools` has an environment with a tool. With STEPS, the run of the folder is continued.
 """
 
 import importlib
@@ -63,6 +63,12 @@ async def slow_length(completion_ids, **kwargs):  # type: ignore[no-untyped-def]
     return [1 / (1 + len(ids)) for ids in completion_ids]
 
 
+def near_20(prompts, completions, **kwargs):  # type: ignore[no-untyped-def]
+    """Reward texts of about 20 characters."""
+    seen("near_20", {"prompts": prompts, "completions": completions, **kwargs})
+    return [-abs(20 - len(text)) for text in completions]
+
+
 class Desk:
     """A calculator, which counts how often it is used."""
 
@@ -96,7 +102,7 @@ arguments: dict[str, Any] = {
     "output_dir": str(folder / "run"),
     "per_device_train_batch_size": 8,
     "num_generations": 4,
-    "max_completion_length": 8 if kind == "answers" else 128,
+    "max_completion_length": 128 if kind == "tools" else 8,
     "learning_rate": 1e-4,
     "max_steps": steps or 2,
     "bf16": False,
@@ -106,6 +112,8 @@ arguments: dict[str, Any] = {
     "logging_steps": 1,
 }
 others: dict[str, Any] = {"reward_funcs": [length, slow_length]}
+if kind == "texts":
+    others = {"reward_funcs": near_20}
 if kind == "tools":
     others = {"reward_funcs": thrift, "environment_factory": Desk}
 if module != "trl":
@@ -118,7 +126,12 @@ elif kind == "tools":  # TRL does not know the format of this model's calls
     others["processing_class"].response_template = qwen3_template
 rows = Dataset.from_list(
     [
-        {"prompt": [{"role": "user", "content": row["question"]}], "answer": int(row["answer"])}
+        {
+            "prompt": row["question"]
+            if kind == "texts"
+            else [{"role": "user", "content": row["question"]}],
+            "answer": int(row["answer"]),
+        }
         for row in train_problems(8, seed=0)
     ]
 )
@@ -131,7 +144,7 @@ trainer = trl.GRPOTrainer(
 )
 output = trainer.train(resume_from_checkpoint=steps is not None)
 trainer.save_model(str(folder / "saved"))
-calls, evaluation = list(CALLS), trainer.evaluate() if module != "trl" else {}
+calls, evaluation = list(CALLS), trainer.evaluate() if kind == "tools" else {}
 result = {
     "global_step": output.global_step,
     "log_history": [record for record in trainer.state.log_history if "reward" in record],
