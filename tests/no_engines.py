@@ -39,6 +39,7 @@ TIER = (
     "training/test_rank.py",
     "training/test_samples.py",
     "trajectory",
+    "trl/test_mapping.py",
 )
 """Folders and files of the tier, below tests/."""
 

@@ -1,6 +1,7 @@
 """Environments and reward functions of TRL's shape, for tests of what plays them."""
 
 import asyncio
+import re
 from typing import Any
 
 PROMPT = [{"role": "user", "content": "Go to the goal. "}]
@@ -79,6 +80,63 @@ async def patient(completions: list[Any], level: list[int], **kwargs: Any) -> li
 def ones(**kwargs: Any) -> list[float]:
     CALLS.append(kwargs)
     return [1.0] * len(kwargs["prompts"])
+
+
+def odd_metric(completions: list[Any], log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("share", float("nan"))
+    log_metric("count", len(completions))
+    return [1.0] * len(completions)
+
+
+TAGGED = re.compile(r"<think>.*?</think><answer>.*?</answer>", re.DOTALL)
+
+
+def tagged(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Reward the form, as an example of TRL's documentation does."""
+    return [float(bool(TAGGED.fullmatch(answer[0]["content"]))) for answer in completions]
+
+
+def boxed(completions: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float]:
+    """Compare with a column of the data."""
+    found = [re.search(r"\\boxed\{(.*?)\}", answer[0]["content"]) for answer in completions]
+    return [
+        float(match is not None and match[1] == truth)
+        for match, truth in zip(found, ground_truth, strict=True)
+    ]
+
+
+def for_maths(task: list[str], completions: list[Any], **kwargs: Any) -> list[float | None]:
+    """Judge the rows of one task only."""
+    return [1.0 if name == "maths" else None for name in task]
+
+
+async def for_code(task: list[str], completions: list[Any], **kwargs: Any) -> list[float | None]:
+    await asyncio.sleep(0)
+    return [0.25 if name == "code" else None for name in task]
+
+
+class Counter:
+    """A counter, the environment of TRL's documentation."""
+
+    def reset(self, **kwargs: Any) -> None:
+        self.count = 0
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the counter.
+
+        Args:
+            step: The amount to add.
+
+        Returns:
+            The new count.
+        """
+        self.count += step
+        return self.count
+
+
+def counted(environments: list[Counter], **kwargs: Any) -> list[float]:
+    return [float(environment.count) for environment in environments]
 
 
 def few(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -273,6 +273,47 @@ async def test_a_reward_function_of_trl_judges_an_environment_of_ours(play: Play
     assert [trajectory.reward for trajectory in group.trajectories] == [1.5, 1.5]
 
 
+@pytest.mark.parametrize(
+    ("says", "row", "functions", "rewards"),
+    [
+        ("<think>5</think><answer>5</answer>", {}, ["tagged"], [1.0, 1.0]),
+        ("<answer>5</answer>", {}, ["tagged"], [0.0, 0.0]),
+        (r"It is \boxed{5}.", {"ground_truth": "5"}, ["boxed"], [1.0, 1.0]),
+        (r"It is \boxed{6}.", {"ground_truth": "5"}, ["boxed", "ones"], [1.0, 1.0]),
+        ("5", {"task": "maths"}, ["for_maths", "for_code"], [1.0, 1.0]),
+        ("5", {"task": "code"}, ["for_maths", "for_code"], [0.25, 0.25]),
+    ],
+)
+async def test_reward_functions_as_in_trls_documentation(
+    play: Play, says: str, row: dict[str, Any], functions: list[str], rewards: list[float]
+) -> None:
+    group, _, _ = await play(
+        says,
+        row=row,
+        environment=TrlEnvironments(),
+        rewards=[{"trl": f"{HERE}:{name}"} for name in functions],
+    )
+    assert [trajectory.reward for trajectory in group.trajectories] == rewards
+
+
+async def test_the_environment_of_trls_documentation(play: Play) -> None:
+    group, engine, _ = await play(
+        call("increment", step=2),
+        call("increment", step=3),
+        "done",
+        environment=f"trl:{HERE}:Counter",
+        rewards=[{"trl": f"{HERE}:counted"}],
+    )
+    assert [trajectory.reward for trajectory in group.trajectories] == [5.0, 5.0]
+    assert "The amount to add." in engine.prompts[0]
+
+
+async def test_a_metric_that_is_no_number_is_counted(play: Play) -> None:
+    group, _, _ = await play("done", rewards=[{"trl": f"{HERE}:odd_metric"}])
+    assert [trajectory.metrics for trajectory in group.trajectories] == [{"count": 2.0}] * 2
+    assert sum(t.events["metrics_error"] for t in group.trajectories) == 1
+
+
 async def test_a_text_is_continued_without_a_template(play: Play, tokenizer: Any) -> None:
     loop = "turnwise.rollout.foreign.trl:TextLoop"
     group, engine, _ = await play(

@@ -204,9 +204,7 @@ class RewardManager:
                     batch = Batch(trajectories, row, episodes, self._max_steps)
                     call = partial(part.function, **batch.arguments)
                     values = await call_user_code(call, name=str(part))
-                    if self._folder is not None:
-                        folder = self._folder
-                        await run_in_thread(lambda: batch.keep(folder))
+                    await run_in_thread(lambda: batch.keep(self._folder))
                 else:
                     values = await call_user_code(
                         part.function, list(trajectories), row, name=str(part)

@@ -56,6 +56,7 @@ class Batch:
     ) -> None:
         self._trajectories = trajectories
         self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._bad_metrics = 0
         self._extra: dict[str, list[object]] = {}
         count = len(trajectories)
         played = [episodes[trajectory.sample_index] for trajectory in trajectories]
@@ -77,8 +78,9 @@ class Batch:
     def _log_metric(self, name: str, value: float) -> None:
         number = finite_number(value)
         if number is None:
-            raise InputError(f"log_metric: {name} must be a finite number, not {value!r:.80}")
-        self._metrics[name].append(number)
+            self._bad_metrics += 1
+        else:
+            self._metrics[name].append(number)
 
     def _log_extra(self, column: str, values: Sequence[object]) -> None:
         if len(values) != len(self._trajectories):
@@ -88,16 +90,23 @@ class Batch:
             )
         self._extra[column] = list(values)
 
-    def keep(self, folder: Path) -> None:
+    def keep(self, folder: Path | None) -> None:
         """Put logged metrics into the trajectories', and append extra columns to `extra.jsonl`.
+
+        A metric that is no finite number is counted as `metrics_error`.
+
+        Args:
+            folder: Run folder; None writes no file.
 
         Raises:
             OSError: when the file cannot be written.
         """
+        if self._bad_metrics:
+            self._trajectories[0].events["metrics_error"] += self._bad_metrics
         for name, values in self._metrics.items():
             for trajectory in self._trajectories:
                 trajectory.metrics[name] = sum(values) / len(values)
-        if not self._extra:
+        if not self._extra or folder is None:
             return
         lines = [
             {
