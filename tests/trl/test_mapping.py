@@ -183,3 +183,5 @@ def test_dr_grpo_with_tools_is_refused() -> None:
 def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     config_of(logging_steps=1, run_name="x", adam_beta2=0.95)
     assert "without effect in Turnwise: logging_steps, run_name" in caplog.text
+    config_of(vllm_tensor_parallel_size=2)
+    assert "without effect in Turnwise: vllm_tensor_parallel_size" in caplog.text

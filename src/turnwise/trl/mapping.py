@@ -64,6 +64,7 @@ _WHY = {
     "shuffle_dataset": "rows are always shuffled, by the seed",
     "vllm_mode": "the run starts its own engines; remove the server",
 }
+_WITH_VLLM = {name for name in MAPPED if name.startswith("vllm_")} - {"vllm_max_model_length"}
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 _REDUCTIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
@@ -132,7 +133,11 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
         made = item.default_factory
         default = item.default if made is MISSING else made()
         value = getattr(args, item.name)
-        if value == default or item.name in MAPPED:
+        if value == default:
+            continue
+        if item.name in MAPPED:
+            if item.name in _WITH_VLLM and not args.use_vllm:  # as in TRL
+                unused.append(item.name)
             continue
         if item.name == "adam_beta2" and value == _ADAM_BETA2:
             continue
@@ -268,7 +273,7 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
 
 
 def _engine(args: GRPOConfig) -> dict[str, object]:
-    if not args.use_vllm:  # as in TRL, the other fields then have no effect
+    if not args.use_vllm:
         return {}
     size = args.vllm_tensor_parallel_size
     values: dict[str, object] = {
