@@ -26,7 +26,6 @@ from turnwise.trl.mapping import settings, updates_per_step
 _TEXT_LOOP = "turnwise.rollout.foreign.trl:TextLoop"
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
-_CHECKPOINT_ONLY = ("state", "loop.json")
 RewardSource = str | Path | RewardFunction
 
 
@@ -204,7 +203,7 @@ class GRPOTrainer:
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         for file in checkpoint.iterdir():
-            if file.is_file() and file.name not in _CHECKPOINT_ONLY:
+            if file.is_file():  # not the state to resume from
                 shutil.copy2(file, folder / file.name)
 
     def _rows(
