@@ -23,6 +23,7 @@ PEERS := .venv-bench/.installed
 AGENTS := .venv-agents/.installed
 DOCS := .venv-docs/.installed
 OPENENV := .venv-openenv/.installed
+MCP := .venv-mcp/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -64,6 +65,12 @@ $(AGENTS): requirements/agents.txt
 	@touch $@
 
 agents: $(AGENTS)
+
+# MCP servers that a slow test starts.
+$(MCP): requirements/mcp.txt
+	@$(PYTHON) -m venv --clear .venv-mcp
+	@.venv-mcp/bin/python -m pip install -qq --no-deps --no-compile -r requirements/mcp.txt
+	@touch $@
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
@@ -111,11 +118,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv agents; do \
+	for name in cpu bench docs openenv agents mcp; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp build runs examples/calculator/build

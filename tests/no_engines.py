@@ -27,6 +27,7 @@ TIER = (
     "rollout/test_self_play.py",
     "tools/test_code.py",
     "tools/test_sandbox_attacks.py",
+    "tools/test_mcp.py",
     "tools/test_toolbox.py",
     "run/test_display.py",
     "run/test_full_disk.py",

@@ -104,6 +104,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         **{"complaint": "My order is late.", "wish": "its price back"},
     },
     "docs/how-to/self-play.md": {"worth": 9},
+    "docs/how-to/tools.md": {"question": "How warm is it?", "answer": "21", "answers": ["21"]},
 }
 _ROW = {"question": "How warm is it in Oslo?", "answer": "21"}
 _COMMANDS: Any = typer.main.get_command(app)
@@ -152,6 +153,7 @@ def test_yaml_blocks_are_configurations(page: str) -> None:
                     ("rollout.rewards", part.function or part.group_function or "")
                     for part in config.rollout.rewards
                 ),
+                *(("rollout.tools", part.use or "") for part in config.rollout.tools),
             ):
                 if Path(f"{value.partition(':')[0]}.py").exists() or value.startswith("examples."):
                     load_object(value, key)

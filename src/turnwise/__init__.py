@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
     from turnwise.serving.worker import VllmAsyncGenerationWorker
     from turnwise.tools import Tool
+    from turnwise.tools.mcp import MCPServer
     from turnwise.trajectory import (
         ChatTemplate,
         Trajectory,
@@ -77,6 +78,7 @@ _HOMES = {
     "OpenEnv": "turnwise.rollout.foreign.openenv",
     "SimulatedUser": "turnwise.rollout.simulated_user",
     "Tool": "turnwise.tools",
+    "MCPServer": "turnwise.tools.mcp",
     "AgentLoop": "turnwise.rollout.agent_loop",
     "RolloutContext": "turnwise.rollout.agent_loop",
     # Your own training program.
@@ -123,6 +125,7 @@ __all__ = [
     "ExactnessError",
     "InputError",
     "LLMServerManager",
+    "MCPServer",
     "OpenEnv",
     "Pipeline",
     "ReferenceModule",

@@ -41,7 +41,7 @@ from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.tools import CodeToolConfig, ToolConfig
+from turnwise.config.tools import CodeToolConfig, McpConfig, ToolConfig
 from turnwise.config.training import TrainingConfig
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "Gspo",
     "Key",
     "KlConfig",
+    "McpConfig",
     "ModelConfig",
     "MtGrpo",
     "OtherModel",

@@ -119,8 +119,8 @@ class RolloutConfig(Section):
     run."""
     tools: list[ToolConfig] = []
     """Tools added to every environment's own. An entry has one key: `use`, the
-    package.module:name of a function, a Tool, a toolset, or a class or function that makes one; or
-    `python` or `shell`, a sandbox with its limits."""
+    package.module:name of a function, a Tool, a toolset, or a class or function that makes one;
+    `mcp`, an MCP server; or `python` or `shell`, a sandbox with its limits."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0

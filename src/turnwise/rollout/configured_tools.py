@@ -47,6 +47,10 @@ def with_configured(
 def _load(entry: ToolConfig) -> ToolSource:
     if entry.use is not None:
         return _used(entry.use)
+    if entry.mcp is not None:
+        from turnwise.tools.mcp import MCPServer
+
+        return MCPServer.configured(entry.mcp).toolset
     return _code(entry)
 
 

@@ -242,18 +242,10 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
 def _with_schema(tool: Tool) -> _Callable:
     """Return a tool whose arguments are validated against its own JSON schema."""
-    import jsonschema  # a tenth of a second, and many runs have functions only
-
     try:
-        kind = jsonschema.validators.validator_for(
-            tool.parameters, default=jsonschema.Draft202012Validator
-        )
-        kind.check_schema(tool.parameters)
-    except jsonschema.SchemaError as error:
-        raise InputError(
-            f"tool {tool.name}: its parameters are no JSON schema: {error.message}"
-        ) from error
-    validator = kind(tool.parameters)
+        validator = _validator(json.dumps(tool.parameters))
+    except InputError as error:
+        raise InputError(f"tool {tool.name}: its parameters are no JSON schema: {error}") from error
 
     def checked(arguments_json: str) -> object:
         """Validate and call, in a thread: the schema is foreign, and may take its time."""
@@ -280,6 +272,22 @@ def _with_schema(tool: Tool) -> _Callable:
     schema = {"type": "function", "function": function}
     turn = asyncio.Lock() if tool.in_order else None
     return _Callable(schema, lambda arguments_json: partial(checked, arguments_json), turn)
+
+
+@lru_cache(maxsize=4096)
+def _validator(schema: str) -> Any:  # of a module without types
+    """Return a validator of a JSON schema; the same tools are offered to each trajectory."""
+    import jsonschema  # a tenth of a second, and many runs have functions only
+
+    parameters = json.loads(schema)
+    try:
+        kind = jsonschema.validators.validator_for(
+            parameters, default=jsonschema.Draft202012Validator
+        )
+        kind.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        raise InputError(error.message) from error
+    return kind(parameters)
 
 
 @lru_cache(maxsize=1024)

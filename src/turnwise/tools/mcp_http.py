@@ -1,0 +1,46 @@
+"""The HTTP client of connections to MCP servers by URL: its deadlines, and limits on answers."""
+
+from collections.abc import AsyncIterator, Mapping
+
+import httpx2
+
+from turnwise.tools.mcp_stdio import MAX_MESSAGE
+
+_CONNECT_SECONDS = 30.0
+
+
+def http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
+    """Return a client whose JSON answers have at most `MAX_MESSAGE` bytes.
+
+    It waits for answers without a deadline; calls have their own.
+    """
+    return httpx2.AsyncClient(
+        headers={"accept-encoding": "identity", **headers},
+        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
+        event_hooks={"response": [_limit]},
+    )
+
+
+async def _limit(response: httpx2.Response) -> None:
+    # The SDK limits events itself; streams of them have no end.
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Limited(response.stream)
+
+
+class _Limited(httpx2.AsyncByteStream):
+    """A body that fails when it becomes too long."""
+
+    def __init__(self, body: httpx2.AsyncByteStream) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in self._body:
+            size += len(part)
+            if size > MAX_MESSAGE:
+                raise httpx2.StreamError(f"a message of more than {MAX_MESSAGE} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
