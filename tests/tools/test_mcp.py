@@ -19,7 +19,7 @@ import pytest
 
 import turnwise
 from tests.conftest import ROOT
-from turnwise.config import Config
+from turnwise.config import Config, parse_config
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollout import Problem
 from turnwise.rollout.configured_tools import load_tools
@@ -298,6 +298,11 @@ async def test_a_cancelled_start_leaves_nothing(children: Callable[[], list[int]
     await command().toolset().close()  # never opened
 
 
+def configured(keys: dict[str, Any]) -> Config:
+    tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
+    return parse_config(tree | {"rollout": {"tools": [{"mcp": keys}]}})
+
+
 class Desk(turnwise.Environment):
     problem = "Work."
     tools = (command(tools=["remember"], prefix="own_"),)
@@ -306,12 +311,10 @@ class Desk(turnwise.Environment):
         pass
 
 
-async def test_twenty_trajectories_leave_no_process(
-    children: Callable[[], list[int]], make_config: Callable[..., Config]
-) -> None:
+async def test_twenty_trajectories_leave_no_process(children: Callable[[], list[int]]) -> None:
     """Of the environment's class and of the configuration; a third of their servers die."""
     keys = {"command": sys.executable, "args": [RAW], "tools": ["process", "die"]}
-    rollout = make_config(rollout={"tools": [{"mcp": keys}]}).rollout
+    rollout = configured(keys).rollout
     sources = load_tools(rollout.tools)
 
     async def trajectory(index: int) -> str:
@@ -405,11 +408,9 @@ async def test_a_server_over_http(http: Callable[..., Any]) -> None:
         ({"command": "a", "warm": -1}, "greater than or equal to 0"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(
-    keys: dict[str, Any], message: str, make_config: Callable[..., Config]
-) -> None:
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=rf"rollout\.tools\.0\.mcp.*{message}"):
-        make_config(rollout={"tools": [{"mcp": keys}]})
+        configured(keys)
     with pytest.raises(InputError, match=rf"MCPServer: .*{message}"):
         MCPServer(**keys)
 
