@@ -87,7 +87,7 @@ async def test_a_search_is_run_inside_the_answer(
         assert [turn.completion_token_ids for turn in trajectory.turns] == turns
         found = template.decode(trajectory.turns[1].added_token_ids)
         assert found.startswith("\n<information>\n(1) Merrow: Merrow is a harbour town on Tavro.")
-        assert found.count("\n") == 4
+        assert found.count("\n") == 5
         assert trajectory.reward == 1.0
         assert trajectory.metrics == {"searches": 1.0}
         assert audit(trajectory).first_violation is None
