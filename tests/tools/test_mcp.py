@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -296,6 +297,29 @@ async def test_a_cancelled_start_leaves_nothing(children: Callable[[], list[int]
         await starting
     await toolset.close()
     await command().toolset().close()  # never opened
+
+
+def test_the_end_of_a_program_ends_its_servers() -> None:
+    """Also of those that end neither with their input nor at SIGTERM."""
+    code = (
+        "import asyncio, sys; from turnwise.tools.mcp import MCPServer\n"
+        "async def main():\n"
+        f"    server = MCPServer(sys.executable, ['-S', {RAW!r}, 'stubborn'], warm=1)\n"
+        "    tools = await server.toolset().open()\n"
+        "    print(await tools[0].call({}))\n"
+        "asyncio.run(main())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert ran.returncode == 0, ran.stderr
+    ends = time.monotonic() + 60
+    while runs(int(ran.stdout)):  # it was killed, and may not be gone yet
+        assert time.monotonic() < ends
+        time.sleep(0.02)
 
 
 def configured(keys: dict[str, Any]) -> Config:
