@@ -21,6 +21,7 @@ TIER = (
     "core/test_user_code.py",
     "core/test_watchdog.py",
     "rollout/foreign/test_agent_task.py",
+    "rollout/foreign/test_nemo_gym.py",
     "rollout/test_data.py",
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollout.environment import Environment, Rewards
     from turnwise.rollout.foreign.agent_task import AgentTask
+    from turnwise.rollout.foreign.nemo_gym import NemoGym
     from turnwise.rollout.foreign.openenv import OpenEnv
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.rollout.simulated_user import SimulatedUser
@@ -75,6 +76,7 @@ _HOMES = {
     "Environment": "turnwise.rollout.environment",
     "Rewards": "turnwise.rollout.environment",
     "AgentTask": "turnwise.rollout.foreign.agent_task",
+    "NemoGym": "turnwise.rollout.foreign.nemo_gym",
     "OpenEnv": "turnwise.rollout.foreign.openenv",
     "SimulatedUser": "turnwise.rollout.simulated_user",
     "Tool": "turnwise.tools",
@@ -126,6 +128,7 @@ __all__ = [
     "InputError",
     "LLMServerManager",
     "MCPServer",
+    "NemoGym",
     "OpenEnv",
     "Pipeline",
     "ReferenceModule",

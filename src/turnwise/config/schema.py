@@ -36,7 +36,7 @@ class Config(Section):
     only report it (warn)."""
     environment: Needed = None
     """Environment that turns rows into problems, tools and rewards, as package.module:Class, or
-    openenv:ws://host:port for that of an OpenEnv server."""
+    openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""

@@ -152,6 +152,7 @@ EnvironmentType = Callable[[Row], Any]
 ADAPTERS = {
     "openenv": "turnwise.rollout.foreign.openenv:at",
     "trl": "turnwise.rollout.foreign.trl:load_trl",
+    "nemo_gym": "turnwise.rollout.foreign.nemo_gym:at",
 }
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""
@@ -164,8 +165,8 @@ def load_environment(path: str | None) -> EnvironmentType:
         InputError: when there is none of that name, or its address is wrong.
 
     Example:
-        >>> load_environment("openenv:ws://localhost:8000").url
-        'ws://localhost:8000'
+        >>> make = load_environment("openenv:ws://localhost:8000")
+        >>> environment = make({"prompt": "How much is 1 + 2?"})
     """
     if path is None:
         raise InputError("environment must be set: package.module:Class")

@@ -143,18 +143,21 @@ class _Player:
             "measures": episode.measures,
         }
 
-    async def tool(self, name: str, arguments_json: str) -> object:
-        """Call a tool."""
+    async def tool(self, name: str, arguments_json: str, turn: int) -> object:
+        """Call a tool, as a turn of the model asked."""
+        self.episode.turn_ended(turn)
         result = await self.episode.toolbox.call(name, arguments_json)
         error = None if result.error is None else await _described(result.error)
         return [result.text, result.outcome, error]
 
-    async def step(self, message: dict[str, object]) -> object:
-        """Return the environment's answer."""
+    async def step(self, message: dict[str, object], turn: int) -> object:
+        """Return the environment's answer to a turn of the model."""
+        self.episode.turn_ended(turn)
         return await self.episode.step(message)
 
-    async def move(self, message: dict[str, object]) -> object:
+    async def move(self, message: dict[str, object], turn: int) -> object:
         """Return the player who moves next, and what this player reads before."""
+        self.episode.turn_ended(turn)
         return await self.episode.move(message)
 
     async def done(self) -> object:

@@ -77,6 +77,7 @@ class Episode:
         self._rollout = rollout
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
+        self._turn = -1
 
     @property
     def name(self) -> str:
@@ -139,6 +140,7 @@ class Episode:
 
     def turn_ended(self, turn: int) -> None:
         """Set `current_turn`, for the turn's tool calls and `step`."""
+        self._turn = turn
         if isinstance(self.environment, Environment):
             self.environment.current_turn = turn
 

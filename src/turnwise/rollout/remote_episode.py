@@ -86,7 +86,9 @@ class RemoteEpisode(Episode):
         assert self._process is not None
         seconds = self._rollout.tool_timeout + GRACE_SECONDS
         try:
-            text, outcome, error = await self._process.ask("tool", (name, arguments_json), seconds)
+            text, outcome, error = await self._process.ask(
+                "tool", (name, arguments_json, self._turn), seconds
+            )
         except DeadlineError as error:
             self._process.kill()
             raise TrajectoryError(
@@ -101,12 +103,12 @@ class RemoteEpisode(Episode):
 
     async def step(self, message: Message) -> list[Message] | None:
         """Return the environment's answer to a turn of the model; None ends the trajectory."""
-        answer: list[Message] | None = await self._ask("step", message)
+        answer: list[Message] | None = await self._ask("step", message, self._turn)
         return answer
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next, and what this player reads before."""
-        answer = await self._ask("move", message)
+        answer = await self._ask("move", message, self._turn)
         return None if answer is None else (answer[0], answer[1])
 
     async def done(self) -> bool:

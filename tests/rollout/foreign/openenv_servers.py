@@ -16,7 +16,7 @@ from openenv.core.env_server.types import Action, Observation, State
 
 
 class Calculator(MCPEnvironment):
-    """Tools `add` and `answer`; each addition earns 0.25, the right answer 1 and the end."""
+    """Tools `add`, `calculate` and `answer`; a call earns 0.25, the right answer 1 and the end."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -27,6 +27,11 @@ class Calculator(MCPEnvironment):
         def add(a: int, b: int) -> int:
             """Add two numbers."""
             return a + b
+
+        @server.tool
+        def calculate(a: int, operation: str, b: int) -> int:
+            """Calculate a + b, a - b or a * b."""
+            return {"+": a + b, "-": a - b, "*": a * b}[operation]
 
         @server.tool
         def answer(value: int) -> str:

@@ -24,6 +24,7 @@ TOOLS = [
     }
     for name, description, arguments in (
         ("add", "Add two numbers.", ["a", "b"]),
+        ("calculate", "Calculate a + b, a - b or a * b.", ["a", "operation", "b"]),
         ("answer", "Give the answer.", ["value"]),
     )
 ]

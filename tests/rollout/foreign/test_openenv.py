@@ -89,7 +89,7 @@ async def test_the_tools_of_a_server_are_the_models(which: str) -> None:
     row = {"prompt": "Add 1 and 2.", "expected": 3}
     async with served(which, "calculator") as url, play(url, row) as episode:
         assert episode.problem == [{"role": "user", "content": "Add 1 and 2."}]
-        assert names(episode) == ["add", "answer"]
+        assert names(episode) == ["add", "calculate", "answer"]
         add = episode.toolbox.schemas[0]["function"]
         assert add["description"] == "Add two numbers."
         assert add["parameters"]["required"] == ["a", "b"]
@@ -192,6 +192,18 @@ async def test_each_trajectory_is_a_session_whose_rewards_are_those_of_its_turns
         assert trajectory.metrics == {"openenv_steps": 2}
         assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["3", "right"]
         assert audit(trajectory).first_violation is None
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Add 1 and 2.", "expected": 3}])
+async def test_a_session_from_a_process_of_its_own(run: Callable[..., Any], row: Any) -> None:
+    texts = [call("add", '{"a": 1, "b": 2}'), call("answer", '{"value": 3}')]
+    async with plain_server("calculator") as server:
+        environment = load_environment(f"openenv:{server.url}")
+        group = await run(environment, texts, n=1, row=row, environment_process=True)
+        assert group.dropped == {}, group.causes
+        assert [trajectory.turn_rewards for trajectory in group.trajectories] == [[0.25, 1.0]]
+        while server.open:
+            await asyncio.sleep(0.01)
 
 
 class Talk(turnwise.OpenEnv):

@@ -10,6 +10,7 @@ Each trajectory has a session, which is an environment of its own on the server:
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 from turnwise.core.json_types import JsonObject
@@ -43,10 +44,10 @@ class OpenEnv(Environment):
 
     url: ClassVar[str] = ""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, url: str = "") -> None:
         self._row = row
         self._results: list[StepResult] = []
-        self._session = OpenEnvSession(self.url, self._results)
+        self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
         """Connect, read the tools, and reset the environment with the row."""
@@ -157,7 +158,7 @@ def at(url: str) -> EnvironmentType:
         InputError: when the address is none.
     """
     OpenEnvSession(url, [])
-    return type("OpenEnv", (OpenEnv,), {"url": url})
+    return partial(OpenEnv, url=url)
 
 
 def _act(schema: JsonObject, environment: OpenEnv) -> Tool:
