@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from turnwise.errors import InputError
 from turnwise.rollout import load_rows
+from turnwise.rollout.data import LazyRows
 
 ROWS = [{"n": n, "messages": [{"role": "user", "content": "é" * n}]} for n in range(5)]
 
@@ -144,3 +145,24 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) 
     path: Any = save_splits(tmp_path / "rows")
     with pytest.raises(InputError, match="has no split dev; it has: test, train"):
         load_rows(str(path), split="dev")
+
+
+def test_the_lines_of_a_large_file_are_parsed_when_they_are_asked_for(tmp_path: Path) -> None:
+    path, last = tmp_path / "large.jsonl", 12_000
+    text = "é" * 250
+    with path.open("w") as file:
+        for n in range(last):
+            file.write(json.dumps({"n": n, "text": text}, ensure_ascii=False) + "\n")
+            file.write("\n" if n == 7 else "not JSON\n" if n == 30 else "")
+        file.write(f'{{"n": {last}}}')  # no newline at the end
+    rows = load_rows(str(path), split="train")
+    assert isinstance(rows, LazyRows)
+    assert len(rows) == last + 2
+    assert [rows[index]["n"] for index in (0, 7, 8, 30, 32, -2, -1)] == [
+        *(0, 7, 8, 30, 31, last - 1, last),
+    ]
+    assert rows[8]["text"] == text
+    assert [row["n"] for row in rows[last - 1 :]] == [last - 2, last - 1, last]
+    with pytest.raises(InputError, match=r"large\.jsonl, line 33: not JSON"):
+        rows[31]
+    assert len(load_rows(str(path), split="train", limit=3)) == 3

@@ -36,7 +36,8 @@ def example(documented: type) -> Any:
 
 
 @pytest.mark.parametrize(
-    "module", ["problems", "evaluation", "environment", "agent_loop", "loops.tagged_calls"]
+    "module",
+    ["data", "problems", "evaluation", "environment", "agent_loop", "loops.tagged_calls"],
 )
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"turnwise.rollout.{module}"))
