@@ -11,6 +11,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tests.pages import blocks
 from tests.rollout.test_agents import keyless, try_agent
 from turnwise.config import Config
 from turnwise.errors import InputError, TrajectoryError
@@ -35,6 +36,13 @@ async def endpoint(handle: Handler) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/run", answer)
+    async with serving(app) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """The URL of an application's endpoint."""
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -88,6 +96,18 @@ async def test_an_endpoint_gets_a_row_and_reports_what_it_did(
             assert trajectory.reward in (0.0, 1.0)
             assert trajectory.events == {"agent_reward_ignored": 1}
     assert len(keyless.sessions) == 0
+
+
+async def test_the_service_of_the_page_plays(
+    keyless: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    (page,) = (b for b in blocks("docs/how-to/agents.md") if b.name == "service.py")
+    names: dict[str, Any] = {"__name__": "service"}
+    exec(compile(page.text, str(page), "exec"), names)
+    async with serving(names["app"]) as url:
+        group = await try_agent(url, keyless, make_config, tokenizer)
+    assert group.causes == {}
+    assert all("characters" in trajectory.metrics for trajectory in group.trajectories)
 
 
 def failing(status: int, text: str) -> Handler:

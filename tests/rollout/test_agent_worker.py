@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.pages import write_files
 from tests.rollout.test_agents import keyless
 from turnwise.config import Config
 from turnwise.core.sources import check_data
@@ -74,6 +75,16 @@ def count(board: Path, what: str) -> int:
 
 def processes(board: Path) -> set[str]:
     return {path.name.split("-")[1] for path in board.glob("began-*")}
+
+
+async def test_the_worker_of_the_page_lists_its_tasks_and_plays(play: Play, tmp_path: Path) -> None:
+    write_files("docs/how-to/agents.md", tmp_path, {})
+    command = f"worker: {sys.executable} {tmp_path / 'my_worker.py'}"
+    rows = await asyncio.to_thread(load_rows, command, split="train")
+    assert rows == [{"question": "12 plus 30?", "answer": "42"}]
+    group = await play("", agent=command)
+    assert group.causes == {}
+    assert [trajectory.metrics for trajectory in group.trajectories] == [{"turns": 1.0}] * 2
 
 
 async def test_a_worker_plays_trajectories_at_once_in_one_process(

@@ -1,6 +1,7 @@
 """TRL's trainer, as a script uses it: its arguments, what it refuses, and a run."""
 
 import json
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -12,11 +13,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, command_environment
+from tests.pages import blocks
 from tests.trl_maze import WORLDS, Maze, Quiet, few, ones
 from turnwise.errors import InputError
 from turnwise.trl import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for n in range(8)]
+QWEN = "Qwen/Qwen3-0.6B"
 SCRIPT = Path(__file__).parent / "script.py"
 
 
@@ -45,6 +48,25 @@ def test_arguments_become_our_configuration(tmp_path: Path) -> None:
     assert made.settings["model.max_length"] == 4096
     assert made.state.max_steps == 24
     assert "rollout.loop" not in made.settings
+
+
+def test_the_script_of_the_page_becomes_a_configuration(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but the dataset's download and the run, which the script below does."""
+    (page,) = (b for b in blocks("docs/how-to/trl.md") if "__main__" in b.text)
+    made: list[GRPOTrainer] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_list(ROWS))
+    monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: made.append(trainer))
+    monkeypatch.setattr(GRPOTrainer, "save_model", lambda *_: None)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "brevity_script.py").write_text(page.text.replace(QWEN, model_path))
+    runpy.run_path("brevity_script.py", run_name="__main__")
+    (trainer,) = made
+    assert trainer.settings["model.path"] == model_path
+    assert trainer.settings["sampling.n"] == 8
+    assert [part["name"] for part in trainer.settings["rollout.rewards"]] == ["brevity"]
 
 
 def test_an_environment_without_a_reward_adds_no_part() -> None:
