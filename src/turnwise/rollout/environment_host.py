@@ -39,6 +39,7 @@ def main() -> None:
     """Import the environment, then fork for each episode until the driver ends."""
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
+    make_toolbox([_imports_what_tools_need], rollout)
     gc.freeze()
     received = serve(listener, alive, end_groups=True)
     if received is not None:  # in a fork
@@ -47,6 +48,10 @@ def main() -> None:
             os.close(number)
         connection = socket.socket(fileno=descriptor)
         os._exit(exit_code(lambda: _play(connection, factory, rollout)))
+
+
+def _imports_what_tools_need() -> None:
+    """Do nothing: describing a first tool imports modules, which every fork would repeat."""
 
 
 def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
