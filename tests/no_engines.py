@@ -26,7 +26,7 @@ TIER = (
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",
     "rollout/test_self_play.py",
-    "tools/test_code.py",
+    "tools/test_python_and_shell.py",
     "tools/test_sandbox_attacks.py",
     "tools/test_mcp.py",
     "tools/test_toolbox.py",
