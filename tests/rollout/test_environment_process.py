@@ -4,6 +4,7 @@ Environments write what they did to the file `log` of their row, since nothing e
 """
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -115,8 +116,11 @@ class Row(turnwise.Environment):
         return 1.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runner(make_config: Callable[..., Config], tokenizer: Any) -> Callable[..., Runner]:
+    """Makes a runner; those of one environment share the process that has imported it."""
+
+    @functools.cache
     def make(environment: Any = Desk, **rollout: Any) -> Runner:
         config = make_config(
             rollout={"loop": "tool_calling", "environment_process": True, **rollout}
