@@ -27,10 +27,10 @@ async def team(base_url: str, problem: dict[str, Any]) -> None:
     async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
 
         async def member(name: str) -> str:
-            told = client.with_options(default_headers={"X-Session-ID": name})
+            sub_agent = client.with_options(default_headers={"X-Session-ID": name})
             messages: list[Any] = list(question)
             for _ in range(2):
-                made = await told.chat.completions.create(model="any", messages=messages)
+                made = await sub_agent.chat.completions.create(model="any", messages=messages)
                 said = made.choices[0].message.content or ""
                 messages.append({"role": "assistant", "content": said})
                 messages.append({"role": "user", "content": "Are you sure?"})

@@ -43,16 +43,21 @@ def main() -> int:
     ]
     if code := subprocess.call(command):
         return code
-    steps = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]
+    print(summary(RUNS / name, "test rows"))
+    return 0
+
+
+def summary(run: Path, rows: str) -> str:
+    """Return a run's accuracy on held-out `rows` before and after, and what it lost."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [s["accuracy_heldout"] for s in steps if s["accuracy_heldout"] is not None]
     trained = [s for s in steps if s["step"]]
     lost = sum(sum(s["dropped"].values()) for s in trained)
-    print(
-        f"accuracy on test rows before {measured[0]:.3f}, after {measured[-1]:.3f}; "
+    return (
+        f"accuracy on {rows} before {measured[0]:.3f}, after {measured[-1]:.3f}; "
         f"{len(trained)} steps, {sum(s['trajectories'] for s in trained):,} trajectories, "
         f"{lost} lost; {min(s['exact_percent'] for s in trained):g} % of the tokens exact"
     )
-    return 0
 
 
 if __name__ == "__main__":

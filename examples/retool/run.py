@@ -3,12 +3,12 @@
 python -m examples.retool.run [key.sub=value ...]
 """
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from examples.calculator.demo import free_name
+from examples.gsm8k.run import summary
 
 from .prepare import BUILD
 
@@ -27,15 +27,7 @@ def main() -> int:
     command = [turnwise, "train", str(CONFIG), f"name={name}", *sys.argv[1:]]
     if code := subprocess.call(command):
         return code
-    steps = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").open()]
-    measured = [s["accuracy_heldout"] for s in steps if s["accuracy_heldout"] is not None]
-    trained = [s for s in steps if s["step"]]
-    lost = sum(sum(s["dropped"].values()) for s in trained)
-    print(
-        f"accuracy on held-out rows before {measured[0]:.3f}, after {measured[-1]:.3f}; "
-        f"{len(trained)} steps, {sum(s['trajectories'] for s in trained):,} trajectories, "
-        f"{lost} lost; {min(s['exact_percent'] for s in trained):g} % of the tokens exact"
-    )
+    print(summary(RUNS / name, "held-out rows"))
     return 0
 
 

@@ -56,7 +56,8 @@ class RemoteEpisode(Episode):
         """Start the process, and open the environment in it."""
         talk, control = await run_in_thread(self._processes.start)
         self._process = await EnvironmentProcess.connect(talk, control, self.where)
-        self._known = await self._ask("open", self._asked, calls=_OPENING_CALLS)
+        seconds = _OPENING_CALLS * self._rollout.environment_timeout
+        self._known = await self._ask("open", self._asked, seconds=seconds)
         self.problem, self.players = self._known["problem"], self._known["players"]
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
@@ -66,11 +67,16 @@ class RemoteEpisode(Episode):
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._known["schemas"], tools, self._rollout)
 
-    async def _ask(self, method: str, *arguments: object, calls: int = 1) -> Any:
+    async def _ask(self, method: str, *arguments: object, seconds: float | None = None) -> Any:
+        """Ask the process, which is killed when it does not answer.
+
+        Args:
+            seconds: The call's own deadline; None means `rollout.environment_timeout`.
+        """
         assert self._process is not None
-        seconds = calls * self._rollout.environment_timeout + GRACE_SECONDS
+        own = self._rollout.environment_timeout if seconds is None else seconds
         try:
-            return await self._process.ask(method, arguments, seconds)
+            return await self._process.ask(method, arguments, own + GRACE_SECONDS)
         except DeadlineError as error:
             self._process.kill()
             raise TrajectoryError(
@@ -83,17 +89,9 @@ class RemoteEpisode(Episode):
         Raises:
             TrajectoryError: when the process has ended, or does not answer.
         """
-        assert self._process is not None
-        seconds = self._rollout.tool_timeout + GRACE_SECONDS
-        try:
-            text, outcome, error = await self._process.ask(
-                "tool", (name, arguments_json, self._turn), seconds
-            )
-        except DeadlineError as error:
-            self._process.kill()
-            raise TrajectoryError(
-                "environment_timeout", f"{error}; its process was killed"
-            ) from None
+        text, outcome, error = await self._ask(
+            "tool", name, arguments_json, self._turn, seconds=self._rollout.tool_timeout
+        )
         return ToolResult(text, outcome, None if error is None else RemoteError(error))
 
     @property
