@@ -38,7 +38,7 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
         assert rows[-1]["trajectories"] == 16 * 8
         assert rows[-1]["dropped"] == {}, name
     (*_, answered) = (json.loads(line) for line in (runs / "step06" / "metrics.jsonl").open())
-    assert answered["env"]["user_calls"] >= 1.0
+    assert answered["env"]["user_calls"] > 0.0
     assert answered["exact_percent"] == 100.0
     assert "step 2  reward" in done.stdout.partition("--- step05")[2]
 
