@@ -38,6 +38,7 @@ TIER = (
     "test_config.py",
     "training/algorithms",
     "training/test_batching.py",
+    "training/test_lora.py",
     "training/test_rank.py",
     "training/test_samples.py",
     "trajectory",

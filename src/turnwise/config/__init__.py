@@ -25,7 +25,7 @@ from turnwise.config.algorithm import (
 )
 from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
-from turnwise.config.data import DataConfig, ModelConfig, OtherModel
+from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import CHOICES, Key, describe_keys, explain_config, known_keys
 from turnwise.config.load import (
     apply_override,
@@ -66,6 +66,7 @@ __all__ = [
     "Gspo",
     "Key",
     "KlConfig",
+    "LoraConfig",
     "McpConfig",
     "ModelConfig",
     "MtGrpo",

@@ -1,8 +1,28 @@
 """The sections `model` and `data`, and the section of models other than the policy."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from turnwise.config.base import Needed, PositiveInt, Section, Tree
+from pydantic import Field
+
+from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+
+
+class LoraConfig(Section):
+    """Training of low-rank adapters (LoRA) instead of the weights themselves.
+
+    Example:
+        LoraConfig(rank=16, target_modules=["q_proj", "v_proj"])
+    """
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters, PEFT's `r`; 0 trains all weights."""
+    alpha: PositiveFloat | None = None
+    """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
+    all-linear is every linear layer but the output head."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
 
 
 class ModelConfig(Section):
@@ -24,6 +44,7 @@ class ModelConfig(Section):
     """Run Python code that comes with the model's weights."""
     template_args: Tree = {}
     """Extra variables for the chat template, such as {enable_thinking: false}."""
+    lora: LoraConfig = LoraConfig()
     escape_special_tokens: bool = False
     """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
     tool result can end its turn and open another."""

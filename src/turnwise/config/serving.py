@@ -143,6 +143,9 @@ class WeightsConfig(Section):
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
     folder that all hosts can read (disk); or package.module:Class, your own Transport."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Form in which weights trained with model.lora reach the engines: added to the model's own, at
+    full speed (merged), or as an adapter that engines apply (adapter)."""
     folder: str | None = None
     """Folder for transport disk; null uses `weights` in the run folder."""
     in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"

@@ -1,6 +1,6 @@
 """Checkpoints on disk: their contents, when they are complete, and which ones are kept.
 
-    checkpoints/step-NNNN/     the model in Hugging Face's format
+    checkpoints/step-NNNN/     the model in Hugging Face's format, or the adapter in PEFT's
       state/                   the state that a resumed run needs
         .metadata, *.distcp      weights and optimizer, torch's distributed checkpoint
         rank-N.pt                schedule, version, random numbers of each rank
@@ -25,6 +25,7 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -43,6 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
+from turnwise.training.lora import adapter_config, adapter_tensors, write_adapter
 from turnwise.training.trainable import TrainableModule
 
 _FILES = "files.json"
@@ -299,8 +301,28 @@ def export(
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
         empty.save_pretrained(folder, state_dict=whole)
-        tokenizer = config.model.tokenizer or config.model.path
-        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust).save_pretrained(folder)
+        _save_tokenizer(folder, config)
+
+
+def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
+
+    All ranks gather its tensors one by one; only rank 0 keeps and writes them.
+    """
+    whole = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model)}
+    if rank:
+        return
+    with translate_disk_full(folder):
+        write_adapter(folder, adapter_config(model, config.model.lora, config.model.path), whole)
+        _save_tokenizer(folder, config)
+
+
+def _save_tokenizer(folder: Path, config: Config) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
 from turnwise.training.model import ModelName, full_tensors, load_models
 from turnwise.training.objective import TrainingObjective
 from turnwise.training.offload import Offload
@@ -93,22 +94,24 @@ class TrainerRank:
         self._scorer = self._models.policy
         self._warmup = needed.warmup_steps if needed else 0
         self._objective = TrainingObjective(config, self._algorithm, self._models, place.ranks)
+        learning = self._models.trained("policy")
+        assert learning is not None
         self._learner = TrainableModule(
-            self._scorer,
+            learning,
             self._training,
             self._training.learning_rate,
             self._training.steps * self._training.updates_per_step,
         )
         self._critic_learner: TrainableModule | None = None
-        if needed is not None and self._models.value is not None:
+        if needed is not None and (critic := self._models.trained("value")) is not None:
             self._critic_learner = TrainableModule(
-                self._models.value, self._training, needed.learning_rate, None
+                critic, self._training, needed.learning_rate, None
             )
         self._canary = canary_prompt(self._models.shape.vocab_size)
         whole_in_process = config.training.colocated and place.ranks == 1
         self._sender = make_sender(
             "in_process" if whole_in_process else config.weights.transport,
-            self._scorer.get_submodule("model").named_parameters(),
+            self._sent(),
             self._scorer.dtype,
             device=self.device,
             rank=place.rank,
@@ -236,7 +239,19 @@ class TrainerRank:
         return Publication(manifest, Canary(self._canary, expected.tolist()))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_tensors(self._scorer.get_submodule("model"))
+        """Yield the tensors of an update, each whole."""
+        model = self._scorer.get_submodule("model")
+        if not self._config.model.lora.rank:
+            return full_tensors(model)
+        merged = self._config.weights.lora == "merged"
+        return merged_tensors(model) if merged else adapter_tensors(model)
+
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors with the names and shapes of those of an update."""
+        model = self._scorer.get_submodule("model")
+        if self._config.model.lora.rank and self._config.weights.lora == "merged":
+            return ((name, parameter) for name, parameter, _ in changed_parameters(model))
+        return self._tensors() if self._config.model.lora.rank else model.named_parameters()
 
     def send(self, devices: Sequence[str]) -> None:
         """Send the published version to the engines' workers on these devices, if the transport
@@ -267,16 +282,20 @@ class TrainerRank:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
-        the model in Hugging Face's format.
+        the model in Hugging Face's format, or the adapter in PEFT's.
 
         Raises:
             TurnwiseError: when the disk is full.
         """
         with self._offload.brought_back(_ALL):
             checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
-            checkpoint.export(
-                folder, self._place.rank, self._config, self._models.shape, self._tensors()
-            )
+            model = self._scorer.get_submodule("model")
+            if self._config.model.lora.rank:
+                checkpoint.export_adapter(folder, self._place.rank, self._config, model)
+            else:
+                checkpoint.export(
+                    folder, self._place.rank, self._config, self._models.shape, full_tensors(model)
+                )
 
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint; return its version.

@@ -1,0 +1,194 @@
+"""Loading of the trainer's models, and the check that they fit.
+
+Weights that learn are always float32, since steps with a small learning rate vanish in bfloat16;
+forward passes use `model.dtype`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from turnwise.config import Config, OtherModel
+from turnwise.errors import InputError
+from turnwise.training.lora import Role, add_adapters
+
+_TRAINED_BYTES = 16
+"""Bytes of a trained parameter: weight, gradient, and AdamW's two moments, in float32."""
+_FROZEN_BYTES = 4
+"""Bytes of a frozen parameter in float32."""
+_GIB = 2**30
+POLICY = OtherModel()
+"""The model of `model.path` itself."""
+
+
+def shared_roles(
+    config: Config, reference: OtherModel | None, value: OtherModel | None
+) -> tuple[Role, ...]:
+    """Return the roles that the policy's backbone plays with adapters; none without LoRA.
+
+    A model beside the policy is one of them unless it has a path or a precision of its own.
+    """
+    if not config.model.lora.rank:
+        return ()
+
+    def shared(other: OtherModel | None) -> bool:
+        return (
+            other is not None and other.path is None and other.dtype in (None, config.model.dtype)
+        )
+
+    return (
+        "policy",
+        *(("reference",) if shared(reference) else ()),
+        *(("value",) if shared(value) else ()),
+    )
+
+
+def check_room(
+    config: Config,
+    device: torch.device,
+    ranks: int,
+    frozen: OtherModel | None,
+    trained: OtherModel | None,
+) -> None:
+    """Check that a rank has memory for all models and their optimizers; ignores activations.
+
+    Args:
+        frozen: The reference model, if any.
+        trained: The value model, if any.
+
+    Raises:
+        InputError: when they do not fit, or a model does not know all of the policy's tokens.
+    """
+    roles = shared_roles(config, frozen, trained)
+    count, learning, _ = _size(config, POLICY, roles)
+    bytes_needed = learning * _TRAINED_BYTES + (count - learning) * _frozen_bytes(config)
+    for key, role, other, each in (
+        ("algorithm.kl.model", "reference", frozen, _FROZEN_BYTES),
+        ("algorithm.advantage.model", "value", trained, _TRAINED_BYTES),
+    ):
+        if other is None or role in roles:
+            continue
+        more, _, words = _size(config, other)
+        bytes_needed += more * each
+        if other.path and words < (tokens := _tokens(config)):
+            raise InputError(
+                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the policy's "
+                f"tokenizer has {tokens:,}: both models must have the same tokenizer"
+            )
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
+    needed = bytes_needed / ranks
+    if needed > free:
+        raise InputError(
+            f"the model {config.model.path} does not fit: its {count / 1e6:,.0f} M parameters "
+            f"need {needed / _GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, AdamW), "
+            f"and {free / _GIB:.1f} GiB are free; raise training.ranks"
+        )
+
+
+def _frozen_bytes(config: Config) -> int:
+    """Return the bytes of a frozen parameter of the policy."""
+    return _FROZEN_BYTES if config.model.dtype == "float32" else 2
+
+
+def _size(config: Config, other: OtherModel, roles: Sequence[Role] = ()) -> tuple[int, int, int]:
+    """Return a model's parameters, those that learn, and its vocabulary, without its weights."""
+    path, trust = path_of(config, other), config.model.trust_remote_code
+    with _refusals(path), torch.device("meta"):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        kind = AutoModelForSequenceClassification if _scores(shape) else AutoModelForCausalLM
+        empty = kind.from_config(shape, trust_remote_code=trust)
+        if roles:
+            add_adapters(empty, config.model.lora, roles)
+    sizes = [(p.numel(), p.requires_grad) for p in empty.parameters()]
+    words: int = shape.get_text_config().vocab_size
+    return sum(n for n, _ in sizes), sum(n for n, learns in sizes if learns), words
+
+
+def _tokens(config: Config) -> int:
+    """Return the size of the policy's tokenizer; a model's vocabulary is often a bit larger."""
+    path = config.model.tokenizer or config.model.path
+    trust = config.model.trust_remote_code
+    with _refusals(path):
+        return len(AutoTokenizer.from_pretrained(path, trust_remote_code=trust))
+
+
+def path_of(config: Config, other: OtherModel) -> str:
+    """Return the path of a model beside the policy: its own, or the policy's."""
+    return other.path or config.model.path
+
+
+def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
+    """Return the precision of the forward passes of a model beside the policy."""
+    dtype: torch.dtype = getattr(torch, other.dtype or config.model.dtype)
+    return dtype
+
+
+def load_model(config: Config, other: OtherModel = POLICY) -> Any:
+    """Load a causal language model without dropout, which would make every ratio wrong.
+
+    Weights that learn, and those of other models, are in float32; a policy that only has adapters
+    trained is in `model.dtype`.
+
+    Args:
+        other: By default the policy, the model of `model.path`.
+
+    Raises:
+        InputError: when it cannot be loaded.
+    """
+    frozen = other is POLICY and config.model.lora.rank
+    dtype = dtype_of(config, POLICY) if frozen else torch.float32
+    return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
+
+
+def load_value_model(config: Config, other: OtherModel) -> Any:
+    """Load the model that the value model starts from: a causal language model, or a reward model.
+
+    Raises:
+        InputError: when it cannot be loaded, or has other than one output.
+    """
+    path, trust = path_of(config, other), config.model.trust_remote_code
+    with _refusals(path):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    if not _scores(shape):
+        return load_model(config, other)
+    if shape.num_labels != 1:
+        raise InputError(
+            f"algorithm.advantage.model: {path} has {shape.num_labels} outputs; a value model "
+            "starts from a reward model with one, or from a language model"
+        )
+    return _loaded(AutoModelForSequenceClassification, config, path)
+
+
+def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.float32) -> Any:
+    trust = config.model.trust_remote_code
+    with _refusals(path):
+        model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
+    if config.training.offload:  # storages that map a file cannot be emptied
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model.eval()
+
+
+def _scores(shape: Any) -> bool:
+    """Return whether a checkpoint is a sequence classifier."""
+    return any("SequenceClassification" in name for name in shape.architectures or ())
+
+
+@contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(f"the model {path} cannot be loaded: {error}") from error
