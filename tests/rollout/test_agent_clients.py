@@ -101,9 +101,7 @@ async def test_an_agent_of_another_framework_makes_exact_trajectories(
     for trajectory in group.trajectories:
         assert audit(trajectory).first_violation is None
         forked.update(turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
-    # vLLM streams a malformed call as far as it can be read; the whole answer has it as text.
-    streams = "stream" in name or name == "llm"
-    assert forked.keys() <= ({"history_changed"} if streams else set()), forked
+    assert forked == {}
     turns = sum(len(trajectory.turns) for trajectory in group.trajectories)
     # With the tool called twice.
     scripted = own.sampling.model_copy(update={"n": 2, "logits_processor_args": script})
@@ -118,4 +116,4 @@ async def test_an_agent_of_another_framework_makes_exact_trajectories(
         assert '{"name":"calculate",  "arguments"' in said  # as sampled, not as sent
         assert "<tool_response>\n42\n</tool_response>" in said
     assert len(server[0].sessions) == 0
-    print(f"{name}: exact; {turns} turns of 4 trajectories, forked {dict(forked)}")  # noqa: T201
+    print(f"{name}: exact; {turns} turns of 4 trajectories, no forks")  # noqa: T201

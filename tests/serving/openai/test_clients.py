@@ -79,6 +79,58 @@ async def test_text_like_a_call_reaches_a_client_without_tools(
         engine.says = []
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_a_malformed_call_is_continued_as_it_was_streamed(
+    http: httpx.AsyncClient,
+    server: OpenAIServer,
+    engine: Noting,
+    template: ChatTemplate,
+    rollout: Session,
+    path: str,
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    tools: list[Any] = [{"type": "function", "function": function}]
+    if path == "messages":
+        tools = [{"name": "f", "input_schema": function["parameters"]}]
+    messages: list[Any] = list(HELLO)
+    body = {"model": "any", "stream": True, "max_tokens": 48, "tools": tools}
+    says = '<tool_call>\n{"name": "f", "arguments": {"a": }}\n</tool_call><tool_call>\n, "b": 7}}'
+    engine.says = template.encode(says)
+    try:
+        for _ in range(3):
+            url = f"/sessions/{rollout.id}/v1/{path}"
+            answer = await http.post(url, json={**body, "messages": messages})
+            assert answer.status_code == 200, answer.text
+            messages += echoed(path, events(answer.text))
+    finally:
+        engine.says = []
+    trajectory = rollout.finish()
+    assert [turn.fork_reason for turn in trajectory.turns] == [None] * 3
+    assert audit(trajectory).first_violation is None
+
+
+def echoed(path: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that a client sends back after a stream with one call."""
+    if path == "messages":
+        begun = [e["content_block"] for e in found if e["type"] == "content_block_start"]
+        (call,) = (block for block in begun if block["type"] == "tool_use")
+        text = "".join(e["delta"].get("text", "") for e in found if "delta" in e)
+        blocks = [*([{"type": "text", "text": text}] if text else []), {**call, "input": {}}]
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "error"}
+        return [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    deltas = [choice["delta"] for e in found for choice in e["choices"]]
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or []]
+    assert {piece["index"] for piece in pieces} == {0}
+    functions = [piece["function"] for piece in pieces]
+    function = {key: "".join(f.get(key) or "" for f in functions) for key in ("name", "arguments")}
+    call = {"id": pieces[0]["id"], "type": "function", "function": function}
+    said = {"content": "".join(delta.get("content") or "" for delta in deltas)}
+    return [
+        {"role": "assistant", **said, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "error"},
+    ]
+
+
 async def test_a_session_opened_without_a_body_tells_its_base_urls(
     http: httpx.AsyncClient, server: OpenAIServer
 ) -> None:

@@ -112,6 +112,7 @@ class EngineClient(AsyncLLM):  # type: ignore[misc]
                     texts[piece.index].append(piece.text)
                 if output.finished and context is not None:
                     context.texts |= {tuple(ids[i]): "".join(texts[i]) for i in ids}
+                    context.choices |= {tuple(ids[i]): i for i in ids}
                 yield output
 
     @property

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from turnwise.chat.messages import Conversation
+from turnwise.chat.messages import Answer, Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
@@ -30,6 +30,10 @@ class RequestContext:
     """Log-probs and weight versions of each completion, by its ids."""
     texts: dict[tuple[int, ...], str] = field(default_factory=dict)
     """vLLM's text of each completion, by its ids."""
+    choices: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Index of each completion, by its ids."""
+    streamed: dict[int, Answer] = field(default_factory=dict)
+    """Answers as the client got them, by the index; only of streamed chats with tools."""
 
     def move_to(self, session: Session, store: SessionStore) -> None:
         """Make another session the request's, and hold it until the end of the request."""

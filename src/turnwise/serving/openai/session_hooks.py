@@ -7,7 +7,7 @@ conversation continues a turn or contains its own ids, and sets the request's sa
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import State
@@ -36,6 +36,7 @@ from turnwise.serving.openai.on_policy import (
     keep_on_policy,
 )
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.streamed import watched
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -82,6 +83,9 @@ class SessionHooks:
         renderer.preprocess_chat = self._around_rendering(renderer.preprocess_chat)
         renderer.render_completion = self._around_completion(renderer.render_completion)
         self._chat.create_chat_completion = self._around_answer(self._chat.create_chat_completion)
+        messages = state.anthropic_serving_messages
+        if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
+            messages.create_chat_completion = _watching(messages.create_chat_completion)
 
     def _around_rendering(
         self, preprocess_chat: Callable[..., Awaitable[object]]
@@ -126,7 +130,7 @@ class SessionHooks:
         async def create(
             request: ChatCompletionRequest, raw_request: Request | None = None
         ) -> object:
-            response = await create_chat_completion(request, raw_request)
+            response = await _watching(create_chat_completion)(request, raw_request)
             context = CURRENT.get()
             if context is None or raw_request is None:
                 return response
@@ -237,8 +241,11 @@ class SessionHooks:
         )
 
     def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:
-        """Parse an answer as vLLM parses it for the client."""
+        """Return an answer as the client got it, or parse it as vLLM parses it for the client."""
         request, chat = context.request, self._chat
+        streamed = context.streamed.get(context.choices.get(tuple(token_ids), -1))
+        if streamed is not None:
+            return streamed
         text = context.texts.get(tuple(token_ids))
         if text is None:  # the client disconnected before the end
             text = self._template(request).decode(token_ids)
@@ -253,6 +260,21 @@ class SessionHooks:
             logger.debug("an answer cannot be parsed", exc_info=True)
             return answer(text, ())
         return answer(content, [(call.name, call.arguments) for call in calls or ()])
+
+
+def _watching(create: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+    """Wrap a method that answers chats, to note the answers that are streamed with calls."""
+
+    async def watching(
+        request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> object:
+        response = await create(request, raw_request)
+        context = CURRENT.get()
+        if context is None or not request.tools or not isinstance(response, AsyncGenerator):
+            return response
+        return watched(response, context.streamed)
+
+    return watching
 
 
 def _add_tokens(

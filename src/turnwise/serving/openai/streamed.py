@@ -1,0 +1,52 @@
+"""Answers of streamed chats, read from the events that the client gets.
+
+vLLM parses a stream piece by piece. Where a call is malformed, the client can get another answer than
+the whole text parsed at once would give; the client sends back what it got.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.chat.messages import Answer, answer
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The pieces of one choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """Name, then pieces of the arguments, by the index of the call."""
+
+
+async def watched(
+    events: AsyncGenerator[str, None], answers: dict[int, Answer]
+) -> AsyncGenerator[str, None]:
+    """Pass on the events of a streamed chat, and add each finished answer by its choice's index.
+
+    Example:
+        >>> async for event in watched(events, context.streamed):
+        ...     yield event
+    """
+    choices: dict[int, _Parts] = defaultdict(_Parts)
+    async for event in events:
+        if event.startswith("data: {"):
+            for choice in json.loads(event[6:]).get("choices") or []:
+                parts = choices[choice["index"]]
+                _add(parts, choice.get("delta") or {})
+                if choice.get("finish_reason"):
+                    calls = [(call[0], "".join(call[1:])) for call in parts.calls.values()]
+                    answers[choice["index"]] = answer("".join(parts.text), calls)
+        yield event
+
+
+def _add(parts: _Parts, delta: dict[str, Any]) -> None:
+    parts.text.append(delta.get("content") or "")
+    for piece in delta.get("tool_calls") or []:
+        function = piece.get("function") or {}
+        call = parts.calls.setdefault(piece["index"], [""])
+        call[0] += function.get("name") or ""
+        call.append(function.get("arguments") or "")
