@@ -134,7 +134,7 @@ def _answer_of(message: Message) -> Answer:
 def _arguments(value: object) -> str:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value or "{}")  # a call without arguments may have either
         except ValueError:
             return str(value)
     return _canonical_json(value)

@@ -79,6 +79,25 @@ async def test_text_like_a_call_reaches_a_client_without_tools(
         engine.says = []
 
 
+async def test_a_call_without_arguments_is_continued(
+    http: httpx.AsyncClient, engine: Noting, template: ChatTemplate, rollout: Session
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    asked = {"tools": [{"type": "function", "function": function}], "max_tokens": 48}
+    engine.says = template.encode(CALL)
+    try:
+        own, messages = f"/sessions/{rollout.id}", list[Any](HELLO)
+        for _ in range(2):
+            answer = await chat(http, own, messages=messages, **asked)
+            message = answer.json()["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+            messages += [message, result]
+    finally:
+        engine.says = []
+    assert [turn.fork_reason for turn in rollout.finish().turns] == [None, None]
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 async def test_a_malformed_call_is_continued_as_it_was_streamed(
     http: httpx.AsyncClient,

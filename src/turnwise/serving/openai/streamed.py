@@ -1,7 +1,7 @@
 """Answers of streamed chats, read from the events that the client gets.
 
-vLLM parses a stream piece by piece. Where a call is malformed, the client can get another answer than
-the whole text parsed at once would give; the client sends back what it got.
+vLLM parses a stream piece by piece. Where a call is malformed, the client can get another answer
+than the whole text parsed at once would give; the client sends back what it got.
 """
 
 import json
