@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import turnwise
-from turnwise.config import Config, ToolConfig
+from tests.rollout.test_trl import Saying, call
+from turnwise.config import Config, SamplingConfig, ToolConfig
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Problem, Runner
 from turnwise.rollout.configured_tools import load_tools
@@ -204,3 +205,19 @@ def test_a_runner_loads_the_tools_and_checks_them_with_the_first_row(
         runner("untyped").check(problem)
     with pytest.raises(InputError, match=r"rollout\.tools\.use: .* has no missing"):
         runner("missing")
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+async def test_an_environment_anywhere_has_the_configured_tools(
+    make_config: Callable[..., Config], tokenizer: Any, process: bool
+) -> None:
+    uses = [{"use": f"{HERE}:double"}, {"use": f"{HERE}:Counter"}]
+    config = make_config(rollout={"tools": uses, "environment_process": process})
+    said = [call("double", n=4), call("count"), call("work"), call("count"), "Done."]
+    runner, engine = Runner(config, tokenizer, Desk), Saying(tokenizer, *said)
+    sampling = SamplingConfig(n=2, max_tokens=64)
+    group = await runner.run_group(engine, Problem("rows:1", {}), sampling, "t")
+    assert group.dropped == {}, group.causes
+    for trajectory in group.trajectories:
+        results = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+        assert results == ["8", "1", "done", "2"]

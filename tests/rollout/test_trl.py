@@ -343,3 +343,15 @@ def test_a_text_prompt_takes_no_tools() -> None:
         TrlEnvironments(Quiet)({"prompt": "The sky is"}).setup()
     with pytest.raises(InputError, match="prompt must be a list of messages if reset returns"):
         TrlEnvironments(Maze)({"prompt": "The sky is", "start": 1}).setup()
+
+
+async def test_an_environment_in_a_process_of_its_own_is_played_the_same(play: Play) -> None:
+    row = {"start": 1, "level": 3}
+    texts = (call("move", steps=2), call("move", steps=11), "I am there")
+    here, *_ = await play(*texts, row=row, n=1)
+    there, *_ = await play(*texts, row=row, n=1, environment_process=True)
+    assert len(MADE) == 1
+    assert there.dropped == {}, there.causes
+    (first,), (second,) = here.trajectories, there.trajectories
+    assert (second.reward, second.messages) == (first.reward, first.messages)
+    assert second.events == first.events

@@ -192,15 +192,15 @@ class SessionStore:
             return root.children.get(child) or self.open_under(root, child)
         return self._by_completion.get(_bare(previous or "")) or Session(secrets.token_hex(16))
 
-    def of_response(self, session: Session, response_id: str) -> Session | None:
-        """Return the session of the response that a request of `session` continues; None if there
-        is none.
+    def of_response(self, session: Session | None, response_id: str) -> Session | None:
+        """Return the session of the response that a request of `session`, or of none, refers to;
+        None if there is none.
 
         A request that names its session finds only responses of that session.
         """
-        if response_id in session.responses:
+        if session is not None and response_id in session.responses:
             return session
-        if self._named.get(session.id) is session:
+        if session is not None and self._named.get(session.id) is session:
             return None
         found = self._by_completion.get(_bare(response_id))
         return found if found is not None and response_id in found.responses else None

@@ -1,17 +1,19 @@
 """Environments of OpenEnv servers: a small server here, and (slow) those of OpenEnv's wheel."""
 
 import asyncio
+import json
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 import turnwise
-from tests.conftest import ROOT
+from tests.conftest import ROOT, command_environment, python
 from tests.rollout.foreign.plain_openenv import plain_server
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
@@ -24,7 +26,7 @@ from turnwise.rollout.environment import load_environment
 from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.foreign import openenv_session
 from turnwise.serving.openai.address import listen
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
 VENV = ROOT / ".venv-openenv"
 SERVERS = "tests/rollout/foreign/openenv_servers.py"
@@ -319,3 +321,44 @@ async def test_a_row_without_a_problem_is_named() -> None:
         with pytest.raises(TrajectoryError, match="has no prompt, and the environment's reset"):
             async with play(server.url):
                 pass
+
+
+@pytest.mark.slow
+async def test_a_run_trains_on_a_server_of_openenvs_wheel(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
+    said = [call("add", '{"a": 1, "b": 2}'), call("answer", '{"value": 14}')]
+    script = [token for turn in said for token in [*template.encode(f"{turn}<|im_end|>"), -1]]
+    rows = [{"prompt": f"What is {n} plus 12?", "expected": n + 12} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = tmp_path / "runs"
+    async with real_server("calculator", 32) as url:
+        config = {
+            "environment": f"openenv:{url}",
+            "model": {"path": "examples/calculator/warm_started", "max_length": 1024},
+            "data": {"path": f"{tmp_path}/rows.jsonl"},
+            "rollout": {"prompts_per_step": 4, "max_turns": 3},
+            "engine": {"logits_processors": ["tests.forced_tokens:ForcedTokens"]},
+            "sampling": {"n": 4, "max_tokens": 64, "logits_processor_args": {"script": script}},
+            "training": {"steps": 2},
+            "output_dir": str(run),
+            "name": "openenv",
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        process = await asyncio.create_subprocess_exec(
+            *python(),
+            *("-m", "turnwise.cli", "train", str(tmp_path / "config.yaml")),
+            cwd=ROOT,
+            env=command_environment(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(900):
+            (printed, _) = await process.communicate()
+    assert process.returncode == 0, printed.decode()
+    steps = [json.loads(line) for line in (run / "openenv" / "metrics.jsonl").open()][-2:]
+    for step in steps:
+        assert step["trajectories"] == 16
+        assert step["dropped"] == {}
+        assert step["exact_percent"] == 100.0
+        assert step["env"]["openenv_steps"] == 2.0

@@ -220,7 +220,7 @@ async def test_a_response_continues_another_exactly(
     finally:
         engine.says = []
     assert len({first["id"], second["id"], third["id"], other["id"]}) == 4
-    session = server.sessions.of_response(Session("x"), first["id"])
+    session = server.sessions.of_response(None, first["id"])
     if kind == "rollout":
         assert session is None
         session = rollout
@@ -235,6 +235,9 @@ async def test_a_response_continues_another_exactly(
     assert trajectory.prompt_token_ids(3) == trajectory.prompt_token_ids(1)
     assert "42" in template.decode_all(trajectory.turns[1].added_token_ids)
     assert server.sessions._bytes >= 0
+    for made in (first, other):
+        again = await http.get(f"{base}/v1/responses/{made['id']}")
+        assert again.json() == made
 
 
 async def test_a_response_of_another_session_or_unstored_is_not_found(
@@ -245,12 +248,13 @@ async def test_a_response_of_another_session_or_unstored_is_not_found(
     for base, kept in (("", first["id"]), ("/sessions/other", first["id"]), ("", "resp_none")):
         body = {"model": "any", "input": "2?", "previous_response_id": kept}
         assert kept in told(await http.post(f"{base}/v1/responses", json=body), 404)
+        assert kept in told(await http.get(f"{base}/v1/responses/{kept}"), 404)
     unstored = await respond(http, f"/sessions/{rollout.id}", False, input="1?", store=False)
     body = {"model": "any", "input": "2?", "previous_response_id": unstored["id"]}
     told(await http.post(f"/sessions/{rollout.id}/v1/responses", json=body), 404)
     assert rollout.size > size
     for response_id in (first["id"], unstored["id"]):
-        assert server.sessions.of_response(Session("x"), response_id) is None
+        assert server.sessions.of_response(None, response_id) is None
 
 
 async def test_stored_responses_count_as_memory_of_their_session(
@@ -261,7 +265,7 @@ async def test_stored_responses_count_as_memory_of_their_session(
     grown = server.sessions._bytes - held
     assert grown > 2_000
     second = await respond(http, "", False, input="y", previous_response_id=first["id"])
-    session = server.sessions.of_response(Session("x"), second["id"])
+    session = server.sessions.of_response(None, second["id"])
     assert session is not None
     assert len(session.trajectory.turns) == 2
     server.sessions._remove(session, "is closed")

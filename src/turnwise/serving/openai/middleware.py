@@ -20,6 +20,8 @@ from turnwise.chat.session_store import SessionStore
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 
+SESSION_NAME = "turnwise.session"
+"""Key of the scope for the name of the request's session, None without one."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
 OPENING = "/v1/sessions"
@@ -179,7 +181,7 @@ class SessionMiddleware:
             name, own = own, None
         elif own == name:
             own = None
-        scope = {**scope, "path": path, "raw_path": path.encode()}
+        scope = {**scope, "path": path, "raw_path": path.encode(), SESSION_NAME: name}
         if path not in GENERATING or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

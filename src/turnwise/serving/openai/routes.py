@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from fastapi import APIRouter, FastAPI, HTTPException, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -10,7 +10,7 @@ from turnwise.chat.session import NAME_PATTERN, Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.serving.openai.middleware import GENERATING, http_error
+from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
 from turnwise.trajectory import MAX_REWARD
 
 
@@ -144,6 +144,15 @@ def add_routes(
         store.close(session_id)
         session.finish()
         return session.describe()
+
+    @router.get("/v1/responses/{response_id}")
+    async def get_response(response_id: str, request: Request) -> JsonObject:
+        """Return a response that its session keeps."""
+        name: str | None = request.scope[SESSION_NAME]
+        session = store.of_response(None if name is None else opened(name), response_id)
+        if session is None:
+            raise HTTPException(404, f"there is no response {response_id} in this session")
+        return session.responses.body(response_id)
 
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path

@@ -85,7 +85,7 @@ class SessionHooks:
         self._chat.create_chat_completion = self._around_answer(self._chat.create_chat_completion)
         messages = state.anthropic_serving_messages
         if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
-            messages.create_chat_completion = _watching(messages.create_chat_completion)
+            messages.create_chat_completion = _watching(messages.create_chat_completion, True)
 
     def _around_rendering(
         self, preprocess_chat: Callable[..., Awaitable[object]]
@@ -130,7 +130,7 @@ class SessionHooks:
         async def create(
             request: ChatCompletionRequest, raw_request: Request | None = None
         ) -> object:
-            response = await _watching(create_chat_completion)(request, raw_request)
+            response = await _watching(create_chat_completion, False)(request, raw_request)
             context = CURRENT.get()
             if context is None or raw_request is None:
                 return response
@@ -262,8 +262,14 @@ class SessionHooks:
         return answer(content, [(call.name, call.arguments) for call in calls or ()])
 
 
-def _watching(create: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
-    """Wrap a method that answers chats, to note the answers that are streamed with calls."""
+def _watching(
+    create: Callable[..., Awaitable[object]], objects: bool
+) -> Callable[..., Awaitable[object]]:
+    """Wrap a method that answers chats, to note the answers that are streamed with calls.
+
+    Args:
+        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do.
+    """
 
     async def watching(
         request: ChatCompletionRequest, raw_request: Request | None = None
@@ -272,7 +278,7 @@ def _watching(create: Callable[..., Awaitable[object]]) -> Callable[..., Awaitab
         context = CURRENT.get()
         if context is None or not request.tools or not isinstance(response, AsyncGenerator):
             return response
-        return watched(response, context.streamed)
+        return watched(response, context.streamed, objects)
 
     return watching
 

@@ -54,9 +54,9 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
         def finished(response: ResponsesResponse) -> None:
             response.previous_response_id = previous
             if kept and not session.closed:
-                items = [*new, *response.output]
-                session.responses.add(response.id, previous, items)
-                session.size += sum(map(_bytes_of, items))
+                items, body = [*new, *response.output], response.model_dump_json(by_alias=True)
+                session.responses.add(response.id, previous, items, json.loads(body))
+                session.size += sum(map(_bytes_of, items)) + 2 * len(body)
                 store.remember_completion(response.id, session)
 
         answer = await create_responses(request, raw_request)

@@ -23,9 +23,15 @@ class _Parts:
 
 
 async def watched(
-    events: AsyncGenerator[str, None], answers: dict[int, Answer]
+    events: AsyncGenerator[str, None], answers: dict[int, Answer], objects: bool = False
 ) -> AsyncGenerator[str, None]:
     """Pass on the events of a streamed chat, and add each finished answer by its choice's index.
+
+    Args:
+        events: Server-sent events of a chat completion.
+        answers: Gets each answer once its choice is finished.
+        objects: Whether the client holds arguments as objects, so that arguments which are not
+            JSON are none.
 
     Example:
         >>> async for event in watched(events, context.streamed):
@@ -38,9 +44,23 @@ async def watched(
                 parts = choices[choice["index"]]
                 _add(parts, choice.get("delta") or {})
                 if choice.get("finish_reason"):
-                    calls = [(call[0], "".join(call[1:])) for call in parts.calls.values()]
-                    answers[choice["index"]] = answer("".join(parts.text), calls)
+                    answers[choice["index"]] = _whole(parts, objects)
         yield event
+
+
+def _whole(parts: _Parts, objects: bool) -> Answer:
+    calls = [(call[0], "".join(call[1:])) for call in parts.calls.values()]
+    if objects:
+        calls = [(name, said if _is_json(said) else "{}") for name, said in calls]
+    return answer("".join(parts.text), calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _add(parts: _Parts, delta: dict[str, Any]) -> None:
