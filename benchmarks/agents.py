@@ -35,7 +35,7 @@ import aiohttp
 
 from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, digits, parser, quotients, report
-from examples.calculator.conversations import TOOL_SCHEMA
+from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.trajectory import Trajectory, audit

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from turnwise.serving.worker_handle import WorkerHandle
 
 ROOT = Path(__file__).parent.parent
+# One thread for torch, here and in the programs that tests start: the models are tiny, and threads
+# that wait for each other beside another worker of pytest-xdist take ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 PEAK = pytest.StashKey[PeakMemory]()
 
 
@@ -53,13 +56,10 @@ def python() -> list[str]:
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The calculator example's files, around a model that was hardly trained."""
-    import torch
-
     from examples.calculator.prepare import prepare
     from examples.calculator.warm_start import WarmStart
 
     folder = tmp_path_factory.mktemp("calculator")
-    torch.set_num_threads(2)
     prepare(folder, seed=0, options=WarmStart(updates=5), train=64, heldout=16)
     return folder
 

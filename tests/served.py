@@ -19,8 +19,7 @@ import agents
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from examples.calculator.conversations import TOOL_SCHEMA
-from examples.calculator.tool import calculate
+from examples.calculator.tool import TOOL_SCHEMA, calculate
 from tests.plain_agents import calculator
 from turnwise.trajectory import Trajectory, audit
 

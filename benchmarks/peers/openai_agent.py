@@ -17,8 +17,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from examples.calculator.conversations import TOOL_SCHEMA
-from examples.calculator.tool import calculate
+from examples.calculator.tool import TOOL_SCHEMA, calculate
 
 
 async def solve(client: AsyncOpenAI, question: str, options: argparse.Namespace) -> int:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
 
 from .problems import Row
-from .tool import calculate
+from .tool import TOOL_SCHEMA, calculate
 
 IGNORED = -100
-TOOL_SCHEMA = get_json_schema(calculate)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from examples.calculator.conversations import TOOL_SCHEMA
-from examples.calculator.tool import calculate
+from examples.calculator.tool import TOOL_SCHEMA, calculate
 
 
 async def solve(base_url: str, problem: dict[str, Any], **sampling: Any) -> str:

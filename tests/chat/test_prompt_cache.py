@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from examples.calculator.conversations import TOOL_SCHEMA
+from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.simulated import SimulatedEngine

@@ -31,6 +31,7 @@ SHORTER = {
 }
 """Texts of the pages' files, and what a test runs in their place."""
 ROWS = [{"question": f"How warm is it in city {n}?", "answer": "21"} for n in range(16)]
+WARM_START = WarmStart(updates=30, conversations=8)
 PAGES = (("README.md", "train.py"), ("docs/how-to/pipelines.md", "pipeline.py"))
 """Programs of pages; those of other pages are the same, which a test checks."""
 
@@ -65,7 +66,8 @@ def main(folder: Path) -> None:
         if "Qwen" in str(arguments.get("model")):
             sampling = {"n": 2, "max_tokens": 16}
             arguments |= {"model": MODEL, "model.max_length": 512, "sampling": sampling}
-        return train(**arguments | {"steps": 2, "output_dir": str(folder / "runs")})
+        shorter = {"steps": 2, "rollout.prompts_per_step": 4, "output_dir": str(folder / "runs")}
+        return train(**arguments | shorter)
 
     turnwise.train = short
     for page, program in PAGES:
@@ -78,10 +80,12 @@ def main(folder: Path) -> None:
     announce("step07")
     short(config="examples/step07_self_play/config.yaml")
     announce("step05")
-    pipeline.main(["training.steps=2", f"output_dir={folder / 'runs'}"])
+    pipeline.main(
+        ["training.steps=2", "rollout.prompts_per_step=4", f"output_dir={folder / 'runs'}"]
+    )
     announce("step06")
-    make_model(folder / "player", 0, WarmStart(updates=30, conversations=8))
-    make_user(folder / "user", WarmStart(updates=30, conversations=8))
+    make_model(folder / "player", 0, WARM_START)
+    make_user(folder / "user", WARM_START)
     simulated_user.main(folder / "player", folder / "user")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import get_json_schema
 
 from examples.calculator.conversations import conversation_text, encode, solved_conversation
 from examples.calculator.demo import print_results
@@ -21,7 +22,7 @@ from examples.calculator.problems import (
     train_problems,
 )
 from examples.calculator.tokenizer import build_tokenizer
-from examples.calculator.tool import calculate
+from examples.calculator.tool import TOOL_SCHEMA, calculate
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory, write_jsonl
 
@@ -41,6 +42,10 @@ def test_no_held_out_number_is_ever_trained_on() -> None:
     assert len(asked) > 100
     assert not asked & trained
     assert not any(map(is_held_out, trained))
+
+
+def test_the_tools_schema_is_that_of_its_function() -> None:
+    assert get_json_schema(calculate) == TOOL_SCHEMA
 
 
 def test_half_of_the_held_out_problems_are_in_phrasings_that_the_warm_start_never_saw() -> None:

@@ -35,7 +35,7 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
     for name in ("step01", "step03", "step07"):
         rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").open()]
         assert [row["step"] for row in rows][-2:] == [1, 2]
-        assert rows[-1]["trajectories"] == 16 * 8
+        assert rows[-1]["trajectories"] == 4 * 8
         assert rows[-1]["dropped"] == {}, name
     (*_, answered) = (json.loads(line) for line in (runs / "step06" / "metrics.jsonl").open())
     assert answered["env"]["user_calls"] > 0.0

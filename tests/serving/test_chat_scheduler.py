@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.calculator.conversations import TOOL_SCHEMA
 from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_completion
+from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.errors import InputError, TrajectoryError

@@ -233,7 +233,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
             yield chunk
 
     tasks = [asyncio.create_task(load(index)) for index in range(16)]
-    for version in range(first, first + 20):
+    for version in range(first, first + 8):
         await asyncio.sleep(0.05)
         async with asyncio.timeout(120):
             while version > first and version - 1 not in reached:
@@ -246,7 +246,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
     await asyncio.gather(*tasks)
     seen = {version for _, c in completions for version in c.weight_versions}
     mixed = [c for _, c in completions if len(set(c.weight_versions)) > 1]
-    assert len(seen) > 15
+    assert len(seen) > 6
     assert bool(mixed) == (in_flight != "drain")
     checked = 0
     for prompt, completion in [
@@ -333,7 +333,6 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
     trainer.sender.close()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
     fleet: tuple[Config, AsyncLLMServerManager],

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trajectory.more import run_with
 from tests.trajectory.published import (
     SOURCES,
     TOKENIZERS,
@@ -25,7 +26,7 @@ from tests.trajectory.published import (
 )
 from turnwise.trajectory import Bridge, ChatTemplate, bridge
 
-CASES = settings(deadline=None, max_examples=1200)
+CASES = settings(deadline=None, max_examples=300)
 NEWS = "§"  # new messages begin with what nothing else holds
 words = st.text(alphabet='ab0 \n."{}:é界', min_size=1, max_size=20)
 names = st.sampled_from(sorted(SOURCES))
@@ -238,6 +239,19 @@ def test_a_turn_that_was_cut_off_gets_its_end_once(
     if not family(case.name).startswith("glm"):
         added = text[len(case.opening + cut) :]
         assert len(turn_ends_in(added.partition(NEWS)[0])) == 1, "not one end of the turn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_an_answer_bridges_to_what_the_user_says_next,
+        test_tool_calls_bridge_to_their_results,
+        test_a_turn_that_was_cut_off_gets_its_end_once,
+    ],
+)
+def test_more_conversations_bridge(test: Any) -> None:
+    run_with(test, examples=3000)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

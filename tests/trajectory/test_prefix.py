@@ -1,10 +1,12 @@
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trajectory.more import run_with
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory import replace_prefix_tokens
 
@@ -123,7 +125,7 @@ def test_texts_of_assistant_turns_are_compared_where_they_can_be() -> None:
         replace_prefix_tokens(tokenizer, model, edited, [*edited, *more])
 
 
-@settings(max_examples=3000)
+@settings(max_examples=600)
 @given(
     turns=st.lists(
         st.tuples(st.sampled_from([USER, TOOL]), st.integers(7, 8), st.integers(30, 31)),
@@ -163,7 +165,7 @@ contents = st.lists(st.sampled_from([7, 8, 9, EOS]), max_size=4)
 sampled = st.lists(st.integers(30, 39), min_size=1, max_size=4)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(
     turns=st.lists(st.tuples(contents, sampled, sampled), min_size=1, max_size=4),
     new=contents,
@@ -182,7 +184,7 @@ def test_random_conversations(
     assert splice(given_model, prefix, [*prefix, *following]) == [*model, *following]
 
 
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(
     turns=st.lists(st.tuples(contents, sampled), min_size=1, max_size=4),
     edit=st.data(),
@@ -199,6 +201,19 @@ def test_random_edits_of_what_users_said_never_pass(
         prefix += [*USER, *other, EOS, *ASSISTANT, *ours, EOS]
     with pytest.raises(TrajectoryError):
         splice(model, prefix, [*prefix, *USER, *new, EOS, *ASSISTANT])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_rewritten_histories_are_right_or_an_error,
+        test_random_conversations,
+        test_random_edits_of_what_users_said_never_pass,
+    ],
+)
+def test_more_histories_are_right_or_an_error(test: Any) -> None:
+    run_with(test, examples=10_000)
 
 
 def test_what_a_client_sends_is_compared_in_time() -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from examples.calculator.conversations import TOOL_SCHEMA
+from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import Config
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
