@@ -10,6 +10,7 @@ import pytest
 
 import turnwise
 from tests.conftest import ROOT, command_environment
+from tests.conftest import python as forked
 from tests.test_cli import metrics_of
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
@@ -25,6 +26,21 @@ def python(code: str, *, cwd: Path = ROOT, timeout: float = 300) -> str:
         capture_output=True,
         text=True,
         timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_script(code: str, folder: Path) -> str:
+    """Run a program of a file in this folder, with the imports of the session's fork server."""
+    (folder / "script.py").write_text(code)
+    done = subprocess.run(
+        [*forked(), "script.py"],
+        cwd=folder,
+        env={**command_environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -161,7 +177,7 @@ def test_ten_lines_train_a_class_of_the_script_itself(
     model_path: str, keys: dict[str, object], tmp_path: Path
 ) -> None:
     script = TRAIN.format(environment=ENVIRONMENT, model=model_path, keys=keys)
-    said = python(script, cwd=tmp_path, timeout=1000)
+    said = run_script(script, tmp_path)
     assert "steps [0, 1, 2] step-0002" in said or "steps [1, 2] step-0002" in said
     assert "sampled 8 True" in said
     run = tmp_path / "runs" / "weather"
@@ -175,7 +191,7 @@ def test_a_running_event_loop_is_no_obstacle(
     model_path: str, keys: dict[str, object], tmp_path: Path
 ) -> None:
     script = NOTEBOOK.format(environment=ENVIRONMENT, model=model_path, keys=keys)
-    said = python(script, cwd=tmp_path, timeout=1000)
+    said = run_script(script, tmp_path)
     assert "evaluated 4 True" in said
     assert "served 200" in said
 

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import turnwise
-from tests.conftest import ROOT, command_environment
+from tests.conftest import ROOT, command_environment, python
 from turnwise.config import Config
 from turnwise.trajectory import Trajectory
 
@@ -79,7 +78,7 @@ def test_environments_are_closed(
     (tmp_path / "config.json").write_text(config.model_dump_json())
     log = tmp_path / "log"
     running = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "config.json"), str(log)],
+        [*python(), "-c", PROGRAM, str(tmp_path / "config.json"), str(log)],
         cwd=ROOT,
         env=command_environment(),
         stdout=subprocess.PIPE,
