@@ -97,7 +97,7 @@ quick: setup
 	$(BIN)/python -m pytest -n 2 -p tests.no_engines
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: setup
 	$(BIN)/python -m pytest -m slow

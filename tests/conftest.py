@@ -23,12 +23,39 @@ ROOT = Path(__file__).parent.parent
 # One thread for torch, here and in the programs that tests start: the models are tiny, and threads
 # that wait for each other beside another worker of pytest-xdist take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+LONGEST = (
+    "serving/test_fleet.py",
+    "test_runs.py",
+    "serving/test_parallel.py",
+    "test_cli.py",
+    "examples/test_ladder.py",
+    "serving/test_worker_handle.py",
+    "serving/colocated/test_colocated.py",
+    "pipeline/test_models.py",
+    "weights/test_streams.py",
+    "rollout/test_agents.py",
+    "training/test_trainer_group.py",
+    "pipeline/test_pipeline.py",
+    "test_api.py",
+    "tools/test_mcp.py",
+    "trl/test_trainer.py",
+    "examples/test_three_rounds.py",
+    "trajectory/test_bridge.py",
+)
+"""Files that take longest, the longest first, so that no worker ends alone with one of them."""
 PEAK = pytest.StashKey[PeakMemory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist is counted by its parent
         config.stash[PEAK] = PeakMemory()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files of parallel workers by `LONGEST`; the others keep their order after these."""
+    if hasattr(config, "workerinput"):
+        place = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 def pytest_terminal_summary(

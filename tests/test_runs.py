@@ -181,7 +181,7 @@ def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
             assert two[key] == expected, (one["step"], key)
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     file: Path, tmp_path: Path, restarts: int
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     assert running.mark.left() == []
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trainer_and_engine_take_turns_in_the_same_processes(
     file: Path, tmp_path: Path, shards: int
 ) -> None:
@@ -291,6 +291,7 @@ def test_engines_and_trainer_on_two_nodes_by_collective(
     assert all(row["canary_diff_max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_rollouts_that_run_ahead_outlive_a_crash(file: Path, tmp_path: Path) -> None:
     options = ("training.max_staleness=2", "training.checkpoint_every=1", *SHORT)
     running = Running(file, *options, "training.steps=500", "name=ahead", steps=7)

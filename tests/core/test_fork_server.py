@@ -85,6 +85,7 @@ def test_without_a_server_the_program_is_started_plainly(script: Path, tmp_path:
     assert json.loads(said)[0] == ["4"]
 
 
+@pytest.mark.slow  # test_cli.py ends a whole program with a server of its own
 def test_all_forks_end_with_their_server(script: Path) -> None:
     server = fork_server.ForkServer()
     process = start(fork_server.command(server.address), script, "wait")

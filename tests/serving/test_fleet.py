@@ -115,8 +115,10 @@ async def test_metrics_show_every_engines_own_statistics(
 @pytest.mark.parametrize(
     ("how", "why"),
     # Whether a request or a health check finds a death first is chance.
-    [(signal.SIGKILL, ("died during request", "is dead")), (signal.SIGSTOP, ("no answer to",))],
-    ids=["killed", "stopped"],
+    [
+        pytest.param(signal.SIGKILL, ("died during request", "is dead"), id="killed"),
+        pytest.param(signal.SIGSTOP, ("no answer to",), id="stopped", marks=pytest.mark.slow),
+    ],
 )
 async def test_trajectories_outlive_an_engine_to_the_token(
     fleet: tuple[Config, AsyncLLMServerManager],

@@ -89,7 +89,11 @@ async def test_a_sharded_engine_computes_what_transformers_does(
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport",
+    # The others deliver in one of these two ways.
+    [pytest.param(t, marks=[pytest.mark.slow] * (t in ("ipc", "disk"))) for t in TRANSPORTS],
+)
 async def test_every_transport_brings_every_shard_its_part(
     fleet: Fleet, model_path: str, tmp_path: Path, transport: str
 ) -> None:
