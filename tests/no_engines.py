@@ -20,6 +20,7 @@ TIER = (
     "core/test_interrupt.py",
     "core/test_user_code.py",
     "core/test_watchdog.py",
+    "engine/test_adapter_files.py",
     "rollout/foreign/test_agent_task.py",
     "rollout/foreign/test_nemo_gym.py",
     "rollout/test_data.py",

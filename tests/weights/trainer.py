@@ -94,6 +94,14 @@ class Model:
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.tensors}
 
+    def greedy(self, prompt: list[int], tokens: int) -> list[int]:
+        """Return the tokens that are likeliest after a prompt, one after another."""
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(tokens):
+                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
     def logprobs(self, ids: list[int], start: int) -> list[float]:
         ids_1T = torch.tensor([ids])
         mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)

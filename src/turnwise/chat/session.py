@@ -225,6 +225,7 @@ class Session:
         asked: Conversation,
         answer: Callable[[], Answer],
         prompt: NextPrompt,
+        adapter: str = "",
     ) -> None:
         """Add a turn.
 
@@ -232,6 +233,7 @@ class Session:
             asked: The request's conversation.
             answer: Function that reads the answer's text; called once, later.
             prompt: The result of `next_prompt` for the request.
+            adapter: Name of the adapter that sampled; "" for the policy.
         """
         if self.closed:
             self.lost_turns += 1
@@ -249,6 +251,7 @@ class Session:
             finish_reason,
             fork_reason=prompt.fork_reason,
             messages=new,
+            adapter=adapter,
         )
         prefixes = asked.prefixes
         recorded = _RecordedTurn(
@@ -306,6 +309,11 @@ class Session:
                 break
         trajectory.status = "completed"
         return trajectory
+
+    @property
+    def adapter(self) -> str:
+        """The adapter of its last turn, for requests that name no model; "" for the policy."""
+        return self.trajectory.turns[self._turns[-1].index].adapter if self._turns else ""
 
     @property
     def all_lost_turns(self) -> int:

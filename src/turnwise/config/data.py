@@ -1,10 +1,15 @@
 """The sections `model` and `data`, and the section of models other than the policy."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's file that describes an adapter, in the adapter's folder."""
 
 
 class LoraConfig(Section):
@@ -33,7 +38,11 @@ class ModelConfig(Section):
     """
 
     path: str
-    """Folder or Hugging Face name of the model to start from, tokenizer included."""
+    """Folder or Hugging Face name of the model to start from, tokenizer included. A folder of a
+    LoRA adapter (PEFT) stands for its base model with model.adapter."""
+    adapter: str | None = None
+    """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
+    folder or Hugging Face name; null for none."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -48,6 +57,32 @@ class ModelConfig(Section):
     escape_special_tokens: bool = False
     """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
     tool result can end its turn and open another."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _base_of_adapter(cls, tree: object) -> object:
+        """Replace the folder of an adapter by its base model, with the adapter on top."""
+        path = tree.get("path") if isinstance(tree, dict) else None
+        folder = Path(path).expanduser() if isinstance(path, str) else None
+        if folder is None or not (folder / ADAPTER_CONFIG).is_file():
+            return tree
+        assert isinstance(tree, dict)
+        if (folder / "config.json").is_file():  # a whole model, with an adapter beside it
+            return tree
+        if tree.get("adapter"):
+            raise ValueError(f"{path} is itself an adapter: leave out model.adapter")
+        try:
+            base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        except (ValueError, KeyError, TypeError, OSError):
+            base = None
+        if not isinstance(base, str) or not base:
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG} does not name the adapter's base model: set model.path "
+                f"to the base model and model.adapter to {path}"
+            )
+        own_tokenizer = (folder / "tokenizer_config.json").is_file()
+        tokenizer = tree.get("tokenizer") or (str(path) if own_tokenizer else None)
+        return {**tree, "path": base, "adapter": str(path), "tokenizer": tokenizer}
 
 
 class OtherModel(Section):

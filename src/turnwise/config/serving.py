@@ -108,6 +108,10 @@ class ServingConfig(Section):
     address."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
+    adapters: dict[str, str] = {}
+    """LoRA adapters in PEFT's format to serve beside the model: for each name that requests may
+    give as `model`, a folder or Hugging Face name. With adapters, a request for an unknown model is
+    refused."""
     resources: dict[str, float] = {}
     """Ray resources of each worker in addition to its GPU, such as {engines: 1}."""
     spread: bool = False

@@ -40,6 +40,12 @@ def check_tokenizer(path: str) -> None:
     _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
 
 
+def check_adapter(path: str, key: str) -> None:
+    """Check that a key names a LoRA adapter in the same way; raises as `check_model` does."""
+    own = "adapter_config.json"
+    _check(path, own, key, "LoRA adapter", f"{own} and adapter_model.safetensors")
+
+
 def _check(path: str, file: str, key: str, what: str, files: str) -> None:
     folder = Path(path).expanduser()
     if (folder / file).is_file():

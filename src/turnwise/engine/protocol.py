@@ -38,9 +38,9 @@ STREAM_INTERVAL = 32
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Session and group of a request: routers keep a session, and a group's start, on one engine.
+    """Session, group and adapter of a request.
 
-    Engines ignore it.
+    Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
 
     Example:
         await scheduler.generate(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
@@ -50,6 +50,8 @@ class Route:
     """Name of the trajectory; "" for a request that belongs to none."""
     group: str = ""
     """Name of the group of trajectories that begin with one prompt; "" for none."""
+    adapter: str = ""
+    """Name in `serving.adapters` of the adapter that samples; "" for the policy."""
 
 
 @dataclass(frozen=True, slots=True)

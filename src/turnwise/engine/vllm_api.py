@@ -26,6 +26,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import PromptLogprobs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -115,8 +119,12 @@ __all__ = [
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
+    "LRUCacheWorkerLoRAManager",
+    "LoRAModel",
+    "LoRARequest",
     "LogitsProcessor",
     "MultiprocExecutor",
+    "PEFTHelper",
     "ParallelLMHead",
     "PrometheusStatLogger",
     "PromptLogprobs",

@@ -6,13 +6,14 @@ and top-k), the one that the tokens were drawn from.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
-from turnwise.core.deadlines import StallClock, deadline
-from turnwise.core.json_types import JsonObject
+from turnwise.core.deadlines import StallClock
+from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
+from turnwise.engine.adapters import NO_ADAPTERS, POLICY, EngineAdapters, key_of
 from turnwise.engine.logits_processors import (
     ADAPTER,
     EXTRA_ARG,
@@ -22,35 +23,29 @@ from turnwise.engine.logits_processors import (
     with_request,
 )
 from turnwise.engine.protocol import (
-    PAUSE_MODES,
     VLLM_METRICS,
     Chunk,
     Completion,
-    InFlight,
     PauseMode,
     Route,
     Sampling,
-    WeightUpdate,
     collect,
 )
 from turnwise.engine.vllm_requests import make_chunk, read_prompt_logprobs, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
-from turnwise.engine.worker_calls import call_workers
-from turnwise.errors import EngineError, InputError, WeightUpdateError, text_of
+from turnwise.engine.vllm_updates import UpdatableEngine
+from turnwise.errors import EngineError, InputError
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from turnwise.engine.vllm_api import SamplingParams
 
-_POLL_SECONDS = 0.01
-_GRACE_SECONDS = 5.0
-"""Time after the workers' own deadlines, whose errors are more specific."""
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
 
-class VllmEngine:
+class VllmEngine(UpdatableEngine):
     """One vLLM engine.
 
     Args:
@@ -59,6 +54,7 @@ class VllmEngine:
         seed: Seed of the engine's own random numbers.
         deterministic: Compute one request at a time without a prefix cache, so that a request's
             tokens and log-probs depend on nothing but its prompt and seed.
+        adapters: Adapters that the engine holds; needs a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
             transports. Without one, weights cannot be updated.
         weight_backend: Name under which the extension registers its transports.
@@ -80,6 +76,7 @@ class VllmEngine:
         *,
         seed: int = 0,
         deterministic: bool = False,
+        adapters: EngineAdapters = NO_ADAPTERS,
         worker_extension: str = "",
         weight_backend: str = "turnwise",
         name: str = "engine",
@@ -95,7 +92,13 @@ class VllmEngine:
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
-        arguments = engine_arguments(model, engine, deterministic) | {"seed": seed}
+        self._adapters = AdapterTable()
+        self._unloaded = dict(adapters.paths)
+        """Paths of adapters that are not loaded yet, by name."""
+        self._loading = asyncio.Lock()
+        if model.adapter is not None and POLICY not in adapters.paths:
+            raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
+        arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
         if worker_extension:
             arguments |= {
                 "worker_extension_cls": worker_extension,
@@ -113,7 +116,8 @@ class VllmEngine:
         seed: int | None = None,
         route: Route | None = None,
     ) -> Completion:
-        async with aclosing(self.stream(prompt_token_ids, sampling, request_id, seed)) as chunks:
+        stream = self.stream(prompt_token_ids, sampling, request_id, seed, route)
+        async with aclosing(stream) as chunks:
             return await collect(chunks, self.name)
 
     async def stream(
@@ -126,29 +130,54 @@ class VllmEngine:
     ) -> AsyncGenerator[Chunk, None]:
         params = sampling_params(sampling, seed)
         interval, few = params.stream_interval or 1, None
-        async with aclosing(self._chunks(prompt_token_ids, params, request_id)) as chunks:
-            async for chunk in chunks:
-                whole = chunk if few is None else few + chunk
-                # vLLM returns the first token at once, whatever the interval is.
-                if whole.finish_reason is None and len(whole.token_ids) < interval:
-                    few = whole
-                else:
-                    few = None
-                    yield whole
+        await self._settle_processors(params, request_id)
+        await self.load_adapters()
+        name = route.adapter if route is not None else POLICY
+        with self._adapters.using(name, request_id) as adapter:
+            pieces = self._chunks(prompt_token_ids, params, request_id, adapter)
+            async with aclosing(pieces) as chunks:
+                async for chunk in chunks:
+                    whole = chunk if few is None else few + chunk
+                    # vLLM returns the first token at once, whatever the interval is.
+                    if whole.finish_reason is None and len(whole.token_ids) < interval:
+                        few = whole
+                    else:
+                        few = None
+                        yield whole
+
+    async def load_adapters(self) -> None:
+        """Load the adapters, before the first request unless they are loaded already.
+
+        Raises:
+            InputError: naming the key of one that cannot be read or does not fit the model.
+        """
+        if not self._unloaded:
+            return
+        async with self._loading, self._deadline("loading its adapters", self._timeout):
+            for name, path in list(self._unloaded.items()):
+                adapter = self._adapters.new(name)
+                await self._ask("put_adapter", adapter.number, path, key_of(name))
+                self._adapters.add(name, adapter)
+                del self._unloaded[name]
 
     async def _chunks(
-        self, prompt_token_ids: Sequence[int], params: "SamplingParams", request_id: str
+        self,
+        prompt_token_ids: Sequence[int],
+        params: "SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield vLLM's chunks of a request; fails when the engine samples no token of any."""
         vllm = self._vllm
-        await self._settle_processors(params, request_id)
         prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
         sampled = 0
         prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
         stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
+        lora = adapter.request if adapter is not None else None
+        stream = self._llm.generate(prompt, params, request_id, lora_request=lora)
         try:
-            async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
+            async with aclosing(stream) as outputs:
                 while True:
                     async with self._clock.watching(stalled, "engine.request_timeout"):
                         output = await anext(outputs, None)
@@ -236,131 +265,10 @@ class VllmEngine:
                 return
         self._restart_clock()
 
-    def _restart_clock(self) -> None:
-        self._clock.moved()
-        self._clock.stopped = False
-
     async def device_ids(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
         async with self._deadline("reporting its devices", self._timeout):
             return [reply["device"] for reply in await self._ask("report_device_id")]
-
-    async def check_update(self, manifest: WeightUpdate) -> list[str]:
-        async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
-            replies = await self._ask("check_update", manifest.to_dict())
-        return [reply["device"] for reply in replies]
-
-    async def update_weights(
-        self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
-    ) -> int:
-        seconds = timeout or self._timeout
-        opening = ("open_update", manifest.to_dict(), seconds)
-        return await self._load(f"weight update {manifest.version}", opening, seconds, in_flight)
-
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        plain = {
-            name: (tuple(shape), str(dtype).removeprefix("torch."))
-            for name, (shape, dtype) in state_dict_info.items()
-        }
-        async with self._deadline("preparing for weight updates", self._timeout):
-            await self._ask("expect_tensors", plain)
-
-    async def init_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        timeout: float | None = None,
-    ) -> None:
-        seconds = timeout or self._timeout
-        async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
-            await self._ask(
-                "join_collective", rank_prefix, ip, port, world_size, train_world_size, seconds
-            )
-
-    async def update_weights_via_ipc_zmq(
-        self, address: str = "", timeout: float | None = None, in_flight: InFlight = "keep"
-    ) -> None:
-        """Load the weights that an `IpcSender` sends; the default address is the device's.
-
-        Raises:
-            WeightUpdateError, DeadlineError: as `update_weights` does.
-        """
-        seconds = timeout or self._timeout
-        opening = ("open_stream", "ipc", address, seconds)
-        await self._load("an update by ipc", opening, seconds, in_flight)
-
-    async def update_weights_from_collective(
-        self, timeout: float | None = None, in_flight: InFlight = "keep"
-    ) -> None:
-        """Load the weights that the trainer broadcasts.
-
-        Raises:
-            WeightUpdateError, DeadlineError: as `update_weights` does.
-        """
-        seconds = timeout or self._timeout
-        opening = ("open_stream", "collective", "", seconds)
-        await self._load("an update by collective", opening, seconds, in_flight)
-
-    async def _load(
-        self, what: str, opening: tuple[object, ...], seconds: float, in_flight: InFlight
-    ) -> int:
-        """Open an update in all workers, and load it; requests run until its first chunk arrives.
-
-        Args:
-            opening: The worker's method that opens the update, and its arguments.
-
-        Returns:
-            The version that was loaded.
-        """
-        async with self._deadline(what, seconds + _GRACE_SECONDS):
-            try:
-                method, *args = opening
-                offers = await self._ask(str(method), *args)
-                while not all(offers):
-                    await asyncio.sleep(_POLL_SECONDS)
-                    offers = await self._ask("poll_update")
-                versions = {offer["version"] for offer in offers}
-                if len(versions) > 1:
-                    raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
-                version = int(versions.pop())
-                async with self._swapping(version, in_flight):
-                    loaded = await self._ask("load_update")
-                if not all(reply["ended"] for reply in loaded):
-                    # A step behind: workers answer between two steps of the engine.
-                    await self._ask("end_update", "")
-                return version
-            except BaseException as error:
-                with suppress(Exception):  # the first error is the one to report
-                    async with asyncio.timeout(_GRACE_SECONDS):
-                        await self._ask("end_update", text_of(error))
-                raise
-
-    async def _ask(self, method: str, *args: object) -> list[JsonObject]:
-        return await call_workers(self._llm, self.name, method, *args)
-
-    @asynccontextmanager
-    async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
-        """Pause requests in flight around the loading of weights, and resume them under `version`.
-
-        A failure leaves the engine paused: it must not serve half an update.
-        """
-        keep_cache = in_flight == "keep_cache"
-        await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
-        if keep_cache:
-            self._cache_salt = f"weights {version}"
-        with self._clock.held():
-            yield
-            try:
-                await self._llm.update_weight_version(str(version))
-            except self._vllm.EngineDeadError as error:
-                raise EngineError(f"{self.name} died during a weight update") from error
-            await self._llm.resume_generation()
-        self._restart_clock()
 
     async def reset_prefix_cache(self) -> None:
         async with self._deadline("resetting the prefix cache", self._timeout):
@@ -384,6 +292,3 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
-
-    def _deadline(self, what: str, seconds: float) -> AbstractAsyncContextManager[None]:
-        return deadline(seconds, f"{self.name} did not finish {what}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core import fork_server
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
 from turnwise.engine.logits_processors import ADAPTER, SETTINGS, load_processor
 from turnwise.errors import InputError
 
@@ -67,7 +68,12 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
 
 
-def engine_arguments(model: ModelConfig, engine: EngineConfig, deterministic: bool) -> JsonObject:
+def engine_arguments(
+    model: ModelConfig,
+    engine: EngineConfig,
+    deterministic: bool,
+    adapters: EngineAdapters = NO_ADAPTERS,
+) -> JsonObject:
     """Return the arguments of vLLM's AsyncEngineArgs for a configuration.
 
     Example:
@@ -114,7 +120,7 @@ def engine_arguments(model: ModelConfig, engine: EngineConfig, deterministic: bo
         }
     elif vllm.current_platform.is_cuda():
         arguments["enable_sleep_mode"] = True
-    arguments |= engine.vllm_args
+    arguments |= adapters.arguments(vllm.current_platform.is_cpu()) | engine.vllm_args
     if adapted:
         settings = {"always": callables, "allowed": engine.logits_processors_allowed}
         own = arguments.get("additional_config", {})

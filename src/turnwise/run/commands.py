@@ -19,6 +19,7 @@ from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError, TrainerError
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
@@ -361,6 +362,7 @@ def _check_sources(config: Config, *data: str | None) -> None:
     check_model(config.model.path)
     if config.model.tokenizer is not None:
         check_tokenizer(config.model.tokenizer)
+    EngineAdapters.of(config)
 
 
 def _display(config: Config, console: Console, steps: int = 0) -> "Display":

@@ -17,6 +17,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
 from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.foreign.trl_reward import RewardFunction
@@ -97,9 +98,11 @@ async def open_runtime(
             run_group = runtime.group_runner(config.sampling)
             groups = await run_groups(run_group, problems, "rollout")
     """
+    training = folder is not None
+    if training:
+        _check_trainable(config)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        training = folder is not None
         make = partial(Runner, config, environment=environment, functions=functions)
         runner = await run_in_thread(lambda: _make_runner(make, config, first, training))
         scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
@@ -145,6 +148,18 @@ async def open_runtime(
             await show_part(progress, CHATS, chats.start)
         async with watching_ray(config.ray_address):
             yield Runtime(manager, runner, policy)
+
+
+def _check_trainable(config: Config) -> None:
+    if config.model.adapter is not None:
+        raise InputError(
+            "model.adapter: training does not start from an adapter; merge it into a model first"
+        )
+    if config.serving.adapters:
+        raise InputError(
+            "serving.adapters: training replaces the weights under the adapters; serve them with "
+            "turnwise serve"
+        )
 
 
 def _make_runner(

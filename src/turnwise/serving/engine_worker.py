@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.config import Config, EngineConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
-from turnwise.engine.protocol import Chunk, Sampling
+from turnwise.engine.protocol import Chunk, Route, Sampling
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
@@ -26,8 +26,8 @@ HEARTBEAT_SECONDS = 10.0
 _GPU_MEMORY = 0.9
 """Default of gpu_memory_utilization in vLLM."""
 
-Submission = tuple[str, list[int], Sampling, int | None]
-"""A request's id, its prompt's token ids, its sampling parameters and its seed."""
+Submission = tuple[str, list[int], Sampling, int | None, str]
+"""A request's id, its prompt's token ids, its sampling parameters, its seed and its adapter."""
 Event = tuple[str, Chunk | Exception]
 """A request's id, and its next chunk or the error that ended it."""
 
@@ -81,6 +81,7 @@ class EngineWorker:
         if engine.metrics is None and self._config.serving.worker_servers:
             engine = engine.model_copy(update={"metrics": True})
         self._engine = self._create_engine(engine)
+        await self._engine.load_adapters()
         if self._config.serving.worker_servers:
             from turnwise.serving.openai.server import OpenAIServer
 
@@ -91,6 +92,7 @@ class EngineWorker:
 
     def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
         """Make the engine; a hook for subclasses that change its arguments."""
+        from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
 
         return VllmEngine(
@@ -98,6 +100,7 @@ class EngineWorker:
             engine,
             seed=self._seed,
             deterministic=self._config.deterministic,
+            adapters=EngineAdapters.of(self._config),
             worker_extension=WORKER_EXTENSION,
             weight_backend=BACKEND,
             name=self._name,
@@ -146,11 +149,17 @@ class EngineWorker:
                 task.cancel()
 
     async def _run(
-        self, request_id: str, prompt: list[int], sampling: Sampling, seed: int | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int | None,
+        adapter: str,
     ) -> None:
         ended = False
         try:
-            stream = self._engine.stream(prompt, sampling, request_id, seed)
+            route = Route(adapter=adapter)
+            stream = self._engine.stream(prompt, sampling, request_id, seed, route)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self._add_event(request_id, chunk)

@@ -146,7 +146,8 @@ class WorkerHandle:
             raise EngineError(f"{self.name} already runs a request {request_id}")
         inbox: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         self._inboxes[request_id] = inbox
-        self._submit((request_id, list(prompt_token_ids), sampling, seed))
+        adapter = route.adapter if route is not None else ""
+        self._submit((request_id, list(prompt_token_ids), sampling, seed, adapter))
         ended = False
         try:
             while not ended:

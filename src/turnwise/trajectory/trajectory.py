@@ -65,6 +65,8 @@ class Turn:
     """`fingerprint` of the engine's call, taken from the ids that it received and sampled."""
     messages: list[Message] = field(default_factory=list)
     """The messages that led here, for people; empty if the trajectory is one conversation."""
+    adapter: str = ""
+    """Name in `serving.adapters` of the adapter that sampled; "" for the policy."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -131,7 +133,7 @@ class Trajectory:
     status: Status = "running"
     """`running`, or the reason why it ended."""
     events: Counter[str] = field(default_factory=Counter)
-    """Number of occurrences by kind: tool_call, tool_unknown, tool_error, tool_timeout ..."""
+    """Number of occurrences by kind: tool_call, tool_unknown, tool_error ..."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turn_rewards: list[float] = field(default_factory=list)
@@ -156,11 +158,9 @@ class Trajectory:
         *,
         fork_reason: str | None = None,
         messages: Sequence[Message] = (),
+        adapter: str = "",
     ) -> Turn:
-        """Append one call of the engine.
-
-        Its parent is the last turn if it continues that, otherwise the turn with the longest
-        common prefix.
+        """Append one call of the engine; its parent is the turn with the longest common prefix.
 
         Args:
             prompt_token_ids: The whole prompt.
@@ -170,6 +170,7 @@ class Trajectory:
             fork_reason: Reason to record if the prompt continues no turn; None records
                 `new_conversation`.
             messages: The messages that led to this turn, for people.
+            adapter: As in `Turn`.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
@@ -196,6 +197,7 @@ class Trajectory:
             sums=checksums([*added, *completion_token_ids]),
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
+            adapter=adapter,
         )
         self.turns.append(turn)
         prompt += completion_token_ids
@@ -326,11 +328,7 @@ class Trajectory:
 
 
 def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the sum of the ids, and the sum of each id times its position from 1.
-
-    Together they locate one changed id and restore it: the first sum differs by the change, the
-    second by the change times the position.
-    """
+    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
     return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
 
 

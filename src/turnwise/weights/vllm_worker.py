@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -22,6 +22,7 @@ from turnwise.weights.ipc_address import device_name
 from turnwise.weights.manifest import Manifest, mismatch
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import EngineWorker, Receiver, find_transport
+from turnwise.weights.vllm_adapters import put_folder
 
 _P = ParamSpec("_P")
 
@@ -125,6 +126,8 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
     device: torch.device
     rank: int
+    model_runner: Any
+    """vLLM's, whose class depends on the platform."""
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
@@ -209,6 +212,11 @@ class WorkerExtension:
         if ended:
             self.weight_transfer_engine.end_update("")
         return {"ended": ended}
+
+    @_replying
+    def put_adapter(self, number: int, path: str, key: str) -> None:
+        """Load the adapter of a folder under `number`; `key` names it in errors."""
+        put_folder(self.model_runner.lora_manager, number, path, key)
 
     @_replying
     def end_update(self, error: str) -> None:

@@ -15,6 +15,7 @@ from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import EngineConfig, ModelConfig
+from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import InputError
 from turnwise.serving.colocated.host import WorkerHost
@@ -125,6 +126,7 @@ def colocated_engine(
     name: str = "engine",
     seed: int = 0,
     deterministic: bool = False,
+    adapters: EngineAdapters = NO_ADAPTERS,
 ) -> VllmEngine:
     """Build an engine in this process with its vLLM workers in actors; errors name the actor.
 
@@ -133,6 +135,7 @@ def colocated_engine(
         call_timeout: Seconds for an actor to answer, as for `on_actors`.
         seed: Seed of the engine's random numbers.
         deterministic: Whether results are bitwise repeatable; see `VllmEngine`.
+        adapters: Adapters that the engine holds.
 
     Raises:
         InputError: when vLLM refuses the model or an argument, or an actor fails to start.
@@ -145,4 +148,5 @@ def colocated_engine(
         name=f"{name} in {', '.join(actors)}",
         seed=seed,
         deterministic=deterministic,
+        adapters=adapters,
     )

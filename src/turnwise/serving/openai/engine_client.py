@@ -15,6 +15,7 @@ from http import HTTPStatus
 import numpy as np
 
 from turnwise.config import Config
+from turnwise.engine.adapters import POLICY, EngineAdapters
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
@@ -68,7 +69,8 @@ class EngineClient(AsyncLLM):  # type: ignore[misc]
         record: Recorder,
         healthy: Callable[[], bool],
     ) -> None:
-        arguments = engine_arguments(config.model, config.engine, config.deterministic)
+        adapters = EngineAdapters.of(config)
+        arguments = engine_arguments(config.model, config.engine, config.deterministic, adapters)
         arguments["generation_config"] = "vllm"  # only our defaults
         self.vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
         self.model_config = self.vllm_config.model_config
@@ -183,7 +185,10 @@ class EngineCoreAdapter:
         chunks: list[Chunk] = []
         try:
             sampling = _sampling_of(params, len(prompt), context)
-            route = None if context is None else Route(context.session.id, context.session.group)
+            lora = request.lora_request
+            adapter = lora.lora_name if lora is not None else POLICY
+            session = context.session if context is not None else None
+            route = Route(session.id if session else "", session.group if session else "", adapter)
             stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
             async with contextlib.aclosing(stream) as pieces:
                 async for chunk in pieces:

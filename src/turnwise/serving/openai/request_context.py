@@ -34,6 +34,8 @@ class RequestContext:
     """Index of each completion, by its ids."""
     streamed: dict[int, Answer] = field(default_factory=dict)
     """Answers as the client got them, by the index; only of streamed chats with tools."""
+    adapter: str = ""
+    """Name of the adapter that samples; "" for the policy."""
 
     def move_to(self, session: Session, store: SessionStore) -> None:
         """Make another session the request's, and hold it until the end of the request."""

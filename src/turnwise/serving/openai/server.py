@@ -63,9 +63,9 @@ class OpenAIServer:
         self.sessions = SessionStore.from_config(config)
         self.base_url = ""
         """URL of the API, including /v1; "" before the start."""
-        path = config.model.path
+        path = config.model.adapter or config.model.path
         self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
-        """Model name in responses; requests may use any name."""
+        """Model name in responses; requests may use any name if there are no adapters."""
         self.workers: Callable[[], Mapping[str, str]] = dict
         """Returns the base URLs of workers' own servers, by name; set by the owner of a fleet."""
         self._config = config

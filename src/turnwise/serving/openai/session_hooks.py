@@ -238,6 +238,7 @@ class SessionHooks:
             asked=context.asked,
             answer=lambda: self._parse(context, token_ids),
             prompt=context.prompt,
+            adapter=context.adapter,
         )
 
     def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -48,6 +49,7 @@ __all__ = [
     "FlexibleArgumentParser",
     "GracefulHTTPError",
     "InputProcessor",
+    "LoRARequest",
     "LogprobsLists",
     "OpenAIServingChat",
     "OutputProcessor",

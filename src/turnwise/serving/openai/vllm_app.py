@@ -18,6 +18,7 @@ from turnwise.chat.tool_parser import silence
 from turnwise.config import Config
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
+from turnwise.serving.openai.adapters import serve_adapters
 from turnwise.serving.openai.engine_client import EngineClient
 from turnwise.serving.openai.session_hooks import SessionHooks
 from turnwise.serving.openai.vllm_api import (
@@ -60,7 +61,8 @@ async def build(
     Args:
         healthy: Returns whether anything can be served now.
         remember: Called with each chat completion's id and session.
-        names: The model's names for clients; responses have the first, requests may use any name.
+        names: The model's names for clients; responses have the first. Requests may use any name
+            unless there are adapters.
 
     Raises:
         InputError: when vLLM refuses the model, or has no parser of the configured name.
@@ -92,7 +94,7 @@ async def build(
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
-    app.state.openai_serving_models.is_base_model = lambda name: True
+    serve_adapters(app.state, config.serving.adapters, names)
     hooks.attach(app.state, client.renderer.tokenizer)
     return app
 

@@ -1,0 +1,171 @@
+"""LoRA adapters in PEFT's format that an engine applies beside or on top of its model.
+
+Reading and checking them needs neither vLLM nor PEFT, so a mistake in one is reported before
+anything slow starts.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+from turnwise.core.sources import check_adapter
+from turnwise.errors import InputError
+
+POLICY = ""
+"""Name of the model that is trained or served, among the names of adapters."""
+WEIGHTS = "adapter_model.safetensors"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks for which vLLM reserves memory."""
+_SLOTS = 8
+"""Adapters that one batch may use, unless engine.vllm_args.max_loras says otherwise."""
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases in LoRA layers",
+    "modules_to_save": "fully trained modules (modules_to_save)",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA",
+}
+"""Features of PEFT that vLLM does not apply, by their keys in adapter_config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter's folder on this machine, read and checked.
+
+    Example:
+        adapter = read_adapter("adapters/polite", "serving.adapters.polite")
+        print(adapter.rank, adapter.config["target_modules"])
+    """
+
+    folder: Path
+    config: JsonObject
+    """PEFT's configuration: r, lora_alpha, target_modules ..."""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank among its layers."""
+        ranks: list[int] = [self.config["r"], *(self.config.get("rank_pattern") or {}).values()]
+        return max(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdapters:
+    """The adapters that an engine has to hold from its start.
+
+    Example:
+        engine = VllmEngine(config.model, config.engine, adapters=EngineAdapters.of(config))
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Folder or Hugging Face name by the adapter's name; that of `POLICY` is on top of the model
+    in every request that names no other."""
+    rank: int = 0
+    """The largest rank among them; 0 without any."""
+
+    @classmethod
+    def of(cls, config: Config) -> "EngineAdapters":
+        """Read and check `model.adapter` and `serving.adapters`.
+
+        Raises:
+            InputError: naming the key of an adapter that cannot be used.
+        """
+        paths = dict(config.serving.adapters)
+        if config.model.adapter is not None:
+            paths[POLICY] = config.model.adapter
+        ranks = [read_adapter(path, key_of(name)).rank for name, path in paths.items()]
+        return cls(paths, max(ranks, default=0))
+
+    def arguments(self, on_cpu: bool) -> JsonObject:
+        """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters.
+
+        On a CPU one slot stays empty: vLLM 0.32 applies its last slot to the requests without an
+        adapter that share a batch with others.
+        """
+        if not self.rank:
+            return {}
+        count = len(self.paths)
+        return {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank),
+            "max_loras": count + 1 if on_cpu else min(count, _SLOTS),
+            "max_cpu_loras": count + 1 if on_cpu else count,
+        }
+
+
+NO_ADAPTERS = EngineAdapters()
+
+
+def key_of(name: str) -> str:
+    """Return the configuration key of an adapter, for errors."""
+    return "model.adapter" if name == POLICY else f"serving.adapters.{name}"
+
+
+def read_adapter(path: str, key: str) -> Adapter:
+    """Read an adapter's configuration, and check it and the shapes of its tensors.
+
+    Args:
+        path: Folder, or Hugging Face name, which is downloaded.
+        key: The configuration key that names it, for errors.
+
+    Raises:
+        InputError: when there is no adapter, or vLLM cannot apply it.
+    """
+    check_adapter(path, key)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download  # a third of a second to import
+
+        folder = Path(snapshot_download(path, allow_patterns=["adapter_*"]))
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        rank = config["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{key}: {folder}/adapter_config.json cannot be read: {error!r}") from None
+    if config.get("peft_type", "LORA") != "LORA":
+        raise InputError(f"{key}: {path} is an adapter of type {config['peft_type']}, not LORA")
+    if unsupported := [text for name, text in _UNSUPPORTED.items() if config.get(name)]:
+        raise InputError(f"{key}: {path} uses {unsupported[0]}, which vLLM does not apply")
+    if config.get("bias", "none") != "none":
+        raise InputError(f"{key}: {path} trains biases, which vLLM does not apply")
+    adapter = Adapter(folder, config)
+    if not isinstance(rank, int) or rank < 1 or adapter.rank > RANKS[-1]:
+        raise InputError(f"{key}: {path} has rank {rank!r}, not one from 1 to {RANKS[-1]}")
+    _check_shapes(adapter, path, key)
+    return adapter
+
+
+def _check_shapes(adapter: Adapter, path: str, key: str) -> None:
+    """Check that each layer has the two tensors of its rank."""
+    weights = adapter.folder / WEIGHTS
+    try:
+        with weights.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: JsonObject = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise InputError(f"{key}: {weights} cannot be read: {error}") from None
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    ranks = adapter.config.get("rank_pattern") or {}
+    for name, shape in shapes.items():
+        layer, part, _ = name.rpartition(".lora_A.weight")
+        if not part:
+            if ".lora_" not in name:
+                raise InputError(f"{key}: {path} has the tensor {name}, which no LoRA layer has")
+            continue
+        other = shapes.get(f"{layer}.lora_B.weight")
+        short = layer.removeprefix("base_model.model.")
+        wanted = next(
+            (own for pattern, own in ranks.items() if re.fullmatch(rf"(.*\.)?({pattern})", short)),
+            adapter.config["r"],
+        )
+        if other is None or shape[0] != wanted or other[1] != wanted:
+            raise InputError(
+                f"{key}: {path} has rank {wanted} in adapter_config.json, but {short} has tensors "
+                f"{shape} and {other}"
+            )
+    if not shapes:
+        raise InputError(f"{key}: {weights} has no tensors")
