@@ -31,6 +31,8 @@ TIER = (
     "tools/test_sandbox_attacks.py",
     "tools/test_mcp.py",
     "tools/test_toolbox.py",
+    "run/test_alarms.py",
+    "run/test_conversations.py",
     "run/test_display.py",
     "run/test_full_disk.py",
     "run/test_trackers.py",

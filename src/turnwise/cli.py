@@ -1,4 +1,4 @@
-"""The command line: train, pipeline, eval, rollout, serve, config, trace.
+"""The command line: train, pipeline, eval, rollout, serve, show, config, trace.
 
 A user's mistake ends in one sentence on standard error and exit code 2. Ctrl-C and SIGTERM end the
 run and everything that it started, and exit with code 130. The traceback of any other error (user
@@ -201,6 +201,40 @@ def serve(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -
 
 
 @app.command()
+def show(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, or a file of trajectories.")
+    ],
+    problem: Annotated[
+        str | None, typer.Argument(help="A problem's name or number: all its trajectories.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The step; default: the last one.")] = None,
+    heldout: Annotated[bool, typer.Option(help="Those of the evaluation instead.")] = False,
+    grep: Annotated[
+        str | None, typer.Option(help="All trajectories in which this was said (a pattern).")
+    ] = None,
+    best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
+    worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Print what was said in a run, and what it earned."""
+
+    async def read() -> None:
+        from turnwise.run import conversations
+
+        path = conversations.trajectory_file(source, step, heldout)
+        found = conversations.select(conversations.read_trajectories(path), problem, grep)
+        console = Console()
+        if problem is None and grep is None:
+            conversations.show(console, found, best, worst)
+        else:
+            conversations.show_all(console, found)
+        _print(console, str(path))
+
+    _run(read, _Command(debug))
+
+
+@app.command()
 def config(
     file: Annotated[
         Path | None,
@@ -304,8 +338,11 @@ async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> No
 
 
 async def _evaluate(config: Config) -> None:
+    from turnwise.run.conversations import show as show_trajectories
+
     console = Console()
     evaluation = await commands.evaluate(config, console)
+    show_trajectories(console, evaluation.trajectories)
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
     if several:
         console.print("  ".join(f"{k} {v:.4f}" for k, v in several.items()), highlight=False)
@@ -319,8 +356,11 @@ async def _evaluate(config: Config) -> None:
 
 
 async def _rollout(config: Config, output: Path | None) -> None:
+    from turnwise.run.conversations import show as show_trajectories
+
     console, path = Console(), output or commands.run_folder(config) / "rollouts.jsonl"
     trajectories, dropped = await commands.rollout(config, console, path)
+    show_trajectories(console, trajectories)
     console.print(
         f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}", highlight=False
     )

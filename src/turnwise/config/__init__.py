@@ -5,6 +5,7 @@ config` prints, and a test checks that the code reads it. This package imports n
 nor Ray, and only `errors` from the rest of turnwise.
 """
 
+from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import (
     AlgorithmConfig,
     Cispo,
@@ -51,6 +52,7 @@ __all__ = [
     "LOOP_NAMES",
     "NO_DEADLINE",
     "REPLACED_KEYS",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "Cispo",
     "CodeToolConfig",

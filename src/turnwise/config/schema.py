@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, Seconds, Section
@@ -58,6 +59,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

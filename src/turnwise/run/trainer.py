@@ -18,6 +18,7 @@ from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.rollout import Batch, GroupProducer, Problem, ProblemStream, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
+from turnwise.run.alarms import Alarms
 from turnwise.run.metrics import StepMetrics, UpdateMetrics
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
@@ -72,6 +73,9 @@ class TrainingLoop:
         self._run_heldout = runtime.group_runner(config.eval.sampling)
         self._algorithm = make_algorithm(config.algorithm)
         self._step = TrainingStep(config, runtime)
+        self._alarms = Alarms(config)
+        for row in folder.rows:  # of the run that is resumed
+            self._alarms.add(row)
         self.exactness = ExactnessReport()
         """Audit of every token trained so far."""
         self._seconds: dict[str, float] = {}
@@ -275,6 +279,8 @@ class TrainingLoop:
     async def _report(self, metrics: StepMetrics) -> None:
         await asyncio.to_thread(self._folder.write_step, metrics)
         self._progress.step(metrics)
+        for alarm in self._alarms.add(metrics.to_json()):
+            self._progress.warn(alarm.message)
         last = metrics.step == self._config.training.steps
         if metrics.accuracy_heldout is not None or last:
             await asyncio.to_thread(self._folder.draw)

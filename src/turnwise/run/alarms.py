@@ -1,0 +1,253 @@
+"""Alarms: one sentence when a run goes wrong in a way that its numbers show.
+
+    lines of metrics.jsonl -> measured values -> thresholds (`alarms` in the configuration) -> Alarm
+
+Each alarm is raised once in a run. They are computed from metrics.jsonl alone, so that they can be
+found in a finished run as well.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+
+_NEGLIGIBLE_DIFF = 1e-3
+"""Log-prob difference below which growth does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A threshold that was passed."""
+
+    name: str
+    """Key of the threshold in the section `alarms`."""
+    step: int
+    message: str
+    """One sentence: the figures, and what helps."""
+
+
+def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
+    """Return all alarms of a run, in the order of their steps.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+
+    Example:
+        >>> from turnwise.config import ModelConfig
+        >>> row = {"step": 1, "trajectories": 8, "statuses": {"length": 6, "completed": 2}}
+        >>> config = Config(model=ModelConfig(path="m"), alarms={"steps": 1})
+        >>> [alarm.name for alarm in find_alarms([row], config)]
+        ['truncated']
+    """
+    alarms = Alarms(config)
+    return [alarm for row in rows for alarm in alarms.add(row)]
+
+
+class Alarms:
+    """Watches the steps of one run.
+
+    Example:
+        for alarm in alarms.add(metrics.to_json()):
+            progress.warn(alarm.message)
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._rows: list[JsonObject] = []
+        self._raised: set[str] = set()
+
+    def add(self, row: JsonObject) -> list[Alarm]:
+        """Add a step's line of metrics.jsonl; return the alarms that it raises."""
+        if not row["step"]:  # the model before training
+            return []
+        self._rows.append(row)
+        found = []
+        for name, check in _CHECKS.items():
+            if name in self._raised or not getattr(self._config.alarms, name):
+                continue
+            if message := check(self._rows, self._config):
+                self._raised.add(name)
+                found.append(Alarm(name, row["step"], message))
+        return found
+
+
+Check = Callable[[Sequence[JsonObject], Config], str]
+
+
+def _no_signal(rows: Sequence[JsonObject], config: Config) -> str:
+    def share(row: JsonObject) -> float:
+        silent: float = row.get("groups_without_signal", 0)
+        return silent / config.rollout.prompts_per_step
+
+    if (mean := _passed(rows, config, share, config.alarms.no_signal)) is None:
+        return ""
+    advice = (
+        ""
+        if config.algorithm.dynamic_sampling
+        else "; raise sampling.n, choose problems that the model solves sometimes, or set "
+        "algorithm.dynamic_sampling to replace such groups"
+    )
+    return f"{mean:.0%} of the groups have no signal: all their rewards are equal{advice}"
+
+
+def _truncated(rows: Sequence[JsonObject], config: Config) -> str:
+    def share(row: JsonObject) -> float:
+        ended = row.get("statuses", {})
+        return _share(ended.get("length", 0) + ended.get("context_full", 0), row["trajectories"])
+
+    if (mean := _passed(rows, config, share, config.alarms.truncated)) is None:
+        return ""
+    return (
+        f"{mean:.0%} of the trajectories end at their maximum length: raise sampling.max_tokens or "
+        "model.max_length, or discourage long answers (algorithm.overlong_tokens)"
+    )
+
+
+def _tool_errors(rows: Sequence[JsonObject], config: Config) -> str:
+    def failed(row: JsonObject) -> dict[str, int]:
+        events: dict[str, int] = row.get("events", {})
+        return {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
+
+    def share(row: JsonObject) -> float:
+        events = row.get("events", {})
+        called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
+        return _share(sum(failed(row).values()), called)
+
+    if (mean := _passed(rows, config, share, config.alarms.tool_errors)) is None:
+        return ""
+    reasons = ", ".join(f"{name} {count:,}" for name, count in failed(rows[-1]).items())
+    return (
+        f"{mean:.0%} of the tool calls fail (in the last step {reasons}): read what was called "
+        "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
+    )
+
+
+def _dropped(rows: Sequence[JsonObject], config: Config) -> str:
+    def share(row: JsonObject) -> float:
+        lost = sum(row.get("dropped", {}).values())
+        return _share(lost, lost + row["trajectories"])
+
+    if (mean := _passed(rows, config, share, config.alarms.dropped)) is None:
+        return ""
+    reasons = ", ".join(f"{name} {count:,}" for name, count in rows[-1].get("dropped", {}).items())
+    return (
+        f"{mean:.0%} of the trajectories fail and are dropped"
+        f"{f' (in the last step {reasons})' if reasons else ''}: errors.log in the run folder has "
+        "their errors"
+    )
+
+
+def _logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
+    first, last = _first_and_last(rows, config, "logprob_diff_mean")
+    if min(last) <= max(first * (config.alarms.logprob_growth or 1), _NEGLIGIBLE_DIFF):
+        return ""
+    return (
+        f"the log-probs of engine and trainer differ by {last[-1]:.2g} on average, {first:.2g} at "
+        "the start: lower training.learning_rate, set model.dtype to float32, or weight the "
+        "difference away (algorithm.correction)"
+    )
+
+
+def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
+    first, last = _first_and_last(rows, config, "entropy")
+    if max(last) >= first * (config.alarms.entropy_left or 0):
+        return ""
+    return (
+        f"the policy's entropy fell from {first:.3g} to {last[-1]:.3g} nats: the samples of a "
+        "group become equal, and nothing more is learned; lower training.learning_rate, set "
+        "algorithm.kl.coef, or raise algorithm.loss.clip_high"
+    )
+
+
+def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
+    count = config.alarms.flat_steps
+    if len(rows) < max(count, 2):
+        return ""
+    rewards = [row["reward_mean"] for row in rows[-count:]]
+    halves = rewards[: count // 2], rewards[count // 2 :]
+    before, after = map(statistics.fmean, halves)
+    error = sum(statistics.pvariance(half) / len(half) for half in halves) ** 0.5
+    if after - before > 2 * error:  # two standard errors of the difference
+        return ""
+    return (
+        f"the mean reward has not risen for {count} steps ({before:.3f}, then {after:.3f}): if it "
+        "is not as high as it can be, try another training.learning_rate, or read trajectories "
+        "with `turnwise show RUN`"
+    )
+
+
+def _idle(rows: Sequence[JsonObject], config: Config) -> str:
+    def share(row: JsonObject) -> float:
+        return _share(row.get("phase_seconds", {}).get("idle", 0), row.get("step_seconds", 0))
+
+    if (mean := _passed(rows, config, share, config.alarms.idle)) is None:
+        return ""
+    advice = (
+        "more engines (serving.workers) or more concurrency (rollout.concurrency)"
+        if config.training.max_staleness
+        else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
+    )
+    return f"the trainer waits for rollouts during {mean:.0%} of a step; {advice} may help"
+
+
+def _stale(rows: Sequence[JsonObject], config: Config) -> str:
+    bound = config.training.max_staleness
+    if not bound:
+        return ""
+
+    def share(row: JsonObject) -> float:
+        by_age: dict[str, int] = row.get("staleness", {})
+        old = sum(count for age, count in by_age.items() if int(age) >= bound)
+        return _share(old, sum(by_age.values()))
+
+    if (mean := _passed(rows, config, share, config.alarms.stale)) is None:
+        return ""
+    return (
+        f"{mean:.0%} of the trained tokens are as old as training.max_staleness allows ({bound}): "
+        "rollouts are slower than the trainer; use more engines, or correct for it "
+        "(algorithm.correction)"
+    )
+
+
+_CHECKS: dict[str, Check] = {
+    "no_signal": _no_signal,
+    "truncated": _truncated,
+    "tool_errors": _tool_errors,
+    "dropped": _dropped,
+    "logprob_growth": _logprob_growth,
+    "entropy_left": _entropy_left,
+    "flat_steps": _flat_steps,
+    "idle": _idle,
+    "stale": _stale,
+}
+
+
+def _passed(
+    rows: Sequence[JsonObject],
+    config: Config,
+    value: Callable[[JsonObject], float],
+    limit: float | None,
+) -> float | None:
+    """Return the mean of a value over the last `alarms.steps` steps if all of them are above the
+    limit, otherwise None."""
+    last = [value(row) for row in rows[-config.alarms.steps :]]
+    enough = len(last) == config.alarms.steps and limit is not None and min(last) > limit
+    return statistics.fmean(last) if enough else None
+
+
+def _first_and_last(
+    rows: Sequence[JsonObject], config: Config, name: str
+) -> tuple[float, list[float]]:
+    """Return the mean of a metric over the first `alarms.steps` steps that have it, and its values
+    at the last ones; zeros while these steps overlap."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    steps = config.alarms.steps
+    if len(values) < 2 * steps:
+        return 0.0, [0.0]
+    return statistics.fmean(values[:steps]), values[-steps:]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
