@@ -221,12 +221,15 @@ def show(
 
     async def read() -> None:
         from turnwise.run import conversations
+        from turnwise.run.alarms import alarms_of_run
 
         path = conversations.trajectory_file(source, step, heldout)
         found = conversations.select(conversations.read_trajectories(path), problem, grep)
         console = Console()
         if problem is None and grep is None:
             conversations.show(console, found, best, worst)
+            for alarm in alarms_of_run(source) if source.is_dir() else ():
+                _print(console, f"alarm at step {alarm.step}: {alarm.message}")
         else:
             conversations.show_all(console, found)
         _print(console, str(path))

@@ -1,6 +1,7 @@
 """`turnwise show`: which trajectories are found, and how they are printed."""
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_the_command(run: Path) -> None:
     assert "worst: rows:1 #1" in shown.output
     assert "best" not in shown.output
     assert "step-0002.jsonl" in shown.output.replace("\n", "")
+    assert "alarm" not in shown.output
+    rows = [
+        {"step": n, "trajectories": 8, "reward_mean": 0, "dropped": {"failed": 8}}
+        for n in (1, 2, 3)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "config.yaml").write_text("model: {path: m}\n")
+    alarmed = CliRunner().invoke(app, ["show", str(run)])
+    assert "alarm at step 3: 50% of the trajectories fail" in alarmed.output
     found = CliRunner().invoke(app, ["show", str(run), "17"])
     assert found.output.count("──") == 1
     none = CliRunner().invoke(app, ["show", str(run), "18"])

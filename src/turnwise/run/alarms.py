@@ -6,11 +6,13 @@ Each alarm is raised once in a run. They are computed from metrics.jsonl alone, 
 found in a finished run as well.
 """
 
+import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from turnwise.config import Config
+from turnwise.config import Config, load_config
 from turnwise.core.json_types import JsonObject
 
 _NEGLIGIBLE_DIFF = 1e-3
@@ -43,6 +45,19 @@ def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
     """
     alarms = Alarms(config)
     return [alarm for row in rows for alarm in alarms.add(row)]
+
+
+def alarms_of_run(run: Path) -> list[Alarm]:
+    """Return the alarms of a run folder; none for a run without steps.
+
+    Raises:
+        InputError: when the folder's configuration cannot be read.
+    """
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    config = load_config(run / "config.yaml", optional=("environment", "data.path"))
+    return find_alarms(map(json.loads, path.read_text().splitlines()), config)
 
 
 class Alarms:
