@@ -1,6 +1,6 @@
 """The programs of the pages and of the examples' ladder, one after another in one process.
 
-    python -m tests.examples.ladder FOLDER
+    python -m tests.examples.ladder FOLDER first|rest
 
 Shortened: one or two steps of a few short trajectories, with the demo's small model. Prints the
 name of each program before it runs; FOLDER/runs has what they left.
@@ -58,7 +58,7 @@ def run_page(page: str, program: str, folder: Path) -> None:
         sys.modules.pop("my_env", None)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, part: str) -> None:
     train = turnwise.train
 
     def short(**arguments: Any) -> Any:
@@ -70,15 +70,24 @@ def main(folder: Path) -> None:
         return train(**arguments | shorter)
 
     turnwise.train = short
+    (run_first if part == "first" else run_rest)(folder)
+
+
+def run_first(folder: Path) -> None:
+    """The pages' programs, and the rungs that train by a call and by a configuration."""
     for page, program in PAGES:
         announce(f"{page} {program}")
         run_page(page, program, folder)
     announce("step01")
     runpy.run_module("examples.step01_environment.train", run_name="__main__")
     announce("step03")
-    short(config="examples/step03_own_loss/config.yaml")
+    turnwise.train(config="examples/step03_own_loss/config.yaml")
+
+
+def run_rest(folder: Path) -> None:
+    """Rungs whose parts have tests of their own."""
     announce("step07")
-    short(config="examples/step07_self_play/config.yaml")
+    turnwise.train(config="examples/step07_self_play/config.yaml")
     announce("step05")
     pipeline.main(
         ["training.steps=2", "rollout.prompts_per_step=4", f"output_dir={folder / 'runs'}"]
@@ -90,4 +99,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -14,6 +14,7 @@ gc.disable()
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -58,6 +59,8 @@ if _collecting:
     gc.enable()
 
 
+_BUSY_SECONDS = 0.001
+_LOOK_MS = 100
 PRELOAD_MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
@@ -83,8 +86,24 @@ def _compile_nothing() -> None:
         setattr(module, name, getattr(function, "__wrapped__", function))
 
 
+class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
+    """Wait of an engine's shards for their next step, without computing meanwhile.
+
+    vLLM's own polls shared memory for a second after each step, on the cores that another shard
+    computes on.
+    """
+
+    def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
+        super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        # A notification before the subscription is lost; the memory is looked at again anyway.
+        super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+
+
 if current_platform.is_cpu():
     _compile_nothing()
+    shm_broadcast.SpinCondition = _Waiting
 
 
 def use_process_context(context: BaseContext) -> None:
