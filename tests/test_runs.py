@@ -170,6 +170,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
 
 
+@pytest.mark.slow  # ranks of a trainer alone: training/test_trainer_group.py
 def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
     config = whole.parents[1] / "config.yaml"
     done = turnwise("train", config, *REPEATABLE, "training.ranks=2", "name=ranks")

@@ -127,6 +127,7 @@ async def test_a_tool_runs_once_whatever_the_number_of_shards(
     assert sorted(calls) == [1] * 4 + [2] * 4
 
 
+@pytest.mark.slow  # deaths of engines: test_fleet.py, test_deaths.py
 async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
     fleet: Fleet, tokenizer: Any
 ) -> None:
