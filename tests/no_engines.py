@@ -35,6 +35,7 @@ TIER = (
     "run/test_conversations.py",
     "run/test_display.py",
     "run/test_full_disk.py",
+    "run/test_gpu_share.py",
     "run/test_trackers.py",
     "serving/test_manager.py",
     "serving/test_scheduler.py",

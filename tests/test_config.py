@@ -285,6 +285,11 @@ def test_dynamic_sampling_of_groups_of_one_is_refused(file: Path) -> None:
         {"engine": {"max_num_batched_tokens": 16}},
         {"deterministic": True, "training": {"max_staleness": 1}},
         {"training": {"colocated": True, "ranks": 2}},
+        {
+            "training": {"colocated": True, "ranks": 2},
+            "serving": {"workers": 2},
+            "weights": {"transport": "ipc"},
+        },
         {"eval": {"target": 0.9}},
         {"eval": {"target": 0.9, "every": 0}, "data": {"path": "d", "eval_path": "e"}},
         {"algorithm": {"kl": {"coef": 0.1, "estimator": "k1"}}},

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.weights.links import (
@@ -25,7 +26,7 @@ from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import process_group
 from turnwise.weights.collective import CollectiveReceiver
-from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.process_group import ProcessGroup, check_own_gpus
 from turnwise.weights.rendezvous import join_store, open_store
 
 HERE = "127.0.0.1"
@@ -67,6 +68,16 @@ def test_all_engines_get_the_tensors_and_no_default_group_is_made(
             assert arrived == version
             assert_same(received, tensors)
     assert not dist.is_initialized()
+
+
+def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "device_name", lambda device: f"GPU-{device.index % 2}")
+    store, names = dist.HashStore(), ["trainer rank 0", "engine rank 1", "engine rank 2"]
+    for rank in (1, 2):
+        store.set(f"device/{rank}", f"GPU-{rank % 2}")
+    with pytest.raises(InputError, match="trainer rank 0 and engine rank 2 are on the same GPU"):
+        check_own_gpus(store, 0, names, torch.device("cuda", 0))
+    check_own_gpus(store, 0, names[:2], torch.device("cuda", 0))
 
 
 def test_what_one_engine_refuses_is_called_off_everywhere(pool: ThreadPoolExecutor) -> None:

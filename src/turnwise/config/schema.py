@@ -15,6 +15,9 @@ from turnwise.config.sampling import EvalConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import TrainingConfig
 
+_STREAMS = ("ipc", "collective")
+"""Transports that send while engines load."""
+
 
 class Config(Section):
     """The whole configuration of a run; `load_config` reads one from a file.
@@ -121,5 +124,11 @@ class Config(Section):
                 f"training.colocated needs one rank per engine device: serving.workers "
                 f"{self.serving.workers} * engine.tensor_parallel_size {size} is not "
                 f"training.ranks {ranks}"
+            )
+        if self.training.colocated and ranks > 1 and self.weights.transport in _STREAMS:
+            raise ValueError(
+                f"weights.transport: {self.weights.transport} sends while engines load, which a "
+                "process that hosts an engine cannot: with training.colocated and several "
+                "training.ranks, set it to shm or disk"
             )
         return self

@@ -182,11 +182,23 @@ def gpu_share(config: Config, gpus: float, training: bool) -> float:
     """Return the share of a GPU for each device of an engine and each rank of the trainer.
 
     It is 1, or less if there are fewer GPUs than devices and ranks.
+
+    Raises:
+        InputError: when ranks that train together, or devices of one engine, would share a GPU.
     """
     takers = config.serving.workers * config.engine.devices
     if training and not config.training.colocated:
         takers += config.training.ranks
-    return min(1.0, gpus / takers)
+    share = min(1.0, gpus / takers)
+    together = max(config.engine.devices, config.training.ranks if training else 1)
+    if 0 < share < 1 and together > 1:
+        raise InputError(
+            f"there are {gpus:g} GPUs for {takers} devices of engines and ranks of the trainer: "
+            "ranks that train together, and devices of one engine, need a GPU each (lower "
+            "training.ranks, engine.tensor_parallel_size or serving.workers, or set "
+            "training.colocated)"
+        )
+    return share
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":

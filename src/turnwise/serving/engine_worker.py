@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 10.0
 """Time after which `collect` returns without a chunk, to show that the worker is alive."""
 _GPU_MEMORY = 0.9
-"""Default of gpu_memory_utilization in vLLM."""
+"""Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
 
 Submission = tuple[str, list[int], Sampling, int | None, str]
 """A request's id, its prompt's token ids, its sampling parameters, its seed and its adapter."""

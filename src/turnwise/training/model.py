@@ -119,7 +119,6 @@ class Models:
     shape: PretrainedConfig
     """The policy's configuration in Transformers."""
     device: torch.device
-    ranks: int
 
     def score(
         self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
@@ -156,7 +155,7 @@ class Models:
     @contextmanager
     def _computing(self, module: Scorer | Critic) -> Iterator[None]:
         # FSDP itself computes in the module's dtype.
-        lower = module.dtype != torch.float32 and self.ranks == 1
+        lower = module.dtype != torch.float32 and not isinstance(module, FSDPModule)
         with torch.autocast(self.device.type, dtype=module.dtype, enabled=lower):
             yield
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
@@ -203,7 +202,7 @@ def load_models(
     if value is not None and critic is None:
         critic = Critic(load_value_model(config, value), dtype_of(config, value))
         critic = distribute(critic, config, device)
-    return Models(policy, frozen, critic, shape, device, ranks)
+    return Models(policy, frozen, critic, shape, device)
 
 
 def distribute(

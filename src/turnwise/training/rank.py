@@ -31,6 +31,7 @@ from turnwise.training.reports import StepReport, UpdateReport
 from turnwise.training.trainable import TrainableModule
 from turnwise.weights.canary import Canary, canary_prompt
 from turnwise.weights.manifest import Publication
+from turnwise.weights.process_group import check_own_gpus
 from turnwise.weights.rendezvous import free_address, join_store, private
 from turnwise.weights.transport import make_sender
 
@@ -47,7 +48,8 @@ class RankInfo:
     ranks: int = 1
     """Number of ranks."""
     address: str = ""
-    """Rendezvous address of the ranks: host:port of rank 0."""
+    """Rendezvous address of the ranks: host:port of rank 0; "" makes no process group, for one rank
+    alone."""
 
 
 class TrainerRank:
@@ -77,9 +79,11 @@ class TrainerRank:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         torch.set_num_threads(threads_of(config.training))
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._packed = packs(config.training, self.device)
-        if place.ranks > 1:
+        if place.address:
             _join(place, self.device, config.training.step_timeout)
         self._algorithm = make_algorithm(config.algorithm)
         needed = self._algorithm.advantage.value_model
@@ -156,6 +160,8 @@ class TrainerRank:
         ]
         if "optimizer" in self._training.offload:
             self._offload.put_away(["optimizer"])  # nothing needs it until the next step
+        if self._training.colocated and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engines wake up next, and need the memory
         return StepReport(
             self.version,
             updates,
@@ -355,6 +361,10 @@ def _join(place: RankInfo, device: torch.device, seconds: float) -> None:
     limit = timedelta(seconds=seconds)
     try:
         store = private(join_store(host, int(port), limit))
+        if device.type == "cuda":
+            check_own_gpus(
+                store, place.rank, [f"rank {rank}" for rank in range(place.ranks)], device
+            )
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
         )

@@ -103,5 +103,6 @@ class CudaBuffer:
             bytes.fromhex(value) if isinstance(value, str) else value
             for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
         ]
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -7,11 +7,14 @@ it to read the tensors. If these are sent in chunks, the manifest is sent first.
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 import torch
 
 from turnwise.core.json_types import JsonObject
-from turnwise.weights.canary import Canary
+
+if TYPE_CHECKING:
+    from turnwise.weights.canary import Canary
 
 _ALIGNMENT = 256
 
@@ -101,7 +104,7 @@ class Publication:
     """
 
     manifest: Manifest
-    canary: Canary | None = None
+    canary: "Canary | None" = None
     """The published weights' log-probs of a fixed prompt; None if the trainer computes none."""
 
     @property

@@ -5,9 +5,11 @@ group is independent of any that vLLM or the trainer has. NCCL has never been ru
 """
 
 import json
+import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -17,12 +19,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from turnwise.core.deadlines import deadline_error
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
+from turnwise.weights.ipc_address import device_name
 from turnwise.weights.rendezvous import join_store, open_store, private
 
 _T = TypeVar("_T")
 _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
 _ABORT_CHECK_SECONDS = 0.25
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""torch's variable; unless it is 0, a broadcast that fails or is late ends the process: here the
+deadline is ours, and an engine outlives its trainer's update."""
 _LINGER_SECONDS = 0.5
 """Time after its deadline until an abandoned broadcast ends by itself."""
 
@@ -83,6 +89,8 @@ class ProcessGroup:
                 raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
             everyone = range(world_size)
             _wait_until(lambda: self._joined(everyone), seconds, lambda: self._missing(everyone))
+            if device.type == "cuda":
+                check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
             self._group = _process_group(self._store, rank, world_size, device, limit)
         except (RuntimeError, OSError) as error:
             raise InputError(
@@ -206,6 +214,7 @@ class ProcessGroup:
         found, text = self.get("broken")
         if found == round_number:
             self.broken = text
+            self._group.abort()  # NCCL itself would wait for the broadcast on the device
             raise WeightUpdateError(f"the trainer at {self.where} gave up: {text}")
 
     def _guarded(self, operation: Callable[[], _T]) -> _T:
@@ -229,6 +238,43 @@ def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str
         time.sleep(_STORE_POLL_SECONDS)
 
 
+def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.device) -> None:
+    """Check that no two ranks are on one GPU, which NCCL refuses; every rank must call it.
+
+    Args:
+        names: Names of all ranks in errors.
+        device: Device of this rank.
+
+    Raises:
+        InputError: when two ranks are.
+    """
+    store.set(f"device/{rank}", device_name(device))
+    seen: dict[str, str] = {}
+    for other, name in enumerate(names):
+        gpu = store.get(f"device/{other}").decode()
+        if gpu in seen:
+            raise InputError(
+                f"{seen[gpu]} and {name} are on the same GPU ({gpu}): NCCL needs a GPU for each "
+                "process (between an engine and a trainer that share a GPU, set "
+                "weights.transport to ipc)"
+            )
+        seen[gpu] = name
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment for a `with` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _process_group(
     store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
 ) -> _Backend:
@@ -236,5 +282,6 @@ def _process_group(
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
+        with _environment(_ERROR_HANDLING, "0"):  # read by the constructor alone
+            return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))

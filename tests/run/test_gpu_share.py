@@ -1,0 +1,41 @@
+"""Shares of GPUs: which layouts get them, and which are refused."""
+
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, parse_config
+from turnwise.errors import InputError
+from turnwise.run.fleet import gpu_share
+
+
+def layout(workers: int, ranks: int, **sections: Any) -> Config:
+    tree = {"environment": "my:Env", "model": {"path": "a"}, "data": {"path": "rows.jsonl"}}
+    training = {"ranks": ranks, **sections.pop("training", {})}
+    return parse_config({**tree, "serving": {"workers": workers}, "training": training, **sections})
+
+
+def test_each_has_a_gpu_of_its_own_where_there_are_enough() -> None:
+    assert gpu_share(layout(4, 4), 8, training=True) == 1
+    assert gpu_share(layout(8, 8, training={"colocated": True}), 8, training=True) == 1
+    assert gpu_share(layout(2, 2), 0, training=True) == 0
+
+
+def test_an_engine_and_a_rank_share_one_gpu() -> None:
+    assert gpu_share(layout(1, 1), 1, training=True) == 0.5
+    assert gpu_share(layout(3, 4), 2, training=False) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus"),
+    [
+        (layout(8, 8), 8),
+        (layout(1, 2), 2),
+        (layout(2, 1, engine={"tensor_parallel_size": 2}), 4),
+        (layout(2, 2, training={"colocated": True}), 1),
+    ],
+)
+def test_what_computes_together_shares_no_gpu(config: Config, gpus: int) -> None:
+    """NCCL refuses two processes on one GPU, and vLLM two shards."""
+    with pytest.raises(InputError, match=f"there are {gpus} GPUs for .* need a GPU each"):
+        gpu_share(config, gpus, training=True)
