@@ -8,6 +8,9 @@
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
+# make gpu-check   check everything that a GPU alone can show, with any Python that has torch
+#             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
+# make gpu-pack    pack what gpu-check needs for a machine without a network
 # make docs   build the documentation into build/docs, every warning an error
 # make lock   resolve requirements/*.in into requirements/*.txt
 
@@ -31,7 +34,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo guess gsm8k retool algorithms agents quick test test-all bench docs lint lock clean
+.PHONY: setup demo guess gsm8k retool algorithms agents quick test test-all bench gpu-check gpu-pack \
+  docs lint lock clean
 
 setup: $(STAMP)
 
@@ -106,6 +110,15 @@ test-all: setup
 bench:
 	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
+
+# No setup: a machine with a GPU has its own torch.
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
+
+gpu-check:
+	PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-pack:
+	$(GPU_PYTHON) -m benchmarks.gpu.pack
 
 # The documentation's own environment: it reads the sources and needs neither torch nor vLLM.
 $(DOCS): requirements/docs.txt
