@@ -93,7 +93,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewhere(
     file: Path, tmp_path: Path
 ) -> None:
-    done = turnwise("train", file, "training.steps=3", "name=whole")
+    done = turnwise("train", file, "training.steps=3", "name=whole", "samples_every=2")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "whole"
     names = {str(path.relative_to(run)) for path in run.rglob("*")}
@@ -120,6 +120,7 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
         assert re.search(rf"^{part} \.\.\.$", done.stdout, re.MULTILINE)
         assert re.search(rf"^{part}: \d+\.\d s$", done.stdout, re.MULTILINE)
     assert "held-out accuracy (reward ≥ 1) " in done.stdout
+    assert done.stdout.count("── best: ") == done.stdout.count("── worst: ") == 1
 
     for step in (1, 2, 3):
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))

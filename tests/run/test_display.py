@@ -9,6 +9,7 @@ from rich.console import Console
 from turnwise.run import display as module
 from turnwise.run.display import Display, why_untrained
 from turnwise.run.metrics import StepMetrics
+from turnwise.trajectory import Trajectory
 
 STEP = {
     "step": 1,
@@ -70,6 +71,17 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
         "dropped: tool_timeout 2",
     ):
         assert part in second
+
+
+def test_conversations_are_printed_as_they_are() -> None:
+    trajectory = Trajectory("rows:7", status="completed", reward=0.5)
+    trajectory.messages = [{"role": "assistant", "content": "[bold]no markup[/bold]"}]
+    out = io.StringIO()
+    with opened(out) as display:
+        display.samples({"best": [trajectory], "worst": []})
+    head, said = out.getvalue().splitlines()
+    assert head.startswith("── best: rows:7 #0  reward 0.5")
+    assert said == "assistant  [bold]no markup[/bold]"
 
 
 def test_the_time_left_of_a_resumed_run_counts_its_own_steps(clock: Clock) -> None:

@@ -10,8 +10,10 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from turnwise.config import Config, parse_config
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.run.trackers import Trackers
+from turnwise.trajectory import Trajectory
 
 STEP = {
     "step": 1,
@@ -71,6 +73,28 @@ def test_the_file_has_everything_and_tensorboard_the_numbers(tmp_path: Path) -> 
     assert scalars(tmp_path) == expected | {(2, "reward_mean"): 0.75}
 
 
+def said(text: str) -> Trajectory:
+    trajectory = Trajectory("rows:7", status="completed", reward=0.5)
+    trajectory.messages = [{"role": "assistant", "content": text}]
+    return trajectory
+
+
+def test_conversations_are_texts_of_tensorboard(tmp_path: Path) -> None:
+    sinks = Trackers(tmp_path, config())
+    sinks.write_samples(2, [said("Hello.\n# no title"), said("Bye.")])
+    sinks.close()
+    texts = {
+        (event.step, value.tag): value.tensor.string_val[0].decode()
+        for event in events(tmp_path)
+        for value in event.summary.value
+    }
+    assert texts.keys() == {(2, "samples/0/text_summary"), (2, "samples/1/text_summary")}
+    first = texts[2, "samples/0/text_summary"].splitlines()
+    assert first[0] == "    ── rows:7 #0  reward 0.5  completed  0 turns, 0 tokens"
+    assert [line.split() for line in first[1:]] == [["assistant", "Hello."], ["#", "no", "title"]]
+    assert all(line.startswith("    ") for line in first), "Markdown shows it as it is"
+
+
 def test_what_is_not_finite_is_null_and_json_for_everybody(tmp_path: Path) -> None:
     sinks = Trackers(tmp_path, config())
     sinks.write({"step": 1, "loss": float("nan"), "deep": {"a": [float("inf"), 1.0]}, "x": 2})
@@ -124,6 +148,9 @@ class Offline:
         self.calls += 1
         raise ConnectionError("unreachable")
 
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        raise ConnectionError("unreachable")
+
     def close(self) -> None:
         raise ConnectionError("unreachable")
 
@@ -161,6 +188,7 @@ def goes_on(folder: Path, name: str) -> None:
     sinks = Trackers(folder, config(trackers=[name], name="trial"))
     for step in range(3):
         sinks.write({**STEP, "step": step})
+    sinks.write_samples(2, [said("Hello."), said("Bye.")])
     sinks.close()
     again = Trackers(folder, config(trackers=[name], name="trial"), after_step=1)
     for step in (2, 3):
@@ -188,6 +216,9 @@ def test_mlflow_has_one_run_with_every_step(
     assert {metric.step for metric in history} == {0, 1, 2, 3}
     kept = mlflow.artifacts.load_dict(f"runs:/{run.info.run_id}/config.json")
     assert kept["environment"] == "a:B"
+    table = client.load_table(experiment.experiment_id, "samples.json", [run.info.run_id])
+    assert [*table["problem"]] == ["rows:7 #0"] * 2
+    assert "Hello." in table["conversation"][0]
     assert "hush-hush" not in json.dumps(kept)
 
 
@@ -213,4 +244,5 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "wandb_run").read_text() == names[0].rpartition("-")[2]
     written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*.wandb"))
     assert b"reward_error" in written
+    assert list((tmp_path / "wandb").rglob("samples*.table.json"))
     assert b"hush-hush" not in written

@@ -8,7 +8,7 @@ from pydantic import model_validator
 from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, Seconds, Section
+from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section
 from turnwise.config.data import DataConfig, ModelConfig
 from turnwise.config.rollout import RolloutConfig
 from turnwise.config.sampling import EvalConfig, SamplingConfig
@@ -44,6 +44,15 @@ class Config(Section):
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
+    project: str = "turnwise"
+    """Project of wandb and trackio, and experiment of mlflow."""
+    entity: str | None = None
+    """Team or user of wandb; null uses its own default."""
+    tags: list[str] = []
+    """Tags of the run in wandb and mlflow."""
+    samples_every: NonNegativeInt = 10
+    """Number of steps after which the best and the worst trajectory of a step are shown, on the
+    terminal and in trackers; 0 shows none."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """Lowest level of turnwise's log lines on the terminal. The files in the run folder's `logs`
     contain the lines of all processes, including vLLM's and Ray's, from level info up, or debug if

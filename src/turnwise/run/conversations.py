@@ -143,12 +143,19 @@ def show(
     """
     for line in summary(trajectories):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for label, chosen in best_and_worst(trajectories, best, worst).items():
+        for trajectory in chosen:
+            console.print(conversation(trajectory, label), soft_wrap=True)
+
+
+def best_and_worst(
+    trajectories: Sequence[Trajectory], best: int = 1, worst: int = 1
+) -> dict[str, list[Trajectory]]:
+    """Return the trajectories of the highest and of the lowest reward, none of them twice."""
     ranked = sorted(trajectories, key=lambda trajectory: trajectory.reward or 0.0)
     best = min(best, len(ranked))
     worst = min(worst, len(ranked) - best)
-    for label, chosen in (("best", ranked[len(ranked) - best :][::-1]), ("worst", ranked[:worst])):
-        for trajectory in chosen:
-            console.print(conversation(trajectory, label), soft_wrap=True)
+    return {"best": ranked[len(ranked) - best :][::-1], "worst": ranked[:worst]}
 
 
 def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -11,7 +11,9 @@ from rich.live import Live
 from rich.table import Table
 
 from turnwise.core.json_types import JsonObject
+from turnwise.run.conversations import conversation
 from turnwise.run.metrics import StepMetrics
+from turnwise.trajectory import Trajectory
 
 _REFRESH_PER_SECOND = 4
 _QUIET_SECONDS = 10.0
@@ -102,6 +104,12 @@ class Display:
         if metrics.accuracy_heldout is not None:
             self._accuracy = metrics.accuracy_heldout
         self._print(self._line(metrics))
+
+    def samples(self, samples: Mapping[str, Sequence[Trajectory]]) -> None:
+        """Print conversations of the step, by their label."""
+        for label, trajectories in samples.items():
+            for trajectory in trajectories:
+                self._console.print(conversation(trajectory, label), end="", soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning at once."""

@@ -1,8 +1,10 @@
 """Progress of a run, for a display or another observer."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from turnwise.run.metrics import StepMetrics
@@ -29,6 +31,10 @@ class Progress(Protocol):
         """Show the metrics of a completed step, or (step 0) of the first evaluation."""
         ...
 
+    def samples(self, samples: "Mapping[str, Sequence[Trajectory]]") -> None:
+        """Show conversations of the step, by a label such as "best"."""
+        ...
+
     def warn(self, text: str) -> None:
         """Show an urgent message; may be called from any thread."""
         ...
@@ -45,6 +51,8 @@ class Silent:
     def advance(self) -> None: ...
 
     def step(self, metrics: "StepMetrics") -> None: ...
+
+    def samples(self, samples: "Mapping[str, Sequence[Trajectory]]") -> None: ...
 
     def warn(self, text: str) -> None: ...
 

@@ -136,6 +136,10 @@ class RunDir:
         """Write one step's metrics to metrics.jsonl, TensorBoard and the trackers."""
         self._trackers.write(metrics.to_json())
 
+    def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
+        """Write conversations of a step, as text, to TensorBoard and the trackers."""
+        self._trackers.write_samples(step, samples)
+
     def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
         write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
 

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,10 +23,13 @@ except ImportError:  # an extra
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, text_of, translate_unwritable
+from turnwise.run.conversations import conversation
+from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_PROJECT = "turnwise"
+_COLUMNS = ["problem", "reward", "status", "conversation"]
+"""Columns of tables of conversations."""
 
 
 class Trackers:
@@ -83,17 +86,30 @@ class Trackers:
             file.write(json.dumps(metrics, allow_nan=False) + "\n")
         values = dict(_numbers(metrics))
         step = int(values.pop("step"))
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.write(step, values)
-            except Exception as error:
-                self._give_up(name, error)
+        self._each(lambda tracker: tracker.write(step, values))
+
+    def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
+        """Write conversations of a step, as text, to every tracker."""
+        rows = [
+            {
+                "problem": f"{trajectory.problem_id} #{trajectory.sample_index}",
+                "reward": trajectory.reward,
+                "status": trajectory.status,
+                "conversation": conversation(trajectory).plain,
+            }
+            for trajectory in samples
+        ]
+        self._each(lambda tracker: tracker.write_samples(step, rows))
 
     def close(self) -> None:
         """Close every tracker."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, do: "Callable[[Tracker], None]") -> None:
+        """Call every tracker; one that fails is reported, and gets no more calls."""
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.close()
+                do(tracker)
             except Exception as error:
                 self._give_up(name, error)
 
@@ -105,9 +121,14 @@ class Trackers:
 
 
 class Tracker(Protocol):
-    """Receives a step's numbers, by names of letters, digits and `_-./`; may raise anything."""
+    """Receives a step's numbers, by names of letters, digits and `_-./`, and conversations; may
+    raise anything."""
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        """Write conversations, each with `problem`, `reward`, `status` and `conversation`."""
+        ...
 
     def close(self) -> None: ...
 
@@ -123,6 +144,11 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        for number, row in enumerate(rows):
+            indented = "\n".join(f"    {line}" for line in row["conversation"].splitlines())
+            self._writer.add_text(f"samples/{number}", indented, step)  # Markdown: as it is
+
     def close(self) -> None:
         self._writer.close()
 
@@ -131,9 +157,11 @@ class Wandb:
     """Weights & Biases. If a step is written twice, it keeps the first."""
 
     def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        wandb = importlib.import_module("wandb")
+        self._wandb = wandb = importlib.import_module("wandb")
         self._run = wandb.init(
-            project=_PROJECT,
+            project=config.project,
+            entity=config.entity,
+            tags=config.tags,
             name=config.name,
             dir=str(folder),
             config=_public(config),
@@ -145,6 +173,10 @@ class Wandb:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
+
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        table = self._wandb.Table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -159,10 +191,11 @@ class Mlflow:
         self._client = self._mlflow.MlflowClient()
         known = _known_run(folder, "mlflow") if resumed else None
         if known is None:
-            experiment = self._client.get_experiment_by_name(_PROJECT)
+            experiment = self._client.get_experiment_by_name(config.project)
             number = experiment.experiment_id if experiment else None
-            number = number or self._client.create_experiment(_PROJECT)
-            run = self._client.create_run(number, run_name=config.name)
+            number = number or self._client.create_experiment(config.project)
+            tags = dict.fromkeys(config.tags, "")
+            run = self._client.create_run(number, run_name=config.name, tags=tags)
             self._run_id: str = run.info.run_id
             self._client.log_dict(self._run_id, _public(config), "config.json")
             _remember_run(folder, "mlflow", self._run_id)
@@ -177,6 +210,10 @@ class Mlflow:
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        table = {name: [row[name] for row in rows] for name in _COLUMNS}
+        self._client.log_table(self._run_id, {"step": [step] * len(rows), **table}, "samples.json")
+
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
@@ -185,9 +222,9 @@ class Trackio:
     """Trackio. If a step is written twice, it keeps both."""
 
     def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        trackio = importlib.import_module("trackio")
+        self._trackio = trackio = importlib.import_module("trackio")
         self._run = trackio.init(
-            project=_PROJECT,
+            project=config.project,
             name=config.name,
             config=_public(config),
             resume="allow" if resumed else "never",
@@ -195,6 +232,10 @@ class Trackio:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
+
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
+        data = [[row[name] for name in _COLUMNS] for row in rows]
+        self._run.log({"samples": self._trackio.Table(columns=_COLUMNS, data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

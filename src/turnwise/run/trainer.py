@@ -19,6 +19,7 @@ from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.rollout import Batch, GroupProducer, Problem, ProblemStream, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.run.alarms import Alarms
+from turnwise.run.conversations import best_and_worst
 from turnwise.run.metrics import StepMetrics, UpdateMetrics
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
@@ -139,6 +140,7 @@ class TrainingLoop:
             metrics.step_seconds, previous = now - previous, now
             metrics.phase_seconds = self._phases(batch)
             await self._report(metrics)
+            await self._show_samples(step, batch)
             self._seconds = {}
             await self._save(step)
             if self._reached:
@@ -243,6 +245,17 @@ class TrainingLoop:
 
     async def _keep(self, kind: str, step: int, trajectories: Sequence[Trajectory]) -> None:
         await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
+
+    async def _show_samples(self, step: int, batch: Batch) -> None:
+        """Show what was said in the step, every `samples_every` steps."""
+        every = self._config.samples_every
+        if not every or step % every:
+            return
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        shown = best_and_worst(trajectories)
+        self._progress.samples(shown)
+        both = [trajectory for chosen in shown.values() for trajectory in chosen]
+        await asyncio.to_thread(self._folder.write_samples, step, both)
 
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
