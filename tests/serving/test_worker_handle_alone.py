@@ -34,7 +34,7 @@ class Actor:
         self._asked: asyncio.Queue[str] = asyncio.Queue()
 
     def _submit(self, batch: list[Any]) -> None:
-        if any("lock" in sampling.logits_processor_args for _, _, sampling, _ in batch):
+        if any("lock" in sampling.logits_processor_args for _, _, sampling, *_ in batch):
             raise TypeError("cannot pickle '_thread.lock' object")
         for request_id, *_ in batch:
             self._asked.put_nowait(request_id)
@@ -94,7 +94,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
 
     worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
     worker._engine = Mute()
-    await worker.submit([("mute", [5], SamplingConfig(), None)])
+    await worker.submit([("mute", [5], SamplingConfig(), None, "")])
     async with asyncio.timeout(60):
         events = await worker.collect()
         while len(events) < 2:
