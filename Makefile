@@ -27,6 +27,7 @@ AGENTS := .venv-agents/.installed
 DOCS := .venv-docs/.installed
 OPENENV := .venv-openenv/.installed
 MCP := .venv-mcp/.installed
+BROWSER := .venv-browser/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -74,6 +75,12 @@ agents: $(AGENTS)
 $(MCP): requirements/mcp.txt
 	@$(PYTHON) -m venv --clear .venv-mcp
 	@.venv-mcp/bin/python -m pip install -qq --no-deps --no-compile -r requirements/mcp.txt
+	@touch $@
+
+# What drives Chromium in a slow test of the viewer; Chromium itself is the system's.
+$(BROWSER): requirements/browser.txt
+	@$(PYTHON) -m venv --clear .venv-browser
+	@.venv-browser/bin/python -m pip install -qq --no-deps --no-compile -r requirements/browser.txt
 	@touch $@
 
 demo: setup
@@ -131,11 +138,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv agents mcp; do \
+	for name in cpu bench docs openenv agents mcp browser; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser build runs examples/calculator/build

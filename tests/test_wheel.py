@@ -53,6 +53,8 @@ def test_a_built_wheel_trains_in_a_fresh_environment(
         index = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
         run(*install, *index, cwd=tmp_path)
     assert run(turnwise, "--version", cwd=tmp_path).startswith("turnwise ")
+    page = "from turnwise.viewer.server import static_files; print(static_files()['index.html'])"
+    assert "<!doctype html>" in run(python, "-c", page, cwd=tmp_path)
 
     (tmp_path / "even.py").write_text(ENVIRONMENT)
     config = make_config(

@@ -1,18 +1,12 @@
-"""The command line: train, pipeline, eval, rollout, serve, show, config, trace.
+"""The command line: train, pipeline, eval, rollout, serve, show, view, config, trace.
 
-A user's mistake ends in one sentence on standard error and exit code 2. Ctrl-C and SIGTERM end the
-run and everything that it started, and exit with code 130. The traceback of any other error (user
-code, a library, a bug) goes to errors.log in the run folder; --debug prints it.
+`turnwise.command` runs each, and reports how it ended.
 """
 
 import asyncio
 import os
 import sys
-import time
-import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,17 +14,12 @@ import typer
 from rich.console import Console
 
 from turnwise import __version__
+from turnwise.command import Command as _Command
+from turnwise.command import print_error as _print_error
+from turnwise.command import run as _run
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
-from turnwise.core.interrupt import (
-    EXIT_INTERRUPTED,
-    end_by_force_after,
-    interruptible,
-    kill_children,
-)
-from turnwise.core.user_code import stuck_calls, unreturned_calls
-from turnwise.errors import TurnwiseError, describe_error
 from turnwise.run import commands
 
 
@@ -60,56 +49,10 @@ Overrides = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
-_EXIT_FAILED = 1
-_EXIT_BAD_INPUT = 2
-_FILE_CLOCK_SECONDS = 0.05
-"""Largest lag of the clock of files' times, which ticks, behind `time.time`."""
-_END_SECONDS = 10.0
-"""Deadline for closing the event loop when user code has not returned."""
 _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
 )
-
-
-@dataclass(slots=True)
-class _Command:
-    """One command in progress; reports the error that ends it."""
-
-    debug: bool
-    folder: Path | None = None
-    """The run folder; None until the configuration is read."""
-    _began: float = field(default_factory=lambda: time.time() - _FILE_CLOCK_SECONDS)
-
-    def of(self, config: Config) -> Config:
-        """Remember a configuration's run folder, and return the configuration."""
-        self.folder = commands.run_folder(config)
-        return config
-
-    def fail(self, error: Exception) -> int:
-        """Print an error in one sentence, keep its traceback, and return the exit code."""
-        expected = isinstance(error, TurnwiseError)
-        message = str(error) if expected else f"unexpected {describe_error(error)}"
-        _print_error(f"turnwise: {message}", style="red")
-        text = "".join(traceback.format_exception(error))
-        log = None if self.folder is None else self.folder / "errors.log"
-        if log is not None and (error.__cause__ is not None or not expected):
-            try:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a", encoding="utf-8", errors="replace") as file:
-                    file.write(f"{datetime.now().isoformat(' ', 'seconds')}\n{text}\n")
-            except OSError:
-                log = None
-        if self.debug or (log is None and not expected):
-            _print_error(text.rstrip())
-        elif log is not None and log.exists() and log.stat().st_mtime >= self._began:
-            _print_error(f"traceback: {log} (or --debug)")
-        return _EXIT_BAD_INPUT if expected else _EXIT_FAILED
-
-
-def _print_error(text: str, style: str | None = None) -> None:
-    console = Console(stderr=True)
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -238,6 +181,40 @@ def show(
 
 
 @app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, compared.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="By default, a free one.")] = 0,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one page instead.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Its step; default: the last one.")] = None,
+    heldout: Annotated[bool, typer.Option(help="The evaluation's trajectories instead.")] = False,
+    trajectory: Annotated[
+        int | None, typer.Option(help="One trajectory of the step, from 0; default: all.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show runs in the browser, while they train or later; --export writes a page to send."""
+
+    async def start() -> None:
+        from turnwise.run.conversations import trajectory_file
+        from turnwise.viewer import export as exporting
+        from turnwise.viewer.run_files import open_runs
+        from turnwise.viewer.server import serve as serve_view
+
+        opened, console = open_runs(runs), Console()
+        if export is None:
+            await serve_view(opened, port, lambda address: _print(console, address))
+            return
+        first = next(iter(opened.values()))
+        name = trajectory_file(first.path, step, heldout).stem
+        await run_in_thread(lambda: exporting.export(first, name, trajectory, export))
+        _print(console, str(export))
+
+    _run(start, _Command(debug))
+
+
+@app.command()
 def config(
     file: Annotated[
         Path | None,
@@ -273,36 +250,6 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     logs.to_terminal()
     app()
-
-
-def _run(make: Callable[[], Coroutine[object, object, None]], command: _Command) -> None:
-    code = asyncio.run(_exit_code(make, command))
-    if code:
-        raise typer.Exit(code)
-
-
-async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: _Command) -> int:
-    """Run a command, report how it ended, and return its exit code."""
-    code = _EXIT_FAILED
-    try:
-        await interruptible(make())
-        code = 0
-    except Exception as error:
-        code = command.fail(error)
-    except asyncio.CancelledError:
-        code = EXIT_INTERRUPTED
-        left = unreturned_calls()
-        await asyncio.to_thread(kill_children)
-        text = "turnwise: interrupted; everything it started has ended"
-        _print_error(text + (f", but {left}" if left else ""))
-    finally:
-        if left := stuck_calls():
-            if code != EXIT_INTERRUPTED:
-                _print_error(f"turnwise: {left}")
-            # A call that swallows its cancellation would keep the event loop open for ever.
-            sys.stdout.flush()
-            end_by_force_after(_END_SECONDS, code)
-    return code
 
 
 async def _train(config: Config, resume: Path | None = None) -> None:

@@ -1,0 +1,108 @@
+"""One command of the command line, from its start to its exit code.
+
+A user's mistake ends in one sentence on standard error and exit code 2. Ctrl-C and SIGTERM end the
+run and everything that it started, and exit with code 130. The traceback of any other error (user
+code, a library, a bug) goes to errors.log in the run folder; --debug prints it.
+"""
+
+import asyncio
+import sys
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from turnwise.config import Config
+from turnwise.core.interrupt import (
+    EXIT_INTERRUPTED,
+    end_by_force_after,
+    interruptible,
+    kill_children,
+)
+from turnwise.core.user_code import stuck_calls, unreturned_calls
+from turnwise.errors import TurnwiseError, describe_error
+from turnwise.run import commands
+
+_EXIT_FAILED = 1
+_EXIT_BAD_INPUT = 2
+_FILE_CLOCK_SECONDS = 0.05
+"""Largest lag of the clock of files' times, which ticks, behind `time.time`."""
+_END_SECONDS = 10.0
+"""Deadline for closing the event loop when user code has not returned."""
+
+
+@dataclass(slots=True)
+class Command:
+    """One command in progress; reports the error that ends it."""
+
+    debug: bool
+    folder: Path | None = None
+    """The run folder; None until the configuration is read."""
+    _began: float = field(default_factory=lambda: time.time() - _FILE_CLOCK_SECONDS)
+
+    def of(self, config: Config) -> Config:
+        """Remember a configuration's run folder, and return the configuration."""
+        self.folder = commands.run_folder(config)
+        return config
+
+    def fail(self, error: Exception) -> int:
+        """Print an error in one sentence, keep its traceback, and return the exit code."""
+        expected = isinstance(error, TurnwiseError)
+        message = str(error) if expected else f"unexpected {describe_error(error)}"
+        print_error(f"turnwise: {message}", style="red")
+        text = "".join(traceback.format_exception(error))
+        log = None if self.folder is None else self.folder / "errors.log"
+        if log is not None and (error.__cause__ is not None or not expected):
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(f"{datetime.now().isoformat(' ', 'seconds')}\n{text}\n")
+            except OSError:
+                log = None
+        if self.debug or (log is None and not expected):
+            print_error(text.rstrip())
+        elif log is not None and log.exists() and log.stat().st_mtime >= self._began:
+            print_error(f"traceback: {log} (or --debug)")
+        return _EXIT_BAD_INPUT if expected else _EXIT_FAILED
+
+
+def print_error(text: str, style: str | None = None) -> None:
+    """Print a line on standard error, as it is."""
+    console = Console(stderr=True)
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:
+    """Run a command's coroutine; a code other than 0 exits."""
+    code = asyncio.run(_exit_code(make, command))
+    if code:
+        raise typer.Exit(code)
+
+
+async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:
+    """Run a command, report how it ended, and return its exit code."""
+    code = _EXIT_FAILED
+    try:
+        await interruptible(make())
+        code = 0
+    except Exception as error:
+        code = command.fail(error)
+    except asyncio.CancelledError:
+        code = EXIT_INTERRUPTED
+        left = unreturned_calls()
+        await asyncio.to_thread(kill_children)
+        text = "turnwise: interrupted; everything it started has ended"
+        print_error(text + (f", but {left}" if left else ""))
+    finally:
+        if left := stuck_calls():
+            if code != EXIT_INTERRUPTED:
+                print_error(f"turnwise: {left}")
+            # A call that swallows its cancellation would keep the event loop open for ever.
+            sys.stdout.flush()
+            end_by_force_after(_END_SECONDS, code)
+    return code

@@ -1,0 +1,1 @@
+"""The viewer: `turnwise view`, a local page that shows run folders."""

@@ -1,0 +1,286 @@
+"""Run folders as the viewer reads them: by byte ranges, while a run may still write.
+
+metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
+and a summary of each line; a trajectory is then read by its range alone.
+"""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.run.alarms import alarms_of_run
+from turnwise.trajectory import Trajectory, audit
+from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
+
+_EXCERPT = 160
+"""Characters of a question or an answer in a summary."""
+_INDICES = 8
+"""Files whose summaries are kept in memory, for each run."""
+_SEPARATE = ("eval", "rollouts")
+"""Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """The lines of one file of trajectories."""
+
+    version: tuple[int, int]
+    """Size and time of change of the file that was scanned."""
+    ranges: list[tuple[int, int]]
+    """Start and length of each line, in bytes."""
+    summaries: list[JsonObject]
+    """One for each line: what lists and filters show."""
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """Reads one run folder; safe to use from several threads.
+
+    Args:
+        path: The folder; its files may be incomplete, or still grow.
+        name: Unique name among the runs that are shown.
+
+    Raises:
+        InputError: when the folder is none of a run.
+
+    Example:
+        run = RunFiles(Path("runs/demo"), "demo")
+        rows = run.rows(0)["rows"]
+    """
+
+    path: Path
+    name: str
+    _indices: dict[str, FileIndex] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _texts: TokenTexts | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.path / "config.yaml").is_file():
+            raise InputError(f"there is no run in {self.path} (a folder with config.yaml)")
+
+    def describe(self) -> JsonObject:
+        """Return the run's name, place and files of trajectories."""
+        files = {name: path.stat().st_size for name, path in self.files().items()}
+        return {"name": self.name, "path": str(self.path), "files": files}
+
+    def rows(self, offset: int) -> JsonObject:
+        """Return the whole lines of metrics.jsonl from an offset on, and the offset after them.
+
+        A file shorter than the offset was written again, by a resumed run: all its lines are
+        returned, with `reset` true.
+        """
+        path = self.path / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        reset = offset > size
+        start = 0 if reset else offset
+        data = read_range(path, start, size - start) if size > start else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        rows = [parse(line) for line in whole.splitlines() if line.strip()]
+        return {"rows": rows, "offset": start + len(whole), "reset": reset}
+
+    def config(self) -> dict[str, object]:
+        """Return the configuration by dotted key."""
+        try:
+            tree = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"{self.path / 'config.yaml'} cannot be read: {error}") from error
+        return dict(_flat(tree)) if isinstance(tree, dict) else {}
+
+    def alarms(self) -> JsonObject:
+        """Return the run's alarms, and the reason if they cannot be found."""
+        try:
+            found = alarms_of_run(self.path)
+        except (InputError, ValueError, KeyError) as error:
+            return {"alarms": [], "error": str(error)}
+        return {
+            "alarms": [{"name": a.name, "step": a.step, "message": a.message} for a in found],
+            "error": None,
+        }
+
+    def files(self) -> dict[str, Path]:
+        """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
+        root = self.path.resolve()
+        found = [
+            *sorted((self.path / "trajectories").glob("step-*.jsonl")),
+            *sorted((self.path / "trajectories").glob("eval-*.jsonl")),
+            *(self.path / f"{name}.jsonl" for name in _SEPARATE),
+        ]
+        return {
+            path.stem: path
+            for path in found
+            if path.is_file() and path.resolve().is_relative_to(root)
+        }
+
+    def index(self, name: str) -> FileIndex:
+        """Return the lines of a file of trajectories, scanned again only if it has changed.
+
+        Raises:
+            KeyError: when there is no such file.
+            InputError: naming the line that is no trajectory.
+        """
+        path = self.files()[name]
+        stat = path.stat()
+        version = stat.st_size, stat.st_mtime_ns
+        with self._lock:
+            kept = self._indices.get(name)
+            if kept is None or kept.version != version:
+                kept = scan(path, version)
+            self._indices.pop(name, None)
+            self._indices[name] = kept
+            while len(self._indices) > _INDICES:
+                del self._indices[next(iter(self._indices))]
+        return kept
+
+    def line(self, name: str, index: int) -> bytes:
+        """Return one trajectory as the bytes of its line.
+
+        Raises:
+            KeyError, IndexError: when there is no such file or line.
+        """
+        ranges = self.index(name).ranges
+        if not 0 <= index < len(ranges):
+            raise IndexError(index)
+        return read_range(self.files()[name], *ranges[index])
+
+    def search(self, name: str, text: str) -> list[int]:
+        """Return the trajectories in whose messages a text occurs, in any case."""
+        wanted = text.casefold()
+        plain = text.isascii() and json.dumps(text)[1:-1] == text
+        found = []
+        for index in range(len(self.index(name).ranges)):
+            line = self.line(name, index)
+            if plain and wanted.encode() not in line.lower():
+                continue
+            if any(wanted in said.casefold() for said in _texts(parse(line))):
+                found.append(index)
+        return found
+
+    def audit(self, name: str, index: int) -> JsonObject:
+        """Return the exactness report of one trajectory."""
+        return audit(Trajectory.from_json(self.line(name, index).decode())).to_dict()
+
+    def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
+        """Return text and bytes of every token of trajectories, by id."""
+        ids: set[int] = set()
+        for index in indices:
+            for turn in parse(self.line(name, index))["turns"]:
+                ids.update(turn["added_token_ids"], turn["completion_token_ids"])
+        with self._lock:
+            if self._texts is None:
+                self._texts = TokenTexts(find_tokenizer(self.path, self.config()))
+        return self._texts.of(ids)
+
+
+def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
+    """Return run folders by unique name, in their order.
+
+    Raises:
+        InputError: naming a folder without a run.
+    """
+    runs: dict[str, RunFiles] = {}
+    for path in paths:
+        name, number = path.resolve().name, 2
+        while name in runs:
+            name, number = f"{path.resolve().name}-{number}", number + 1
+        runs[name] = RunFiles(path, name)
+    return runs
+
+
+def scan(path: Path, version: tuple[int, int]) -> FileIndex:
+    """Read a file of trajectories once, line by line."""
+    ranges, summaries, start = [], [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # still written
+            try:
+                summaries.append(summarise(parse(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(f"{path}, line {number} is no trajectory: {error}") from error
+            ranges.append((start, len(line)))
+            start += len(line)
+    return FileIndex(version, ranges, summaries)
+
+
+def summarise(tree: JsonObject) -> JsonObject:
+    """Return what lists and filters show of a trajectory.
+
+    Example:
+        >>> summarise({"problem_id": "rows:1", "turns": [], "messages": []})["tokens"]
+        0
+    """
+    turns, messages = tree["turns"], tree["messages"]
+    versions = [v for turn in turns for v in turn["weight_versions"][:: max(1, len(turns))]]
+    versions += [turn["weight_versions"][-1] for turn in turns if turn["weight_versions"]]
+    forks = Counter(turn["fork_reason"] for turn in turns if turn.get("fork_reason"))
+    nothing: JsonObject = {}
+    asked = next((m for m in messages if m.get("role") == "user"), nothing)
+    answered = next((m for m in reversed(messages) if m.get("role") == "assistant"), nothing)
+    return {
+        "problem": tree["problem_id"],
+        "sample": tree.get("sample_index", 0),
+        "reward": tree.get("reward"),
+        "parts": tree.get("reward_parts", {}),
+        "status": tree.get("status", ""),
+        "events": tree.get("events", {}),
+        "metrics": tree.get("metrics", {}),
+        "forks": dict(forks),
+        "turns": len(turns),
+        "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
+        "length": max((_path_length(turn) for turn in turns), default=0),
+        "versions": [min(versions), max(versions)] if versions else [],
+        "question": _said(asked)[:_EXCERPT],
+        "answer": _said(answered)[-_EXCERPT:],
+    }
+
+
+def parse(line: bytes) -> JsonObject:
+    """Read one line; numbers that JSON does not have (NaN) become None."""
+    tree: JsonObject = json.loads(line, parse_constant=lambda _: None)
+    return tree
+
+
+def read_range(path: Path, start: int, length: int) -> bytes:
+    """Return a byte range of a file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def _path_length(turn: Mapping[str, object]) -> int:
+    lists = (turn[key] for key in ("added_token_ids", "completion_token_ids"))
+    own = sum(len(ids) for ids in lists if isinstance(ids, list))
+    before = turn.get("prefix_length", 0)
+    return own + (before if isinstance(before, int) else 0)
+
+
+def _said(message: JsonObject) -> str:
+    """Return a message's text and its calls, as one text."""
+    content = message.get("content")
+    if isinstance(content, list):  # parts of a message
+        content = "".join(str(part.get("text") or "") for part in content)
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
+    return "\n".join([*([str(content)] if content else []), *calls])
+
+
+def _texts(tree: JsonObject) -> Iterator[str]:
+    for message in tree["messages"]:
+        yield _said(message)
+    for turn in tree["turns"]:
+        for message in turn.get("messages", ()):
+            yield _said(message)
+
+
+def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,141 @@
+// Curves over steps, of several runs, with alarms; one step under the pointer in all charts.
+
+import { h, svg, short } from "./dom.js";
+import { runColor } from "./color.js";
+
+const WIDTH = 400;
+const HEIGHT = 170;
+const LEFT = 44;
+const BOTTOM = 20;
+const TOP = 8;
+const listeners = new Set();
+
+export function clearCharts() {
+  listeners.clear();
+}
+
+function announceStep(step) {
+  for (const listener of listeners) listener(step);
+}
+
+// `series`: [{ label, color, second, points: [[step, value], ...] }].
+export function chart({ title, unit, series, alarms, log, low, high, open }) {
+  const drawn = series.map((one) => ({ ...one, points: one.points.filter((point) => point[1] !== null && point[1] !== undefined && (!log || point[1] > 0)) }))
+    .filter((one) => one.points.length);
+  if (!drawn.length) return null;
+  const all = drawn.flatMap((one) => one.points);
+  const steps = [...new Set(all.map((point) => point[0]))].sort((a, b) => a - b);
+  const [first, last] = [steps[0], steps[steps.length - 1]];
+  const scale = log ? Math.log10 : (value) => value;
+  let bottom = Math.min(...all.map((point) => scale(point[1])), ...(low === undefined ? [] : [low]));
+  let top = Math.max(...all.map((point) => scale(point[1])), ...(high === undefined ? [] : [high]));
+  if (bottom === top) [bottom, top] = [bottom - Math.abs(bottom || 1) * 0.1, top + Math.abs(top || 1) * 0.1];
+  if (log) [bottom, top] = [Math.floor(bottom), Math.ceil(top)];
+  const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (WIDTH - LEFT - 8);
+  const y = (value) => TOP + (1 - (scale(value) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
+  const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
+    "aria-label": `${title}: ${drawn.map((one) => `${one.label} from ${short(one.points[0][1])} at step ${one.points[0][0]} to ${short(one.points.at(-1)[1])} at step ${one.points.at(-1)[0]}`).join("; ")}. Arrow keys read steps.` });
+  for (const part of ticks(bottom, top, log)) {
+    const at = y(log ? 10 ** part : part);
+    image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
+      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(log ? 10 ** part : part)));
+  }
+  for (const step of new Set([first, steps[Math.floor((steps.length - 1) / 2)], last])) {
+    image.append(svg("text", { x: x(step), y: HEIGHT - 4, "text-anchor": step === last && last !== first ? "end" : step === first ? "start" : "middle" }, step));
+  }
+  for (const alarm of alarms ?? []) {
+    if (alarm.step < first || alarm.step > last) continue;
+    const at = x(alarm.step);
+    image.append(svg("line", { class: "alarm", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
+      svg("path", { class: "alarm-head", d: `M${at - 5} ${TOP - 7}h10l-5 8z` }, svg("title", null, `step ${alarm.step}: ${alarm.message}`)));
+  }
+  for (const one of drawn) {
+    const d = one.points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    image.append(svg("path", { class: one.second ? "curve second" : "curve", d, stroke: one.color }));
+    if (one.points.length < 25) {
+      for (const [step, value] of one.points) image.append(svg("circle", { cx: x(step), cy: y(value), r: 2.4, fill: one.color }));
+    }
+  }
+  const cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+  image.append(cross);
+  const readout = h("div", { class: "readout" });
+  let current = null;
+  const show = (step) => {
+    current = step;
+    cross.setAttribute("visibility", step === null ? "hidden" : "visible");
+    if (step !== null) {
+      cross.setAttribute("x1", x(step));
+      cross.setAttribute("x2", x(step));
+    }
+    const values = drawn.map((one) => {
+      const point = step === null ? one.points.at(-1) : one.points.find((each) => each[0] === step);
+      return h("span", null, h("i", { class: "swatch", style: { background: one.color, opacity: one.second ? "0.5" : "1" } }), `${one.label} ${point ? short(point[1]) : "–"}`);
+    });
+    readout.replaceChildren(step === null ? "" : h("span", null, `step ${step}`), ...values);
+  };
+  show(null);
+  listeners.add((step) => show(step === null || !steps.includes(step) ? null : step));
+  const nearest = (event) => {
+    const box = image.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * WIDTH;
+    return steps.reduce((best, step) => (Math.abs(x(step) - at) < Math.abs(x(best) - at) ? step : best));
+  };
+  image.addEventListener("pointermove", (event) => announceStep(nearest(event)));
+  image.addEventListener("pointerleave", () => announceStep(null));
+  image.addEventListener("click", (event) => open?.(nearest(event)));
+  image.addEventListener("blur", () => announceStep(null));
+  image.addEventListener("keydown", (event) => {
+    const index = current === null ? steps.length - 1 : steps.indexOf(current);
+    const next = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: steps.length - 1 }[event.key];
+    if (event.key === "Enter" && current !== null) open?.(current);
+    if (next === undefined) return;
+    event.preventDefault();
+    announceStep(steps[Math.min(steps.length - 1, Math.max(0, next))]);
+    readout.setAttribute("aria-live", "polite");
+  });
+  return h("figure", { class: "chart panel" },
+    h("figcaption", null, h("h3", null, title), h("span", { class: "quiet small" }, unit ?? "")), image, readout);
+}
+
+function ticks(bottom, top, log) {
+  if (log) {
+    const every = Math.max(1, Math.ceil((top - bottom) / 4));
+    return range(bottom, top, every);
+  }
+  const rough = (top - bottom) / 4;
+  const size = 10 ** Math.floor(Math.log10(rough));
+  const every = [1, 2, 5, 10].map((factor) => factor * size).find((step) => step >= rough);
+  return range(Math.ceil(bottom / every - 1e-9) * every, top + every * 1e-6, every);
+}
+
+function range(start, end, every) {
+  const found = [];
+  for (let value = start; value <= end; value += every) found.push(Number(value.toPrecision(10)));
+  return found;
+}
+
+// Bars of seconds, one for each step, divided by phase.
+export function phaseChart(title, rows, names) {
+  const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
+    "aria-label": `${title}: ${names.map((name) => `${name} ${short(rows.reduce((sum, row) => sum + (row.phase_seconds[name] ?? 0), 0) / rows.length)} seconds on average`).join("; ")}` });
+  const top = Math.max(...rows.map((row) => names.reduce((sum, name) => sum + (row.phase_seconds[name] ?? 0), 0)));
+  const height = (seconds) => (seconds / top) * (HEIGHT - TOP - BOTTOM);
+  for (const part of ticks(0, top, false)) {
+    const at = HEIGHT - BOTTOM - height(part);
+    image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
+      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(part)));
+  }
+  const width = (WIDTH - LEFT - 8) / rows.length;
+  rows.forEach((row, index) => {
+    let base = HEIGHT - BOTTOM;
+    names.forEach((name, color) => {
+      const size = height(row.phase_seconds[name] ?? 0);
+      base -= size;
+      image.append(svg("rect", { x: LEFT + index * width + width * 0.08, y: base, width: width * 0.84, height: size, fill: runColor(color) },
+        svg("title", null, `step ${row.step}: ${name} ${short(row.phase_seconds[name] ?? 0)} s`)));
+    });
+  });
+  image.append(svg("text", { x: LEFT, y: HEIGHT - 4 }, rows[0].step), svg("text", { x: WIDTH - 8, y: HEIGHT - 4, "text-anchor": "end" }, rows.at(-1).step));
+  const legend = names.map((name, color) => h("span", null, h("i", { class: "swatch", style: { background: runColor(color) } }), `${name} ${short(rows.at(-1).phase_seconds[name] ?? 0)}`));
+  return h("figure", { class: "chart panel" }, h("figcaption", null, h("h3", null, title), h("span", { class: "quiet small" }, "seconds of a step")), image, h("div", { class: "readout" }, legend));
+}

@@ -1,0 +1,189 @@
+// The trajectories of one step: a histogram, filters, groups, and the samples of a group side by side.
+
+import { chip, counted, deviation, h, mean, select, short } from "./dom.js";
+import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
+import { rewardColor } from "./color.js";
+import { VirtualList } from "./list.js";
+import { messageCard } from "./chat.js";
+
+const BINS = 20;
+const GROUP_ROW = 66;
+const ANY = "";
+
+function sortedKeys(all, pick) {
+  return [...new Set(all.flatMap((one) => Object.keys(pick(one) ?? {})))].sort();
+}
+
+export async function showStep(main, runs, place, go) {
+  const { run, file } = place;
+  const path = trajectoryPath(run, file);
+  const { trajectories } = await fetchNow(path);
+  trajectories.forEach((one, index) => { one.index = index; });
+  const measures = {
+    reward: (one) => one.reward,
+    ...Object.fromEntries(sortedKeys(trajectories, (one) => one.parts).map((name) => [`part: ${name}`, (one) => one.parts[name]])),
+    ...Object.fromEntries(sortedKeys(trajectories, (one) => one.metrics).map((name) => [`metric: ${name}`, (one) => one.metrics[name]])),
+    turns: (one) => one.turns, "sampled tokens": (one) => one.tokens, "longest path": (one) => one.length,
+  };
+  if ("part: environment" in measures && sortedKeys(trajectories, (one) => one.parts).length === 1) delete measures["part: environment"];
+  const query = place.query;
+  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(), status: query.status ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
+  const rewards = trajectories.map((one) => one.reward).filter((reward) => reward !== null);
+  const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
+  const groups = [...Map.groupBy(trajectories, (one) => one.problem)].map(([problem, members]) => ({ problem, members }));
+  const histogram = h("div", { class: "histogram", role: "group", "aria-label": "Histogram; each bar filters" });
+  const axis = h("div", { class: "axis" });
+  const summary = h("p", { class: "small quiet number", role: "status" });
+  const box = h("div", { style: { height: "max(360px, calc(100vh - 390px))" }, tabindex: "0", role: "list", "aria-label": "Groups" });
+  let shown = [];
+
+  const passes = (one) => (state.status === ANY || one.status === state.status)
+    && (state.event === ANY || (one.events[state.event] ?? 0) > 0)
+    && (state.fork === ANY || (state.fork === "any" ? Object.keys(one.forks).length > 0 : state.fork === "none" ? !Object.keys(one.forks).length : one.forks[state.fork] > 0))
+    && (state.found === null || state.found.has(one.index));
+  let edges = [0, 1];
+  const binOf = (one) => {
+    const value = measures[state.measure](one);
+    return value === undefined || value === null ? null : Math.min(BINS - 1, Math.floor(((value - edges[0]) / (edges[1] - edges[0])) * BINS));
+  };
+  const selected = (one) => passes(one) && (!state.bins.size || state.bins.has(binOf(one)));
+
+  function drawHistogram() {
+    const values = trajectories.map(measures[state.measure]).filter((value) => value !== undefined && value !== null);
+    edges = [Math.min(...values, Infinity), Math.max(...values, -Infinity)];
+    if (!values.length) edges = [0, 1];
+    if (edges[0] === edges[1]) edges = [edges[0] - 0.5, edges[1] + 0.5];
+    const counts = Array.from({ length: BINS }, () => 0);
+    for (const one of trajectories.filter(passes)) if (binOf(one) !== null) counts[binOf(one)]++;
+    const most = Math.max(1, ...counts);
+    histogram.replaceChildren(...counts.map((count, bin) => {
+      const from = edges[0] + (bin / BINS) * (edges[1] - edges[0]);
+      const label = `${state.measure} ${short(from)} to ${short(from + (edges[1] - edges[0]) / BINS)}: ${counted(count, "trajectory", "trajectories")}`;
+      return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(state.bins.has(bin)),
+        onclick: () => {
+          if (!state.bins.delete(bin)) state.bins.add(bin);
+          drawHistogram();
+          drawList();
+          histogram.children[bin].focus();
+        } }, h("i", { style: { height: count ? `${Math.max(3, (count / most) * 100)}%` : "0" } }));
+    }));
+    axis.replaceChildren(h("span", null, short(edges[0])), h("span", null, state.measure), h("span", null, short(edges[1])));
+  }
+
+  function drawList() {
+    shown = groups.map((group) => ({ ...group, chosen: new Set(group.members.filter(selected).map((one) => one.index)) })).filter((group) => group.chosen.size);
+    const value = (group) => mean(group.members.map((one) => one.reward ?? 0));
+    const spread = (group) => deviation(group.members.map((one) => one.reward ?? 0));
+    if (state.order === "worst") shown.sort((a, b) => value(a) - value(b));
+    if (state.order === "best") shown.sort((a, b) => value(b) - value(a));
+    if (state.order === "spread") shown.sort((a, b) => spread(b) - spread(a));
+    const chosen = shown.reduce((sum, group) => sum + group.chosen.size, 0);
+    summary.textContent = `${counted(chosen, "trajectory", "trajectories")} of ${trajectories.length.toLocaleString("en")}, in ${counted(shown.length, "group", "groups")}${shown.length ? `; mean reward ${short(mean(trajectories.filter(selected).map((one) => one.reward ?? 0)))}` : ""}`;
+    list.reset(shown.length);
+  }
+
+  const list = new VirtualList(box, GROUP_ROW, (row) => {
+    const { problem, members, chosen } = shown[row];
+    return h("div", { class: "group", role: "listitem" },
+      h("div", { class: "title" }, h("a", { href: link(run, file, null, { group: problem }), "aria-label": `Group ${problem}, side by side` }, problem), h("span", { class: "small quiet" }, members[0].question)),
+      h("div", { class: "number small" }, h("b", null, short(mean(members.map((one) => one.reward ?? 0)))), h("span", { class: "quiet" }, ` ± ${short(deviation(members.map((one) => one.reward ?? 0)))}`)),
+      h("div", { class: "samples" }, members.map((one) => h("a", { class: chosen.has(one.index) ? null : "out", href: link(run, file, one.index), style: { background: rewardColor(one.reward, low, high) },
+        title: `sample ${one.sample}: reward ${short(one.reward)}, ${one.status}, ${counted(one.turns, "turn", "turns")}, ${counted(one.tokens, "token", "tokens")}\n${one.answer}`,
+        "aria-label": `sample ${one.sample}, reward ${short(one.reward)}, ${one.status}` }, short(one.reward), Object.keys(one.forks).length ? " ⑂" : ""))));
+  });
+
+  async function find(text) {
+    state.text = text;
+    state.found = text ? new Set((await fetchNow(`${path}/search?q=${encodeURIComponent(text)}`)).found) : null;
+    if (state.text === text) redraw();
+  }
+  function redraw() {
+    drawHistogram();
+    drawList();
+  }
+  const named = (pick) => [[ANY, "any"], ...sortedKeys(trajectories, pick).map((name) => [name, name])];
+  const change = (key) => (value) => {
+    state[key] = value;
+    if (key === "measure") state.bins.clear();
+    redraw();
+  };
+  const statuses = [[ANY, "any"], ...[...new Set(trajectories.map((one) => one.status))].sort().map((name) => [name, name])];
+  const forks = sortedKeys(trajectories, (one) => one.forks);
+  const search = h("input", { type: "search", value: state.text, placeholder: "text that was said", "aria-label": "Search in what was said" });
+  const message = h("span", { class: "error small" });
+  let timer;
+  search.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => find(search.value).then(() => message.replaceChildren(), (error) => message.replaceChildren(error.message)), 250);
+  });
+  const files = h("span");
+  const drawFiles = (current) => {
+    const names = Object.keys(current.find((one) => one.name === run)?.files ?? {});
+    const kind = names.filter((name) => name.split("-")[0] === file.split("-")[0]);
+    const at = kind.indexOf(file);
+    const to = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: label, disabled: !kind[at + offset], onclick: () => go(link(run, kind[at + offset], null, keptQuery())) }, symbol);
+    files.replaceChildren(h("span", { class: "row" }, to(-1, "Step before", "←"), select("Trajectories of", names.map((name) => [name, name]), file, (name) => go(link(run, name, null, keptQuery()))), to(1, "Next step", "→")));
+  };
+  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["event", state.event], ["fork", state.fork], ["order", state.order]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
+  drawFiles(runs);
+
+  main.replaceChildren(h("div", { class: "stack" },
+    h("div", { class: "row spread" }, h("h1", null, title(file)), files),
+    h("section", { class: "panel filters", "aria-label": "Filters" },
+      h("div", null, histogram, axis),
+      h("div", { class: "stack" },
+        h("div", { class: "row" },
+          select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
+          select("Status", statuses, state.status, change("status")),
+          select("Event", named((one) => one.events), state.event, change("event")),
+          forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
+          select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
+        h("div", { class: "row" }, exported ? null : search,
+          h("button", { type: "button", onclick: () => {
+            Object.assign(state, { status: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
+            state.bins.clear();
+            go(link(run, file));
+            showStep(main, runs, { ...place, query: {} }, go);
+          } }, "Clear filters"), message),
+        summary)),
+    box));
+  redraw();
+  if (state.text) await find(state.text);
+  if (query.group !== undefined) {
+    const group = groups.find((one) => one.problem === query.group);
+    if (group) return showGroup(main, run, file, group, low, high);
+  }
+  return { title: title(file), trail: [[run, null], [file, null]], refresh: drawFiles };
+}
+
+function title(file) {
+  const [kind, number] = file.split("-");
+  if (number === undefined) return file;
+  return kind === "step" ? `Step ${Number(number)}` : `Held-out, step ${Number(number)}`;
+}
+
+async function showGroup(main, run, file, group, low, high) {
+  const columns = h("div", { class: "columns", tabindex: "0", role: "list", "aria-label": "Samples side by side" });
+  const ordered = [...group.members].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0));
+  main.replaceChildren(h("div", { class: "stack" },
+    h("div", { class: "row spread" }, h("h1", null, group.problem), h("a", { href: link(run, file) }, `All of ${file}`)),
+    h("div", { class: "row" }, chip("mean reward", short(mean(group.members.map((one) => one.reward ?? 0)))), chip("spread", short(deviation(group.members.map((one) => one.reward ?? 0)))), chip("samples", group.members.length)),
+    columns));
+  const watcher = new IntersectionObserver((seen) => {
+    for (const entry of seen.filter((each) => each.isIntersecting)) {
+      watcher.unobserve(entry.target);
+      keep(trajectoryPath(run, file, Number(entry.target.dataset.index))).then(
+        (trajectory) => entry.target.append(h("div", { style: { "margin-top": "0.6rem" } }, trajectory.messages.map((message) => messageCard(message)))),
+        (error) => entry.target.append(h("p", { class: "error" }, error.message)));
+    }
+  });
+  for (const one of ordered) {
+    const column = h("section", { role: "listitem", "data-index": one.index, "aria-label": `sample ${one.sample}` },
+      h("div", { class: "panel row spread", style: { background: rewardColor(one.reward, low, high) } },
+        h("a", { href: link(run, file, one.index) }, `sample ${one.sample}`),
+        h("span", { class: "number small" }, `reward ${short(one.reward)} · ${one.status} · ${counted(one.tokens, "token", "tokens")}`)));
+    columns.append(column);
+    watcher.observe(column);
+  }
+  return { title: group.problem, trail: [[run, null], [file, link(run, file)], [group.problem, null]] };
+}

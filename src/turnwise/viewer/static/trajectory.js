@@ -1,0 +1,80 @@
+// One trajectory: its tree, its conversation and its tokens.
+
+import { chip, h, short } from "./dom.js";
+import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
+import { branchesOf, branchOf, treeView } from "./tree.js";
+import { chatView } from "./chat.js";
+import { TokenView, tokensOf } from "./tokens.js";
+
+export async function showTrajectory(main, runs, place, go) {
+  const { run, file, index } = place;
+  const base = trajectoryPath(run, file, index);
+  const [trajectory, texts, listed] = await Promise.all([keep(base), keep(`${base}/tokens`), fetchNow(trajectoryPath(run, file))]);
+  const turns = trajectory.turns;
+  const branches = branchesOf(turns);
+  const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: place.query.tab === "tokens" ? "tokens" : "chat" };
+  const textOf = (ids) => ids.map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
+  const address = (query) => link(run, file, index, query);
+  const content = h("div", { class: "body", role: "tabpanel" });
+  const side = h("div");
+  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "View" });
+  const count = listed.trajectories.length;
+  const neighbour = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: `${label} (${offset > 0 ? "j" : "k"})`, disabled: index + offset < 0 || index + offset >= count || exported && count === 1,
+    onclick: () => go(link(run, file, index + offset, { tab: state.tab })) }, symbol);
+  const exact = h("span");
+
+  function draw(query) {
+    const branch = branchOf(branches, state.turn);
+    side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
+    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"]].map(([name, label]) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name),
+      onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
+    if (!turns.length) {
+      content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
+    } else if (state.tab === "chat") {
+      content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 })));
+    } else {
+      const tokens = tokensOf(trajectory, branch.path, texts, null);
+      const view = new TokenView(tokens, query.color, (token) => {
+        const known = { tab: "tokens", turn: token.turn, token: token.at };
+        history.replaceState(null, "", address(known));
+      });
+      content.replaceChildren(view.element);
+      const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));
+      if (wanted && query.token !== undefined) view.choose(wanted.position);
+      else if (wanted) view.reveal(wanted.position);
+      view.box.focus({ preventScroll: true });
+    }
+  }
+
+  const parts = Object.entries(trajectory.reward_parts ?? {});
+  const head = h("div", { class: "stack" },
+    h("div", { class: "row spread" },
+      h("h1", null, trajectory.problem_id, h("span", { class: "quiet" }, ` sample ${trajectory.sample_index}`)),
+      h("div", { class: "row" }, h("span", { class: "quiet small number" }, `${index + 1} of ${count}`), neighbour(-1, "Trajectory before", "←"), neighbour(1, "Next trajectory", "→"))),
+    h("div", { class: "row" },
+      chip("reward", trajectory.reward === null ? "none" : short(trajectory.reward)),
+      parts.length > 1 && parts.map(([name, value]) => chip(name, short(value))),
+      chip("status", trajectory.status, trajectory.status !== "completed"),
+      Object.entries(trajectory.events ?? {}).map(([name, value]) => chip(name, value, name !== "tool_call")),
+      Object.entries(trajectory.metrics ?? {}).map(([name, value]) => chip(name, short(value))),
+      exact));
+  main.replaceChildren(head, h("div", { class: "trajectory" }, side, h("div", { class: "stack" }, tabs, content)));
+  draw(place.query);
+  fetchNow(`${base}/audit`).then((report) => {
+    exact.replaceWith(report.violations ? chip("not exact", report.first_violation, true) : chip("exact", `${report.tokens_exact.toLocaleString("en")} of ${report.tokens_sampled.toLocaleString("en")} sampled tokens`));
+  }, () => exact.replaceWith(chip("exactness", "not known")));
+  return {
+    title: `${trajectory.problem_id} · ${file}`,
+    trail: [[run, null], [file, link(run, file)], [`${index}`, null]],
+    same: (next) => next.run === run && next.file === file && next.index === index,
+    update: (next) => {
+      state.turn = Number(next.query.turn ?? state.turn);
+      state.tab = next.query.tab === "tokens" ? "tokens" : "chat";
+      draw(next.query);
+    },
+    key: (name) => {
+      const offset = { j: 1, k: -1 }[name];
+      if (offset && index + offset >= 0 && index + offset < count) go(link(run, file, index + offset, { tab: state.tab }));
+    },
+  };
+}

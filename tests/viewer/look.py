@@ -1,0 +1,184 @@
+"""A program that looks at runs in Chromium, as a person would: `look.py CHROMIUM ADDRESS RUN`.
+
+It runs in an environment of its own, which has Playwright. RUN is the folder of the run that is
+shown; the program makes it grow. Any error, also one in the browser's console, ends it with a
+traceback; screenshots go to the folder in `SCREENSHOTS`, if that is set.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, expect, sync_playwright  # type: ignore[import-not-found]
+
+chromium, address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+expect.set_options(timeout=60_000)
+
+
+def shoot(page: "Page", name: str) -> None:
+    if place := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=f"{place}/viewer-{name}.png")
+
+
+def look_at_the_overview(page: "Page") -> None:
+    page.goto(address)
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    assert "token=" not in page.url
+    reward, turns = (
+        page.get_by_role("figure").filter(has=page.get_by_role("heading", name=name, exact=True))
+        for name in ("Reward", "Turns")
+    )
+    expect(reward).to_be_visible()
+    expect(page.get_by_role("region", name="Alarms")).to_contain_text("are equal")
+    assert page.locator(".chart .alarm").count() >= 1
+    reward.locator("svg").focus()
+    page.keyboard.press("Home")
+    expect(reward.locator(".readout")).to_contain_text("step 1")
+    expect(turns.locator(".readout")).to_contain_text("step 1")
+    shoot(page, "overview")
+
+
+def look_at_a_live_run(page: "Page") -> None:
+    """A step is written: the page shows it without being asked."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cell = page.locator("table").first.locator("tbody td").nth(1)
+    expect(cell).to_have_text(str(rows[-1]["step"]))
+    steps = sorted((folder / "trajectories").glob("step-*.jsonl"))
+    new = f"step-{rows[-1]['step'] + 1:04d}"
+    (folder / "trajectories" / f"{new}.jsonl").write_bytes(steps[-1].read_bytes())
+    with path.open("a") as file:
+        file.write(json.dumps(rows[-1] | {"step": rows[-1]["step"] + 1}) + "\n")
+    expect(cell).to_have_text(str(rows[-1]["step"] + 1))
+    page.get_by_role("link", name=f"Open {new}").first.click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text(f"Step {rows[-1]['step'] + 1}")
+
+
+def look_at_a_step(page: "Page") -> None:
+    found = page.locator("p[role=status]")
+    everything = found.inner_text()
+    shoot(page, "step")
+    page.locator(".histogram button").first.click()
+    expect(found).not_to_have_text(everything)
+    expect(page.locator(".histogram button").first).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name="Clear filters").click()
+    expect(found).to_have_text(everything)
+    for label, value in (
+        ("Histogram of", "part: style"),
+        ("Status", "length"),
+        ("Event", "tool_error"),
+        ("Branches", "history_edited"),
+    ):
+        page.get_by_label(label).select_option(value)
+        if label != "Histogram of":
+            expect(found).not_to_have_text(everything)
+        page.get_by_role("button", name="Clear filters").click()
+        expect(found).to_have_text(everything)
+    page.get_by_role("searchbox").fill("onerror")
+    expect(found).to_have_text(re.compile("^1 trajectory of"))
+    page.get_by_role("button", name="Clear filters").click()
+    expect(found).to_have_text(everything)
+    page.get_by_label("Order").select_option("spread")
+    page.locator(".group a").first.click()
+    expect(page.locator(".columns section")).to_have_count(4)
+    expect(page.locator(".columns .message").first).to_be_visible()
+    page.get_by_role("link", name="All of step-").click()
+    expect(found).to_have_text(everything)
+
+
+def look_at_a_trajectory(page: "Page") -> None:
+    """The one with markup in its answer, two branches and a failed call."""
+    page.get_by_role("searchbox").fill("onerror")
+    expect(page.locator("p[role=status]")).to_have_text(re.compile("^1 trajectory of"))
+    page.locator(".samples a:not(.out)").first.click()
+    expect(page.locator(".message").first).to_be_visible()
+    assert page.locator("main img, main script").count() == 0, "text became markup"
+    expect(page.get_by_role("main")).to_contain_text("<img src=x onerror=alert(1)>")
+    expect(page.get_by_role("main")).to_contain_text("sampled tokens")
+    tree = page.get_by_role("navigation", name="Turns and branches")
+    expect(tree).to_contain_text("2 branches")
+    expect(tree).to_contain_text("history_edited")
+    shoot(page, "conversation")
+    page.get_by_role("tab", name="Tokens").click()
+    detail = page.locator(".detail")
+    token = page.locator(".token:not(.context)").first
+    token.hover()
+    expect(detail).to_contain_text("log-prob")
+    expect(detail).to_contain_text("weight version")
+    page.get_by_role("button", name=re.compile("^Jump to the")).click()
+    chosen = page.locator(".token.on")
+    expect(chosen).to_have_count(1)
+    assert re.search(r"turn=\d+&token=\d+", page.url), page.url
+    shoot(page, "tokens")
+    before = chosen.get_attribute("data-at")
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(chosen).not_to_have_attribute("data-at", before)
+    for measure in page.get_by_label("Colour by").locator("option").all():
+        page.get_by_label("Colour by").select_option(measure.get_attribute("value"))
+    # The address leads back to the token.
+    at, link = chosen.get_attribute("data-at"), page.url
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.locator(".token.on")).to_have_attribute("data-at", at)
+    tree.get_by_role("button", name=re.compile("^turn 2")).click()
+    expect(tree.locator("[aria-current=true]")).to_have_text(re.compile("turn 2"))
+    page.keyboard.press("j")
+    expect(page.locator("h1")).not_to_contain_text("sample 1")
+
+
+def look_at_a_long_trajectory(page: "Page") -> None:
+    """Of 32,000 tokens, only the rows in sight are on the page."""
+    page.goto(address.split("?")[0] + f"#/run/{folder.name}/rollouts/0?tab=tokens&turn=0&token=0")
+    expect(page.locator(".token.on")).to_have_count(1)
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("End")
+    expect(page.locator(".token.on")).to_have_attribute("data-at", re.compile("319.."))
+    assert page.locator(".tokens .item").count() < 120
+
+
+def look_at_an_exported_page(page: "Page") -> None:
+    page.goto((folder.parent / "page.html").as_uri())
+    expect(page.locator(".group, .message").first).to_be_visible()
+    page.locator(".samples a").first.click()
+    page.get_by_role("tab", name="Tokens").click()
+    page.locator(".token:not(.context)").first.hover()
+    expect(page.locator(".detail")).to_contain_text("weight version")
+
+
+LOOKS: tuple[Callable[["Page"], None], ...] = (
+    look_at_the_overview,
+    look_at_a_live_run,
+    look_at_a_step,
+    look_at_a_trajectory,
+    look_at_a_long_trajectory,
+    look_at_an_exported_page,
+)
+
+
+def main() -> None:
+    complaints: list[Any] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            context = browser.new_context(
+                viewport={"width": 1280, "height": 800}, color_scheme=scheme
+            )
+            context.set_default_timeout(60_000)
+            page = context.new_page()
+            page.on("console", lambda message: complaints.append(message.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            for look in LOOKS:
+                look(page)
+                assert complaints == [], (look.__name__, complaints)
+                sys.stdout.write(f"{scheme}: {look.__name__}\n")
+            context.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

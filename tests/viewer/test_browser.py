@@ -1,0 +1,125 @@
+"""The viewer in Chromium, which Playwright drives from an environment of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from turnwise.config import Config, ModelConfig, dump_config
+from turnwise.run.metrics import StepMetrics
+from turnwise.trajectory import Trajectory, write_jsonl
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+TURNWISE = (sys.executable, "-m", "turnwise.cli")
+VOCABULARY = 60
+
+
+def a_call(number: int) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "add", "arguments": {"a": number, "b": 2}}}
+
+
+def a_trajectory(number: int) -> Trajectory:
+    """Two turns and a call; number 5 has a second branch, an error, and markup in its answer."""
+    trajectory = Trajectory(f"rows:{number // 4}", number % 4, reward=(number % 3) / 2)
+    first = [*range(10, 22)]
+    sampled = [*range(22, 30)]
+    logprobs = [-0.05 * (1 + (i + number) % 8) ** 2 for i in range(8)]
+    trajectory.add_turn(first, sampled, logprobs, [1] * 8, "stop")
+    trajectory.add_turn([*first, *sampled, 30, 31], sampled, logprobs, [1] * 4 + [2] * 4, "stop")
+    said = f"The answer is {number}.\nThat is all."
+    if number == 5:
+        edited = [*first[:6], 40, 41]
+        trajectory.add_turn(
+            edited, sampled, logprobs, [2] * 8, "stop", fork_reason="history_edited"
+        )
+        said = "<img src=x onerror=alert(1)>"
+        trajectory.events["tool_error"] += 1
+    trajectory.events["tool_call"] += 1
+    trajectory.messages = [
+        {"role": "user", "content": f"What is {number} + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [a_call(number)]},
+        {"role": "tool", "name": "add", "content": str(number + 2)},
+        {"role": "assistant", "content": said},
+    ]
+    trajectory.status = "length" if number == 5 else "completed"
+    trajectory.reward_parts = {"environment": (number % 3) / 2, "style": 0.5}
+    return trajectory
+
+
+def a_long_trajectory() -> Trajectory:
+    trajectory = Trajectory("rows:long", reward=0.0, status="completed")
+    ids = [10 + i % 50 for i in range(31_990)]
+    trajectory.add_turn([10], ids, [-0.5] * len(ids), [1] * len(ids), "stop")
+    return trajectory
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three steps, as training writes it, whose groups had no signal."""
+    run = tmp_path / "demo"
+    run.mkdir()
+    config = Config(model=ModelConfig(path="model"), rollout={"prompts_per_step": 4})
+    (run / "config.yaml").write_text(dump_config(config))
+    rows = [
+        StepMetrics(
+            step=step,
+            reward_mean=step / 10,
+            trajectories=16,
+            turns_mean=2.0,
+            sampled_tokens=256,
+            groups_without_signal=4,
+            logprob_diff_mean=1e-6,
+            logprob_diff_max=1e-5,
+            phase_seconds={"idle": 2.0, "train": 1.0},
+            step_seconds=3.0,
+        ).to_json()
+        for step in range(1, 16)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_jsonl(run / "trajectories" / "step-0015.jsonl", map(a_trajectory, range(16)))
+    write_jsonl(run / "rollouts.jsonl", [a_long_trajectory()] * 20)
+    words = {f"word{i}": i for i in range(VOCABULARY)} | {
+        "\u0120ab": 24,
+        "\u010a": 26,
+        "\u00c3": 28,
+    }
+    tokenizer = {"model": {"vocab": words}, "decoder": {"type": "ByteLevel"}}
+    (run / "checkpoints" / "step-0015").mkdir(parents=True)
+    (run / "checkpoints" / "step-0015" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return run
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    """The address of a viewer in a process of its own."""
+    command = [*TURNWISE, "view", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
+        assert process.wait(60) == 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
+def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -> None:
+    subprocess.run(["make", "-s", ".venv-browser/.installed"], cwd=ROOT, check=True, timeout=900)
+    page = folder.parent / "page.html"
+    exported = [*TURNWISE, "view", str(folder), "--step", "15", "--export", str(page)]
+    subprocess.run(exported, check=True, timeout=300)
+    python = ROOT / ".venv-browser" / "bin" / "python"
+    look = [python, ROOT / "tests" / "viewer" / "look.py", CHROMIUM, address, folder]
+    kept = ("PATH", "HOME", "SCREENSHOTS")
+    environment = {key: os.environ[key] for key in kept if key in os.environ}
+    done = subprocess.run(
+        [*map(str, look)], env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 12, done.stdout
