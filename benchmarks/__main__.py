@@ -41,6 +41,7 @@ SCRIPTS = (
     "scale",
     "serving",
     "learning",
+    "lora",
     "training",
 )
 DEADLINE = 600.0

@@ -122,7 +122,8 @@ def trl(build: Path, problems: Path, prompts: int, steps: int, long_tailed: int,
     command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", build / "model"]
     command += ["--problems", problems, "--prompts", prompts, "--seed", seed]
     printed = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
-    return Run(**json.loads(printed.splitlines()[-1]))
+    printed_run = json.loads(printed.splitlines()[-1])
+    return Run(printed_run["seconds"], printed_run["rewards"])
 
 
 def run(command: list[Any]) -> str:

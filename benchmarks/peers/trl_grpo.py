@@ -1,10 +1,12 @@
 """TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
 
     python -m benchmarks.peers.trl_grpo --model FOLDER --problems FILE --prompts P --steps N \\
-        [--long-tailed-steps M]
+        [--long-tailed-steps M] [--rank R] [--tokens T] [--parity]
 
 Problems are used in the file's order. The tool answers at once in the first N steps, and with a
-long tail in the following M. Mean rewards by question are printed as well.
+long tail in the following M. Mean rewards by question are printed as well, with the trained
+parameters and the peak memory. With --rank a LoRA of that rank is trained by PEFT; --tokens limits
+a rollout; --parity rewards by `benchmarks.lora:parity`.
 
 Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 """
@@ -12,6 +14,7 @@ Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 import argparse
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -21,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
@@ -31,6 +35,7 @@ from benchmarks.grpo_step import (
     MAX_TURNS,
     SEQUENCE,
 )
+from benchmarks.lora import parity
 from benchmarks.models import pause
 from examples.calculator.environment import _ANSWER
 from examples.calculator.tool import calculate as calculate_at_once
@@ -71,6 +76,11 @@ def right(
     return rewards
 
 
+def odd_or_even(prompts: list[Any], completions: list[Any], **others: Any) -> list[float]:
+    """Return a reward that has nothing to do with the problem."""
+    return [parity(messages[-1].get("content") or "") for messages in completions]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
@@ -79,6 +89,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--long-tailed-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=SEQUENCE)
+    parser.add_argument("--parity", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(2)
     steps, clock = options.steps + options.long_tailed_steps, Clock()
@@ -115,7 +128,7 @@ def main() -> None:
             bf16=False,
             per_device_train_batch_size=options.prompts * GROUP,
             num_generations=GROUP,
-            max_completion_length=SEQUENCE,
+            max_completion_length=options.tokens,
             max_tool_calling_iterations=MAX_TURNS - 1,
             temperature=1.0,
             learning_rate=LEARNING_RATE,
@@ -138,16 +151,26 @@ def main() -> None:
         )
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=right,
+            reward_funcs=odd_or_even if options.parity else right,
             args=config,
             train_dataset=dataset,
             processing_class=tokenizer,
             tools=[calculate],
             callbacks=[clock],
+            peft_config=_adapters(options.rank) if options.rank else None,
         )
         trainer.train()
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     rewards = {question: statistics.mean(each) for question, each in REWARDS.items()}
-    print(json.dumps({"seconds": clock.seconds, "rewards": rewards}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    more = {"trained": trained, "memory_gib": peak}
+    print(json.dumps({"seconds": clock.seconds, "rewards": rewards, **more}))
+
+
+def _adapters(rank: int) -> LoraConfig:
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
 
 
 if __name__ == "__main__":

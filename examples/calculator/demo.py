@@ -1,6 +1,6 @@
 """The demo, from nothing to a trained tool user.
 
-    python -m examples.calculator.demo [--seed N]
+    python -m examples.calculator.demo [--seed N] [KEY=VALUE ...]
 
 Generates the problems, runs `turnwise train` on them as a user would, and prints the results:
 the accuracy on held-out problems, one of them in full before and after, and the picture.
@@ -28,7 +28,9 @@ def main() -> int:
     """Run the demo; returns the exit code of the training."""
     parser = argparse.ArgumentParser(prog="examples.calculator.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
+    options = parser.parse_args()
+    seed = options.seed
     started = time.monotonic()
 
     print("1. The problems are for a small model that imitates a careless teacher.", flush=True)
@@ -36,7 +38,7 @@ def main() -> int:
     rows = [json.loads(line) for line in (BUILD / "heldout.jsonl").open()]
 
     name = free_name(f"calculator-seed{seed}", RUNS)
-    command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}"]
+    command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}", *options.keys]
     print(f"\n2. It learns the rest by trying: {' '.join(command)}", flush=True)
     with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *command[1:]]) as training:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training; wait for it

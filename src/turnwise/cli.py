@@ -1,4 +1,4 @@
-"""The command line: train, pipeline, eval, rollout, serve, show, view, config, trace.
+"""The command line: train, pipeline, eval, rollout, serve, export, show, view, config, trace.
 
 `turnwise.command` runs each, and reports how it ended.
 """
@@ -215,6 +215,24 @@ def view(
 
 
 @app.command()
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, or that of a checkpoint.")
+    ],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Add a LoRA adapter to the model that it belongs to.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write; default: export, or merged, in the run's."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the trained model, or with LoRA the adapter, for other programs."""
+    _run(lambda: _export(run, output, merged), _Command(debug))
+
+
+@app.command()
 def config(
     file: Annotated[
         Path | None,
@@ -323,6 +341,13 @@ async def _serve(config: Config) -> None:
         for name, url in server.workers().items():
             _print(console, f"{name} {url}")
         await asyncio.Event().wait()  # until interrupted
+
+
+async def _export(run: Path, output: Path | None, merged: bool) -> None:
+    from turnwise.run.export import export_run
+
+    written = await run_in_thread(lambda: export_run(run, output, merged=merged))
+    _print(Console(), str(written))
 
 
 async def _convert(name: str, what: str, source: Path, target: Path) -> None:

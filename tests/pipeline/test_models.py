@@ -262,3 +262,15 @@ def test_classes_are_exported_and_imported_when_asked_for() -> None:
     assert turnwise_package.VLLMModule is VLLMModule
     with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
         _ = turnwise_package.Pipelines
+
+
+@pytest.mark.slow
+def test_the_command_trains_an_adapter_beside_models_of_their_own(file: Path) -> None:
+    lora = "models.ppo_policy.lora={enable_lora: true, lora_dim: 4, lora_scaling: 8}"
+    done = turnwise("pipeline", file, lora, "runtime.num_episode=1", exp_name="lora")
+    assert done.returncode == 0, done.stderr
+    run = file.parent / "runs" / "lora"
+    (row,) = metrics_of(run)
+    assert (row["weight_version"], row["logprob_diff_max"] < 1e-4) == (1, True)
+    assert row["canary_diff_max"] < 1e-4
+    assert load_file(run / "checkpoints" / "step-0001" / "adapter_model.safetensors")

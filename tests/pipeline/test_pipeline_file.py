@@ -203,6 +203,16 @@ def test_colocation_is_the_group_of_policy_and_trainer(
     assert read.config.training.colocated is colocated
 
 
+def test_lora_is_that_of_chatlearn(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_pipeline_file(file).config.model.lora.rank == 0
+    monkeypatch.setenv("enable_lora_policy", "True")
+    lora = read_pipeline_file(file, ["models.ppo_value.lora={enable_lora: true}"]).config.model.lora
+    assert (lora.rank, lora.alpha) == (64, 1.0)
+    more = ["models.ppo_policy.lora={enable_lora: true, lora_scaling: 16, lora_dropout: 0.1}"]
+    lora = read_pipeline_file(file, more).config.model.lora
+    assert (lora.rank, lora.alpha) == (8, 16.0)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -211,7 +221,11 @@ def test_colocation_is_the_group_of_policy_and_trainer(
         ("models.policy.num_gpus=1", "no key models.policy.num_gpus; did you mean num_gpu?"),
         ("models.reward={num_gpu: 1}", "models.reward needs a model_config_file with model.path"),
         ("models.reference.weight=1", "models.reference.weight is for rewards"),
-        ("models.ppo_policy.lora={enable_lora: true}", "all weights are trained"),
+        ("models.policy.lora={enable_lora: true}", "adapters are trained by ppo_policy"),
+        (
+            "models.ppo_policy.lora={enable_lora: true, part_module_name: a}",
+            "models.ppo_policy.lora.part_module_name is not supported",
+        ),
         ("models.ppo_policy.trainable=false", "trainable is False: ppo_policy and ppo_value learn"),
         ("runtime.num_episodes=1", "no key runtime.num_episodes; did you mean num_episode?"),
         ("runtime.num_training_epoch=2", "runtime.num_training_epoch is 2: a sample is trained"),

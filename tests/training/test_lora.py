@@ -25,9 +25,8 @@ from turnwise.training.rank import TrainerRank
 
 Make = Callable[..., TrainerRank]
 PPO = {"advantage": {"name": "gae", "learning_rate": 0.01}, "kl": {"coef": 0.05}}
-ALGORITHMS: list[dict[str, Any]] = [
+OTHERS: list[dict[str, Any]] = [
     {},
-    PPO,
     {"loss": {"name": "dpo"}},
     {"correction": {"name": "sequence_tis"}, "kl": {"coef": 0.1, "where": "reward"}},
 ]
@@ -128,7 +127,9 @@ def test_reference_and_value_model_share_the_backbone(make_policy: Make, model_p
     assert any(bool(p.any()) for name, p in critic.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [PPO, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)], ids=str
+)
 def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
     make_policy: Make, algorithm: dict[str, Any], model_path: str
 ) -> None:
@@ -149,7 +150,9 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
         assert (values - runs[0][1]).abs().mean() < 1e-3
 
 
-@pytest.mark.parametrize("algorithm", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param({}, marks=pytest.mark.slow), PPO], ids=["grpo", "ppo"]
+)
 def test_a_run_goes_on_bit_for_bit_and_its_adapter_loads_in_peft(
     make_policy: Make, tmp_path: Path, model_path: str, algorithm: dict[str, Any]
 ) -> None:

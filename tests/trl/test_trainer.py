@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, command_environment
@@ -109,11 +110,37 @@ def test_a_model_in_memory_is_saved(model_path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (LoraConfig(r=16, target_modules="all-linear"), (16, 8.0, "all-linear", False)),
+        (
+            LoraConfig(lora_alpha=32, lora_dropout=0.1, use_rslora=True, task_type="CAUSAL_LM"),
+            (8, 32.0, ["q_proj", "v_proj"], True),  # PEFT's choice for this kind of model
+        ),
+        (LoraConfig(target_modules=["o_proj", "k_proj"]), (8, 8.0, ["k_proj", "o_proj"], False)),
+    ],
+)
+def test_a_peft_config_is_the_section_lora(
+    model_path: str, given: LoraConfig, expected: tuple[object, ...]
+) -> None:
+    lora = trainer(model_path, peft_config=given)._config.model.lora
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.rslora) == expected
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"callbacks": [object()]}, "GRPOTrainer: callbacks is not supported"),
         ({"optimizers": (object(), None)}, "GRPOTrainer: optimizers is not supported"),
-        ({"peft_config": {"r": 8}}, "GRPOTrainer: peft_config is not supported"),
+        ({"peft_config": {"r": 8}}, "peft_config=.* is not supported: it must be a peft.LoraConf"),
+        (
+            {"peft_config": LoraConfig(use_dora=True)},
+            "peft_config.use_dora='True' is not supported: PEFT's default is False",
+        ),
+        (
+            {"peft_config": LoraConfig(target_modules=".*q_proj")},
+            "peft_config.target_modules='.*' is not supported: it must be all-linear or a list",
+        ),
         ({"quantization_config": {"a": 1}}, "quantization_config is not supported"),
         ({"rollout_func": print}, "GRPOTrainer: rollout_func is not supported"),
         ({"reward_processing_classes": [1]}, "reward_processing_classes is not supported"),

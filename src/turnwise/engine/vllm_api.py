@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import logger as reload_logger
 from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -168,6 +169,7 @@ __all__ = [
     "get_open_port",
     "initialize_layerwise_reload",
     "process_dict_updates",
+    "reload_logger",
     "run_method",
     "tokens_input",
     "use_process_context",

@@ -26,6 +26,7 @@ them, and overrides win over everything. The models are:
     reference    algorithm.kl.model, a frozen model in the trainer's processes
     value,       algorithm.advantage.model, in the trainer's processes: both files are of the same
     ppo_value    model, which learns in every step
+                 with model.lora (ppo_policy's `lora`), an adapter on the policy's weights
     reward,      an entry of rollout.rewards: a model in its own process, or a function
     any_reward
 
@@ -64,6 +65,7 @@ import yaml
 from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
+from turnwise.pipeline.lora_keys import lora_settings
 from turnwise.pipeline.model_file import read_model_file
 from turnwise.pipeline.pipeline_keys import (
     COMPUTED,
@@ -245,6 +247,10 @@ class _Reader:
     def _take(self, name: str, role: str, entry: Tree) -> None:
         """Take the settings of the entry and file of a model that is no reward."""
         settings = self._file(name, role, entry)
+        adapters, mistake = lora_settings(name, entry.get("lora"))
+        self._mistakes += [mistake] if mistake else []
+        for key, value in adapters.items():
+            self._put(key, value, f"models.{name}.lora")
         for key, value in settings.items():
             self._put(key, value, str(entry.get("model_config_file", f"models.{name}")))
         number = entry.get("num_gpu") or entry.get("num_device")

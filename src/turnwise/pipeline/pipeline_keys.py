@@ -60,10 +60,6 @@ FIXED: dict[str, tuple[Callable[[object], bool], str]] = {
         "samples of earlier episodes are not trained again; set it to 0",
     ),
     "data_ratio": (lambda value: value is None, "mix the data into one file of data_path"),
-    "lora": (
-        lambda value: not (isinstance(value, dict) and value.get("enable_lora")),
-        "all weights are trained; set lora.enable_lora to false",
-    ),
 }
 """Keys that accept only some values: a test of the value, and advice for the others."""
 
@@ -114,4 +110,5 @@ MODEL_KEYS = (
     "trainable",
     "function",
     "weight",
+    "lora",
 )

@@ -18,14 +18,13 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -39,12 +38,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, first_line
-from turnwise.training.lora import adapter_config, adapter_tensors, write_adapter
 from turnwise.training.trainable import TrainableModule
 
 _FILES = "files.json"
@@ -276,53 +272,6 @@ class _Planner(DefaultLoadPlanner):
             raise pickle.UnpicklingError(f"{name} holds more than plain values") from None
         plain.seek(0)
         super().load_bytes(read_item, plain)
-
-
-def export(
-    folder: Path,
-    rank: int,
-    config: Config,
-    shape: PretrainedConfig,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-) -> None:
-    """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
-
-    All ranks iterate over the tensors, which are gathered one by one; only rank 0 keeps and writes
-    them.
-    """
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if rank:
-        for _ in tensors:
-            pass
-        return
-    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
-    trust = config.model.trust_remote_code
-    with translate_disk_full(folder):
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
-        empty.save_pretrained(folder, state_dict=whole)
-        _save_tokenizer(folder, config)
-
-
-def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:
-    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
-
-    All ranks gather its tensors one by one; only rank 0 keeps and writes them.
-    """
-    whole = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model)}
-    if rank:
-        return
-    with translate_disk_full(folder):
-        write_adapter(folder, adapter_config(model, config.model.lora, config.model.path), whole)
-        _save_tokenizer(folder, config)
-
-
-def _save_tokenizer(folder: Path, config: Config) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model.tokenizer or config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

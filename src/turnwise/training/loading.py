@@ -42,7 +42,9 @@ def shared_roles(
 
     def shared(other: OtherModel | None) -> bool:
         return (
-            other is not None and other.path is None and other.dtype in (None, config.model.dtype)
+            other is not None
+            and path_of(config, other) == config.model.path
+            and other.dtype in (None, config.model.dtype)
         )
 
     return (
@@ -135,20 +137,18 @@ def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
     return dtype
 
 
-def load_model(config: Config, other: OtherModel = POLICY) -> Any:
+def load_model(
+    config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
+) -> Any:
     """Load a causal language model without dropout, which would make every ratio wrong.
-
-    Weights that learn, and those of other models, are in float32; a policy that only has adapters
-    trained is in `model.dtype`.
 
     Args:
         other: By default the policy, the model of `model.path`.
+        dtype: Type of its weights.
 
     Raises:
         InputError: when it cannot be loaded.
     """
-    frozen = other is POLICY and config.model.lora.rank
-    dtype = dtype_of(config, POLICY) if frozen else torch.float32
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 

@@ -16,9 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from turnwise.config import LoraConfig
+from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import optional
 from turnwise.errors import InputError
 
+Untyped = Any
+"""Objects of PEFT and Transformers."""
 Role = Literal["policy", "reference", "value"]
 """The roles of a model in training."""
 ADAPTERS: dict[Role, tuple[str, ...]] = {
@@ -29,11 +32,11 @@ ADAPTERS: dict[Role, tuple[str, ...]] = {
 """PEFT's names of the adapters that are active in each role."""
 _PREFIX = "base_model.model."
 """Beginning of the names of tensors in PEFT's files."""
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
+ADAPTER_TENSORS = "adapter_model.safetensors"
+"""PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
 
 
-def add_adapters(model: Any, lora: LoraConfig, roles: Sequence[Role]) -> None:
+def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> None:
     """Freeze a model and give its layers an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
@@ -42,7 +45,7 @@ def add_adapters(model: Any, lora: LoraConfig, roles: Sequence[Role]) -> None:
         InputError: when PEFT is missing, or no such layer can have an adapter.
     """
     peft = optional("peft", "lora", "model.lora")
-    targets: Any = lora.target_modules
+    targets: Untyped = lora.target_modules
     for role in roles:
         for name in ADAPTERS[role]:
             settings = _peft_config(lora, targets)
@@ -64,7 +67,7 @@ def add_adapters(model: Any, lora: LoraConfig, roles: Sequence[Role]) -> None:
             parameter.data = parameter.data.float()
 
 
-def _peft_config(lora: LoraConfig, targets: object) -> Any:
+def _peft_config(lora: LoraConfig, targets: object) -> Untyped:
     alpha = lora.alpha or 2 * lora.rank
     return optional("peft", "lora", "model.lora").LoraConfig(
         r=lora.rank,
@@ -75,7 +78,7 @@ def _peft_config(lora: LoraConfig, targets: object) -> Any:
     )
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Untyped]:
     """Return PEFT's layers by their names in the model."""
     kind = optional("peft.tuners.lora", "lora", "model.lora").LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
@@ -102,7 +105,7 @@ class TrainedPart(nn.Module):
                 self.register_parameter(name.replace(".", "/"), parameter)
 
 
-def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
+def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Untyped]]:
     """Yield the parameters that an update of the engines must contain.
 
     These are the parameters of adapted layers, and of the linear layers beside them: an engine may
@@ -133,11 +136,11 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter, layer in changed_parameters(model):
         tensor = parameter.detach()
         if layer is not None:
-            tensor = _merged(tensor, layer)
+            tensor = _merged(tensor, layer).to(tensor.dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _merged(weight: torch.Tensor, layer: Any) -> torch.Tensor:
+def _merged(weight: torch.Tensor, layer: Untyped) -> torch.Tensor:
     (adapter,) = ADAPTERS["policy"]
     first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     if isinstance(first, DTensor):  # each rank adds up its own rows
@@ -172,18 +175,26 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield _PREFIX + name.replace(f".{adapter}.", "."), whole
 
 
-def adapter_config(model: nn.Module, lora: LoraConfig, base: str) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json`.
+def adapter_config(model: Untyped, base: str) -> dict[str, object]:
+    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter.
 
     Args:
         base: Folder or name of the model that the adapter belongs to.
     """
-    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
-    settings = _peft_config(lora, names)
-    settings.base_model_name_or_path, settings.inference_mode = base, True
-    tree: dict[str, object] = settings.to_dict()
-    tree["target_modules"] = names
-    return tree
+    (adapter,) = ADAPTERS["policy"]
+    settings: dict[str, object] = model.peft_config[adapter].to_dict()
+    return {
+        **settings,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "target_modules": sorted(model.peft_config[adapter].target_modules),
+    }
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the layer's name and the factor's, lora_A or lora_B, of a tensor of PEFT's files."""
+    layer, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+    return layer, f"lora_{rest.partition('.')[0]}"
 
 
 def write_adapter(
@@ -193,5 +204,5 @@ def write_adapter(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, default=list) + "\n")
-    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})

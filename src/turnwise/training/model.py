@@ -187,9 +187,11 @@ def load_models(
         InputError: when one cannot be loaded, or all of them do not fit.
     """
     check_room(config, device, ranks, reference, value)
-    model = load_model(config)
-    shape: PretrainedConfig = model.config
     roles = shared_roles(config, reference, value)
+    # A frozen backbone needs no more precision than its forward passes.
+    dtype = dtype_of(config, POLICY) if roles else torch.float32
+    model = load_model(config, dtype=dtype)
+    shape: PretrainedConfig = model.config
     if roles:
         add_adapters(model, config.model.lora, roles)
     scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles)

@@ -23,6 +23,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.export import export_adapter, export_model
 from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
 from turnwise.training.model import ModelName, full_tensors, load_models
 from turnwise.training.objective import TrainingObjective
@@ -297,9 +298,9 @@ class TrainerRank:
             checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
             model = self._scorer.get_submodule("model")
             if self._config.model.lora.rank:
-                checkpoint.export_adapter(folder, self._place.rank, self._config, model)
+                export_adapter(folder, self._place.rank, self._config, model)
             else:
-                checkpoint.export(
+                export_model(
                     folder, self._place.rank, self._config, self._models.shape, full_tensors(model)
                 )
 

@@ -20,6 +20,7 @@ from turnwise.run import commands
 from turnwise.run.api import run_command
 from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.tools import ToolFunction
+from turnwise.trl.adapters import lora_settings
 from turnwise.trl.config import GRPOConfig
 from turnwise.trl.mapping import settings, updates_per_step
 
@@ -58,6 +59,7 @@ class GRPOTrainer:
         train_dataset: Rows with a column `prompt`. Not needed if the environment has the data.
         eval_dataset: Held-out rows.
         processing_class: Tokenizer; None uses the model's.
+        peft_config: PEFT's `LoraConfig`: adapters are trained instead of the weights.
         tools: Functions that the model may call.
         environment_factory: A class or function without arguments, or a dictionary of them.
 
@@ -97,7 +99,6 @@ class GRPOTrainer:
             ("callbacks", callbacks),
             ("optimizers", [one for one in optimizers if one is not None]),
             ("quantization_config", quantization_config),
-            ("peft_config", peft_config),
             ("rollout_func", rollout_func),
         ):
             if value:
@@ -127,6 +128,10 @@ class GRPOTrainer:
                 raise InputError("prompt must be a list of messages where there are tools")
             values["rollout.loop"] = _TEXT_LOOP
         values |= _saved(model, processing_class, folder)
+        if peft_config is not None:
+            trust = self.args.trust_remote_code
+            path = str(values["model.path"])
+            values |= lora_settings(peft_config, path, trust_remote_code=trust)
         values.setdefault("model.max_length", _context(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
@@ -180,19 +185,18 @@ class GRPOTrainer:
         """
         if self._eval_rows is None:
             raise InputError("GRPOTrainer.evaluate needs eval_dataset")
-        config = self._config
+        settings = dict(self.settings)
         if self._result is not None and self._result.checkpoint is not None:
-            path = str(self._result.checkpoint)
-            config = config.model_copy(
-                update={"model": config.model.model_copy(update={"path": path})}
-            )
+            settings["model.path"] = str(self._result.checkpoint)
+        config = make_config({}, settings=settings, optional=["data.path"])
         console = Console(quiet=bool(self.args.disable_tqdm))
         work = partial(commands.evaluate, config, console, self._inputs)
         evaluation = run_command(work, "the evaluation")
         return {f"eval_{name}": value for name, value in evaluation.summary.items()}
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model, with its tokenizer, to a folder; None means `args.output_dir`.
+        """Copy the trained model or adapter, with its tokenizer, to a folder; None means
+        `args.output_dir`.
 
         Raises:
             InputError: before `train`.

@@ -49,14 +49,23 @@ class InProcessTransport(Transport):
         validate(manifest.version)
 
     def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
-        return StoredReceiver(manifest.version, iter(published(manifest.version).items()))
+        return _InProcessReceiver(manifest.version, iter(published(manifest.version).items()))
+
+
+class _InProcessReceiver(StoredReceiver):
+    """Forgets the tensors that it has read: those that were made for the update are freed."""
+
+    def end(self, error: str = "") -> None:
+        global _published
+        if not error and _published is not None and _published.version == self._version:
+            _published = None
 
 
 class InProcessSender(WeightSender):
     """Publishes named tensors, in their own type, to the worker in this process.
 
-    Only the last version is available. Tensors that are gathered from shards amount to a full copy
-    of the model, which is kept until the next version.
+    Only the last version is available, and only until it is loaded. Tensors that are gathered from
+    shards, or merged with an adapter, amount to a copy of the model for that time.
 
     Example:
         manifest = InProcessSender().publish(1, model.named_parameters())

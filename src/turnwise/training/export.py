@@ -1,0 +1,107 @@
+"""Trained models and adapters as files that other programs load.
+
+A checkpoint contains the model in Hugging Face's format, or the adapter in PEFT's; `merge_adapter`
+makes a plain model of an adapter and the model that it belongs to.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from turnwise.config import Config
+from turnwise.config.data import ADAPTER_CONFIG
+from turnwise.errors import InputError
+from turnwise.training.checkpoint import translate_disk_full
+from turnwise.training.loading import load_model
+from turnwise.training.lora import (
+    ADAPTER_TENSORS,
+    adapter_config,
+    adapter_tensors,
+    add_product,
+    split_name,
+    write_adapter,
+)
+
+
+def export_model(
+    folder: Path,
+    rank: int,
+    config: Config,
+    shape: PretrainedConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
+
+    All ranks iterate over the tensors, which are gathered one by one; only rank 0 keeps and writes
+    them.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    if rank:
+        for _ in tensors:
+            pass
+        return
+    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
+    trust = config.model.trust_remote_code
+    with translate_disk_full(folder):
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
+        empty.save_pretrained(folder, state_dict=whole)
+        _save_tokenizer(folder, config)
+
+
+def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
+
+    All ranks gather its tensors one by one; only rank 0 keeps and writes them.
+    """
+    whole = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model)}
+    if rank:
+        return
+    with translate_disk_full(folder):
+        write_adapter(folder, adapter_config(model, config.model.path), whole)
+        _save_tokenizer(folder, config)
+
+
+def _save_tokenizer(folder: Path, config: Config) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
+    """Write the model of `model.path` with an adapter added, as engines computed with it.
+
+    Args:
+        adapter: Folder with an adapter in PEFT's format.
+        folder: Folder for the model and its tokenizer.
+
+    Raises:
+        InputError: when the adapter does not belong to the model.
+    """
+    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    rank = settings["r"]
+    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)
+    model = load_model(config, dtype=getattr(torch, config.model.dtype))
+    weights = dict(model.named_parameters())
+    factors = load_file(adapter / ADAPTER_TENSORS)
+    for name, first in factors.items():
+        layer, factor = split_name(name)
+        if factor != "lora_A":
+            continue
+        weight = weights.get(f"{layer}.weight")
+        second = factors[name.replace("lora_A", "lora_B")]
+        if weight is None or weight.shape != (len(second), first.shape[1]):
+            raise InputError(f"{adapter}: {config.model.path} has no layer {layer} of this shape")
+        weight.copy_(add_product(weight, first, second, scale))
+    with translate_disk_full(folder):
+        model.save_pretrained(folder)
+        _save_tokenizer(folder, config)
