@@ -55,7 +55,7 @@ def configuration(place: Place, dtype: str = "bfloat16", **sections: Any) -> Con
     }
     training = {
         "learning_rate": 1e-4,
-        "micro_batch_tokens": place.size(16384, 256),
+        "micro_batch_tokens": place.size(8192, 256),
         "threads": 1 if place.tiny else 0,
         "packing": "packed",
         **sections.pop("training", {}),
