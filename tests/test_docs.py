@@ -208,11 +208,13 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         assert target.endswith(".jsonl"), (block, line)
                         continue
                     context = command.make_context(name, options)
-                    if name in ("show", "view"):
-                        continue  # a run's folder, which a reader has
+                    if name in ("init", "show", "stuck", "view"):
+                        continue  # a folder that a reader makes or has
                     file, overrides = (context.params.get(key) for key in ("file", "overrides"))
                     if context.params.get("resume"):  # the run's own file, and no other
                         load_config("config.yaml", [file] if file else [])
+                    elif name == "doctor" and file is None:
+                        assert not overrides, (block, line)
                     elif name == "pipeline":
                         read_pipeline_file(file, overrides)
                     else:

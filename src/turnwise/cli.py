@@ -13,13 +13,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from turnwise import __version__
+from turnwise import __version__, operations
 from turnwise.command import Command as _Command
 from turnwise.command import print_error as _print_error
 from turnwise.command import run as _run
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
+from turnwise.operations import Debug
 from turnwise.run import commands
 
 
@@ -48,7 +49,6 @@ Overrides = Annotated[
         autocompletion=_complete_key,
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
@@ -260,6 +260,9 @@ def export_traces(source: Source, target: Target, debug: Debug = False) -> None:
 def import_traces(source: Source, target: Target, debug: Debug = False) -> None:
     """Write training traces, of Turnwise or another program, as trajectories."""
     _run(lambda: _convert("import_traces", "trajectories", source, target), _Command(debug))
+
+
+operations.add_to(app)
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread
+from turnwise.core.sources import check_model, check_tokenizer
+from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
 
 if TYPE_CHECKING:
@@ -13,6 +15,30 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _LONG = 16_384
 """Characters that take a few milliseconds to tokenise; longer texts would delay other requests."""
+
+
+def load_tokenizer(config: Config) -> "Tokenizer":
+    """Load the tokenizer of `model.path`, or of `model.tokenizer`.
+
+    Raises:
+        InputError: when it does not exist, or cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    model = config.model
+    check_model(model.path)
+    key, path = "model.path", model.path
+    if model.tokenizer is not None:
+        key, path = "model.tokenizer", model.tokenizer
+        check_tokenizer(path)
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        why = first_line(error)
+        raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {why}") from error
+    return tokenizer
 
 
 def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:

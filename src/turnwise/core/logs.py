@@ -1,6 +1,7 @@
 """Logging: our lines to the terminal, and everything to files in the run folder's `logs/`.
 
     turnwise.log     all lines of this process: turnwise, vLLM, Ray and other libraries
+    stacks/          one file per process, see `core.stacks`
     worker-0.log     one per actor: all output of the actor and its children
     ray/             link to the logs of Ray's own processes
 
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from turnwise.config import Config
+from turnwise.core import stacks
 
 _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -56,6 +58,7 @@ def open_logs(config: Config) -> None:
     except OSError as error:
         _OURS.warning("no logs can be written to %s: %s", path.parent, error)
         return
+    stacks.register(path.parent.parent, path.stem)
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
     for logger in (_OURS, logging.getLogger()):
@@ -119,12 +122,23 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    register_stacks(environ)
     handler = logging.StreamHandler(os.fdopen(2, "w", buffering=1, closefd=False))
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     # In a fork, vLLM is already imported, with the levels of the original process.
     for logger in (_OURS, logging.getLogger("vllm")):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(_file_level(environ.get(_LEVEL, "warning")))
+
+
+def register_stacks(environ: Mapping[str, str] = os.environ) -> None:
+    """Make a process that an actor started without forking write its stacks on request.
+
+    Does nothing if the actor was started without `environment`.
+    """
+    if environ.get(_FILE):
+        path = Path(environ[_FILE])
+        stacks.register(path.parent.parent, path.stem)
 
 
 def _file_level(level: str) -> int:

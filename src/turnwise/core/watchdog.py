@@ -14,6 +14,10 @@ _NAMED = 8
 """Maximum number of kinds of waits that one line lists."""
 
 
+_WANTED_SECONDS = 1.0
+"""Time after which a report that is wanted is noticed."""
+
+
 class _Progress:
     """Time of the last progress, on `time.monotonic`'s clock."""
 
@@ -69,15 +73,25 @@ class Watchdog:
     Args:
         seconds: Time without any progress.
         report: Called with one line once per stall, in the watchdog's thread.
+        wanted: Called every second; while it is true, `answer` is called.
+        answer: Called with the line of the present moment, in the watchdog's thread.
 
     Example:
         async with Watchdog(300.0, logger.warning):
             await train()
     """
 
-    def __init__(self, seconds: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        report: Callable[[str], None],
+        wanted: Callable[[], bool] | None = None,
+        answer: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._seconds = seconds
         self._report = report
+        self._wanted = wanted
+        self._answer = answer
         self._ended = threading.Event()
 
     async def __aenter__(self) -> "Watchdog":
@@ -90,16 +104,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         reported = None
-        pause = self._seconds
+        longest = self._seconds if self._wanted is None else _WANTED_SECONDS
+        pause = min(self._seconds, longest)
         while not self._ended.wait(pause):
+            if self._wanted is not None and self._wanted():
+                self._answer(_line(time.monotonic()))
             moved, now = _Progress.moved, time.monotonic()
-            pause = moved + self._seconds - now
-            if pause > 0:
-                continue
-            pause = self._seconds
-            if moved != reported:
+            left = moved + self._seconds - now
+            if left <= 0 and moved != reported:
                 reported = moved
-                self._report(f"no progress for {now - moved:.3g} s; {_describe(list(_waits), now)}")
+                self._report(_line(now))
+            pause = min(left if left > 0 else self._seconds, longest)
+
+
+def _line(now: float) -> str:
+    """Return a sentence about the present moment."""
+    return f"no progress for {now - _Progress.moved:.3g} s; {_describe(list(_waits), now)}"
 
 
 def _describe(waits: Iterable[waiting], now: float) -> str:

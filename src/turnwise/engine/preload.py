@@ -12,6 +12,7 @@ import signal
 
 gc.disable()
 
+from turnwise.core import logs  # noqa: E402
 from turnwise.engine.vllm_api import PRELOAD_MODULES  # noqa: E402
 
 for _name in PRELOAD_MODULES:
@@ -23,6 +24,7 @@ gc.freeze()
 def _in_child() -> None:
     """Collect garbage as usual, and die with the parent process."""
     gc.enable()
+    logs.register_stacks()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import ray
 from ray.actor import ActorHandle as RayActor
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
-from turnwise.core.sources import check_model, check_tokenizer
-from turnwise.errors import InputError, first_line
+from turnwise.errors import InputError
 from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.chat_backend import ChatBackend
@@ -26,8 +26,6 @@ from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import WorkerStarter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from turnwise.serving.openai.server import OpenAIServer
 
 SERVER = "starting the OpenAI server"
@@ -199,23 +197,3 @@ def gpu_share(config: Config, gpus: float, training: bool) -> float:
             "training.colocated)"
         )
     return share
-
-
-def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of `model.path`, or of `model.tokenizer`."""
-    from transformers import AutoTokenizer
-
-    model = config.model
-    check_model(model.path)
-    key, path = "model.path", model.path
-    if model.tokenizer is not None:
-        key, path = "model.tokenizer", model.tokenizer
-        check_tokenizer(path)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=model.trust_remote_code
-        )
-    except Exception as error:
-        why = first_line(error)
-        raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {why}") from error
-    return tokenizer

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle as RayActor
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
@@ -31,7 +32,6 @@ from turnwise.run.fleet import (
     count_of,
     gpu_share,
     import_server,
-    load_tokenizer,
     make_manager,
     ray_running,
     starting_engines,

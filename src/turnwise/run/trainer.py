@@ -25,6 +25,7 @@ from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.run.stuck import ReportRequest, write_report
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import samples_of
@@ -87,7 +88,10 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
         that ended the run early."""
-        watchdog = Watchdog(self._config.watchdog_seconds, self._report_stall)
+        request = ReportRequest(self._folder.path)
+        watchdog = Watchdog(
+            self._config.watchdog_seconds, self._report_stall, request.made, request.answer
+        )
         async with watchdog, task_group() as tasks:
             watch = tasks.create_task(self._policy.watch())
             first = await self._begin()
@@ -108,7 +112,9 @@ class TrainingLoop:
 
     def _report_stall(self, line: str) -> None:
         stuck = stuck_calls()
-        self._progress.warn(f"{line}; {stuck}" if stuck else line)
+        line = f"{line}; {stuck}" if stuck else line
+        report = write_report(self._folder.path, line)
+        self._progress.warn(f"{line} (all stacks: {report})" if report else line)
 
     async def _begin(self) -> int:
         """Bring the engines to the trainer's weights; return the first step."""

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 
 import torch
 
+from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
 from turnwise.engine import vllm_api as vllm
 from turnwise.engine.logits_adapter import take_failure
@@ -25,6 +26,7 @@ from turnwise.weights.transport import EngineWorker, Receiver, find_transport
 from turnwise.weights.vllm_adapters import put_folder
 
 _P = ParamSpec("_P")
+logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
 @dataclass

@@ -1,0 +1,143 @@
+"""The commands around a run: init, doctor, stuck."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from turnwise.command import Command
+from turnwise.command import run as run_command
+from turnwise.config import Config, load_config
+from turnwise.core.aio import run_in_thread
+from turnwise.core.deadlines import deadline
+from turnwise.errors import TurnwiseError
+
+if TYPE_CHECKING:
+    from turnwise.run.doctor import Finding
+
+_ROLLOUT_SECONDS = 900.0
+_ROLLOUT_PROBLEMS = 4
+
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this module to the command line.
+
+    Example:
+        >>> add_to(app)
+    """
+    app.command()(init)
+    app.command()(doctor)
+    app.command()(stuck)
+
+
+def init(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hugging Face name; default: the demo's in a clone, else Qwen3-0.6B."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Make a project that trains at once: environment, data, configuration, test, README."""
+
+    async def make() -> None:
+        from turnwise.run.project import make_project
+
+        files = await run_in_thread(lambda: make_project(name, model))
+        lines = [*map(str, files), "", f"cd {name}", "turnwise train config.yaml"]
+        Console().print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+
+    run_command(make, Command(debug))
+
+
+def doctor(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A YAML configuration; without one, this machine."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="Changes to it.")
+    ] = None,
+    rollout: Annotated[
+        bool, typer.Option("--rollout", help="Also start an engine and play some problems.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Check that everything is ready; name the command that mends what is not."""
+    command, found = Command(debug), list["Finding"]()
+    if rollout and file is None:
+        raise typer.BadParameter("--rollout plays the problems of a FILE")
+    run_command(lambda: _examine(file, overrides or [], rollout, command, found), command)
+    if any(finding.state == "broken" for finding in found):
+        raise typer.Exit(1)
+
+
+def stuck(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    debug: Debug = False,
+) -> None:
+    """Print what a run waits for, and the stacks of all of its processes."""
+
+    async def read() -> None:
+        from turnwise.run.stuck import ask
+
+        typer.echo(await run_in_thread(lambda: ask(run)), nl=False)
+
+    run_command(read, Command(debug))
+
+
+async def _examine(
+    file: Path | None,
+    overrides: list[str],
+    rollout: bool,
+    command: Command,
+    found: "list[Finding]",
+) -> None:
+    from turnwise.run.config_checks import ConfigChecks
+    from turnwise.run.doctor import Finding, examine, print_finding, verdict
+    from turnwise.run.machine_checks import machine_checks
+
+    console, config = Console(), None
+
+    def report(finding: Finding) -> None:
+        found.append(finding)
+        print_finding(console, finding)
+
+    if file is not None:
+        try:
+            config = command.of(load_config(file, overrides))
+            report(Finding("configuration", "ok", str(file)))
+        except TurnwiseError as error:
+            report(Finding("configuration", "broken", str(error)))
+    checks = machine_checks(None if config is None else config.ray_address)
+    if config is not None:
+        checks += ConfigChecks(config).all
+    findings = examine(checks)
+    while (finding := await run_in_thread(lambda: next(findings, None))) is not None:
+        report(finding)
+    if rollout and config is not None:
+        report(await _play(config, console))
+    console.print(verdict(found), highlight=False)
+
+
+async def _play(config: Config, console: Console) -> "Finding":
+    """Play some problems on an engine, print the best and the worst, and compare the rewards."""
+    from turnwise.run import commands
+    from turnwise.run.config_checks import spread
+    from turnwise.run.conversations import show
+    from turnwise.run.doctor import Finding
+
+    limit = min(config.data.limit or _ROLLOUT_PROBLEMS, _ROLLOUT_PROBLEMS)
+    few = config.model_copy(update={"data": config.data.model_copy(update={"limit": limit})})
+    try:
+        async with deadline(_ROLLOUT_SECONDS, f"{limit} problems were not played"):
+            trajectories, dropped = await commands.rollout(few, console, None)
+    except TurnwiseError as error:
+        return Finding("rollout", "broken", str(error))
+    show(console, trajectories)
+    return spread(trajectories, dropped)

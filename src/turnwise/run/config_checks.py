@@ -1,0 +1,161 @@
+"""Checks of `turnwise doctor FILE`: model, data, environment, chat template, disk, ports."""
+
+import os
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.config import Config
+from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.errors import InputError, first_line
+from turnwise.run.doctor import Check, Finding, size
+from turnwise.serving.openai.address import listen
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LEAST = 2**30
+"""Free space that any run needs."""
+_STATE = 4
+"""Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
+
+
+@dataclass
+class ConfigChecks:
+    """The checks of one configuration.
+
+    Example:
+        checks = ConfigChecks(load_config("config.yaml")).all
+        findings = [*examine(checks)]
+    """
+
+    config: Config
+
+    @property
+    def all(self) -> list[Check]:
+        """The checks, in the order of the report."""
+        return [
+            Check("model", self.model),
+            Check("data", self.data),
+            Check("chat template", self.template, 60.0),
+            Check("environment", self.environment, 60.0),
+            Check("disk", self.disk),
+            Check("ports", self.ports),
+        ]
+
+    def model(self) -> Finding:
+        """Check that the model, its tokenizer and the other models can be found."""
+        check_model(self.config.model.path)
+        if self.config.model.tokenizer is not None:
+            check_tokenizer(self.config.model.tokenizer)
+        for key, other in self.config.algorithm.other_models().items():
+            check_model(other, f"{key}.path")
+        weights = _weight_bytes(self.config)
+        known = f", {size(weights)} of weights" if weights else ", from the Hugging Face Hub"
+        return Finding("model", "ok", f"{self.config.model.path}{known}")
+
+    def data(self) -> Finding:
+        """Check that the rows can be read."""
+        from turnwise.rollout.data import load_heldout, load_training
+
+        for path in filter(None, (self.config.data.path, self.config.data.eval_path)):
+            check_data(path)
+        counts = [f"{len(load_training(self.config)):,} rows"]
+        if self.config.data.eval_path:
+            counts.append(f"{len(load_heldout(self.config)):,} held out")
+        return Finding("data", "ok", ", ".join(counts))
+
+    @cached_property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        from turnwise.chat.template import load_tokenizer
+
+        return load_tokenizer(self.config)
+
+    def template(self) -> Finding:
+        """Check how the bridge works with the model's chat template."""
+        from turnwise.chat.template import load_template
+        from turnwise.trajectory.check_template import check_template
+
+        findings = check_template(load_template(self.config, self._tokenizer))
+        counts = Counter(finding.verdict for finding in findings)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+        said = f"{len(findings)} kinds of conversation: {said}"
+        if not counts["forks"] and not counts["refuses"]:
+            return Finding("chat template", "ok", said)
+        path = self.config.model.tokenizer or self.config.model.path
+        see = f"python -m turnwise.trajectory.check_template {path}"
+        return Finding("chat template", "warning", said, see)
+
+    def environment(self) -> Finding:
+        """Build the environment and prompt of the first row."""
+        from turnwise.rollout import Runner
+        from turnwise.rollout.data import load_training
+
+        problem = load_training(self.config)[0]
+        length = Runner(self.config, self._tokenizer).check(problem)
+        prompt = "it has a setup" if length is None else f"a prompt of {length} tokens"
+        name = self.config.environment
+        return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
+
+    def disk(self) -> Finding:
+        """Check the free space of output_dir against the size of the run's checkpoints."""
+        folder = Path(self.config.output_dir).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not os.access(folder, os.W_OK):
+            return Finding("disk", "broken", f"{folder} is not writable", "set output_dir=FOLDER")
+        free = shutil.disk_usage(folder).free
+        kept = self.config.training.keep_last + 2  # the best one, and the one that is written
+        needed = _weight_bytes(self.config) * _STATE * kept
+        said = f"{size(free)} free in {folder}"
+        if needed:
+            said += f"; {kept} checkpoints take about {size(needed)}"
+        if free < max(_LEAST, needed):
+            return Finding("disk", "broken", said, "set output_dir=FOLDER or training.keep_last=1")
+        return Finding("disk", "ok", said)
+
+    def ports(self) -> Finding:
+        """Check that the address of `turnwise serve` is free."""
+        host, port = self.config.serving.host, self.config.serving.port
+        try:
+            listen(host, port).close()
+        except InputError as error:
+            said = f"{first_line(error)} (turnwise serve; training uses free ports)"
+            return Finding("ports", "warning", said, "turnwise serve FILE serving.port=0")
+        return Finding("ports", "ok", f"{host}:{port} is free (serving.port)")
+
+
+def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
+    """Describe the rewards of some groups: their mean, and their spread within groups.
+
+    Args:
+        dropped: Failed trajectories by reason.
+    """
+    groups: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
+    failed = f"; failed: {dict(dropped)}" if dropped else ""
+    if not groups:
+        return Finding("rollout", "broken", f"no trajectory{failed}", "see errors.log")
+    mean = statistics.fmean(reward for group in groups.values() for reward in group)
+    within = statistics.fmean(statistics.pstdev(group) for group in groups.values())
+    said = (
+        f"{len(trajectories)} trajectories of {len(groups)} problems, reward {mean:.3g}, spread "
+        f"within a problem {within:.3g}{failed}"
+    )
+    if within == 0:
+        mend = "change the problems or the reward: equal rewards within a group train nothing"
+        return Finding("rollout", "warning", said, mend)
+    return Finding("rollout", "ok", said)
+
+
+def _weight_bytes(config: Config) -> int:
+    """Return the size of the model's weights on this disk; 0 if they are not in a folder."""
+    folder = Path(config.model.path).expanduser()
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

