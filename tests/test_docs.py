@@ -64,7 +64,7 @@ def test_every_key_is_one_of_the_configuration(file: str) -> None:
     text = (ROOT / file).read_text()
     if file == "docs/coming-from.md":
         text = "\n".join(ours for _, ours, _ in rows())
-    keys = _KEY.findall(text)
+    keys = [key for key in _KEY.findall(text) if key != "metrics.jsonl"]  # a file
     sections = {key.rpartition(".")[0] for key in known}
     assert [k for k in keys if k not in known and k.rstrip(".") not in sections] == []
 

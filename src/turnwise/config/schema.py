@@ -10,6 +10,7 @@ from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section
 from turnwise.config.data import DataConfig, ModelConfig
+from turnwise.config.metrics import MetricsConfig
 from turnwise.config.rollout import RolloutConfig
 from turnwise.config.sampling import EvalConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
@@ -72,6 +73,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -44,7 +44,8 @@ class EngineConfig(Section):
     processors. Null allows none."""
     metrics: bool | None = None
     """Collect vLLM's statistics, which /metrics reports as vllm:* with a worker label; costs some
-    CPU time per token. Null collects them in `turnwise serve` and with serving.worker_servers."""
+    CPU time per token. Null collects them in `turnwise serve`, and with serving.worker_servers or
+    metrics.port."""
     start_timeout: Seconds = 300.0
     """Deadline in seconds for starting an engine."""
     request_timeout: Seconds = 120.0

@@ -291,6 +291,7 @@ async def _attempt(
     inputs: ProgramInputs,
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
+    from turnwise.run.exporter import serving_metrics
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 
@@ -303,7 +304,10 @@ async def _attempt(
         functions=inputs.functions,
     ) as runtime:
         loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
-        await loop.run()
+        scheduler = runtime.manager.scheduler
+        host, port = config.serving.host, config.metrics.port
+        async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
+            await loop.run()
         return loop.exactness
 
 

@@ -85,6 +85,10 @@ class TrainingLoop:
         self._accuracy: float | None = None
         """Accuracy on held-out problems after the current step; None if not evaluated."""
 
+    def in_flight(self) -> int:
+        """Return the number of groups in flight."""
+        return len(self._producer.waiting_for())
+
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
         that ended the run early."""

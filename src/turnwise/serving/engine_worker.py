@@ -78,7 +78,9 @@ class EngineWorker:
             utilization = engine.vllm_args.get("gpu_memory_utilization", _GPU_MEMORY) * self._share
             vllm_args = {**engine.vllm_args, "gpu_memory_utilization": utilization}
             engine = engine.model_copy(update={"vllm_args": vllm_args})
-        if engine.metrics is None and self._config.serving.worker_servers:
+        config = self._config
+        served = config.serving.worker_servers or config.metrics.port is not None
+        if engine.metrics is None and served:
             engine = engine.model_copy(update={"metrics": True})
         self._engine = self._create_engine(engine)
         await self._engine.load_adapters()

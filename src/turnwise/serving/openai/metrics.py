@@ -97,6 +97,29 @@ def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
     return list(families.values())
 
 
+def process_metrics() -> Iterator[Metric]:
+    """Yield the metrics of this process, without those of an engine in it."""
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(VLLM_METRICS):
+            yield metric
+
+
+def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
+    """Yield the metrics of a scheduler: turns by event, and its workers."""
+    events = CounterMetricFamily("turnwise_turns", "Turns, by event", labels=["event"])
+    for event, count in list(scheduler.events.items()):
+        events.add_metric([event], count)
+    yield events
+    load = GaugeMetricFamily("turnwise_worker_load", "Weighted requests", labels=["worker"])
+    up = GaugeMetricFamily("turnwise_worker_up", "1 if the worker takes turns", labels=["worker"])
+    tokens = CounterMetricFamily("turnwise_worker_tokens", "Sampled tokens", labels=["worker"])
+    for worker in list(scheduler.workers.values()):
+        load.add_metric([worker.name], worker.load)
+        up.add_metric([worker.name], float(worker.usable))
+        tokens.add_metric([worker.name], worker.tokens)
+    yield from (load, up, tokens)
+
+
 def make_metrics(
     store: SessionStore, generator: Generator, counts: Counter[str]
 ) -> Callable[[], Awaitable[bytes]]:
@@ -118,32 +141,14 @@ def make_metrics(
 
         def collect(self) -> Iterator[Metric]:
             yield from self._of_engines
-            for metric in REGISTRY.collect():  # this process's metrics
-                if not metric.name.startswith(VLLM_METRICS):
-                    yield metric
+            yield from process_metrics()
             yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", len(store))
             requests = CounterMetricFamily("turnwise_requests", "HTTP requests", labels=["what"])
             for what, count in counts.items():
                 requests.add_metric([what], count)
             yield requests
-            if not isinstance(generator, Scheduler):
-                return
-            events = CounterMetricFamily("turnwise_turns", "Turns, by event", labels=["event"])
-            for event, count in generator.events.items():
-                events.add_metric([event], count)
-            yield events
-            load = GaugeMetricFamily("turnwise_worker_load", "Weighted requests", labels=["worker"])
-            up = GaugeMetricFamily(
-                "turnwise_worker_up", "1 if the worker takes turns", labels=["worker"]
-            )
-            tokens = CounterMetricFamily(
-                "turnwise_worker_tokens", "Sampled tokens", labels=["worker"]
-            )
-            for worker in generator.workers.values():
-                load.add_metric([worker.name], worker.load)
-                up.add_metric([worker.name], float(worker.usable))
-                tokens.add_metric([worker.name], worker.tokens)
-            yield from (load, up, tokens)
+            if isinstance(generator, Scheduler):
+                yield from scheduler_metrics(generator)
 
     async def text() -> bytes:
         registry = CollectorRegistry(auto_describe=False)
