@@ -73,6 +73,8 @@ def register(run: Path, name: str) -> None:
         register(Path("runs/demo"), "worker-0")
     """
     _Registered.folder, _Registered.name = stacks_folder(run).absolute(), name
+    with suppress(OSError):
+        _Registered.folder.mkdir(parents=True, exist_ok=True)
     _open()
     if not _Registered.forks_too:
         _Registered.forks_too = True
@@ -90,7 +92,6 @@ def _open() -> None:
         return
     path = _Registered.folder / f"{socket.gethostname()}-{os.getpid()}.txt"
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w", encoding="utf-8")
         file.write(f"{_Registered.name}\n{_STARTED}{_start(os.getpid())}\n\n")
         file.flush()
