@@ -221,6 +221,11 @@ class GroupProducer:
             self._trained = step
             self._changed.notify_all()
 
+    @property
+    def in_flight(self) -> int:
+        """The number of groups in flight; may be read from any thread."""
+        return len(self._started)
+
     def waiting_for(self) -> list[str]:
         """Return the ids of the problems in flight, the oldest first."""
         return [started.problem.id for started in self._started.values()]

@@ -86,8 +86,8 @@ class TrainingLoop:
         """Accuracy on held-out problems after the current step; None if not evaluated."""
 
     def in_flight(self) -> int:
-        """Return the number of groups in flight."""
-        return len(self._producer.waiting_for())
+        """Return the number of groups in flight; may be called from any thread."""
+        return self._producer.in_flight
 
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
