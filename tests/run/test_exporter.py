@@ -3,21 +3,17 @@
 import asyncio
 import json
 import re
-import socket
-import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import ROOT, command_environment, python
+from tests.conftest import ROOT
 from tests.serving.openai.test_engine_metrics import Hung, Told
-from tests.test_cli import write_config
-from turnwise.config import Config, ServingConfig
+from turnwise.config import ServingConfig
 from turnwise.errors import InputError
 from turnwise.run import exporter
 from turnwise.run.exporter import COUNTERS, GAUGES, StepCollector, serving_metrics
@@ -181,7 +177,7 @@ def test_the_dashboard_is_one_that_grafana_can_import() -> None:
 
 
 def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
-    """The slow test below asks a real run for everything."""
+    """`test_live_run.py` asks a real run for everything."""
     counted = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
     asked = {
         name
@@ -200,42 +196,3 @@ def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
         "turnwise_trained_tokens_total",
         "turnwise_trajectories_total",
     }
-
-
-@pytest.mark.slow  # a training run
-def test_every_metric_of_the_dashboard_is_served_by_a_run(
-    make_config: Callable[..., Config], tmp_path: Path
-) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    file = write_config(make_config, tmp_path)
-    command = [*python(), "-m", "turnwise.cli", "train", str(file), "training.steps=1000"]
-    run = subprocess.Popen(
-        [*command, f"metrics.port={port}", "algorithm.kl.coef=0.001"],
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        text = ""
-        while "turnwise_step 2.0" not in text:
-            assert run.poll() is None, run.communicate()[1]
-            try:
-                text = get(port)
-            except OSError:
-                continue
-    finally:
-        run.terminate()
-        run.communicate(timeout=120)
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    names = {sample.name for family in families.values() for sample in family.samples}
-    names |= {f"{name}_total" for name, family in families.items() if family.type == "counter"}
-    asked = {
-        name
-        for query in queries(json.loads(DASHBOARD.read_text()))
-        for name in _NAME.findall(query)
-    }
-    assert asked - names == set()

@@ -1,0 +1,82 @@
+"""A training run that is looked at from beside: its metrics, and the stacks of its processes."""
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import ROOT, command_environment, python
+from tests.run.test_exporter import get, names_asked
+from tests.test_cli import write_config
+from turnwise.config import Config
+from turnwise.run.stuck import REPORT, ask
+
+pytestmark = pytest.mark.slow  # one training run for all
+
+
+@dataclass
+class Run:
+    folder: Path
+    port: int
+    process: "subprocess.Popen[str]"
+
+    def metrics(self) -> str:
+        """The metrics, as soon as the run has made two steps."""
+        while True:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            try:
+                text = get(self.port)
+            except OSError:
+                continue
+            if "turnwise_step 0" not in text and "turnwise_step 1.0" not in text:
+                return text
+
+
+@pytest.fixture(scope="module")
+def run(
+    make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    """A run that goes on for as long as it is looked at."""
+    folder = tmp_path_factory.mktemp("live")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    file = write_config(make_config, folder)
+    process = subprocess.Popen(
+        [
+            *(*python(), "-m", "turnwise.cli", "train", str(file), "training.steps=100000"),
+            *(f"metrics.port={port}", "algorithm.kl.coef=0.001", "name=live"),
+        ],
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield Run(folder / "runs" / "live", port, process)
+    process.terminate()
+    process.communicate(timeout=300)
+
+
+def test_every_metric_of_the_dashboard_is_served(run: Run) -> None:
+    families = [*text_string_to_metric_families(run.metrics())]
+    names = {sample.name for family in families for sample in family.samples}
+    names |= {f"{family.name}_total" for family in families if family.type == "counter"}
+    names |= {family.name for family in families}
+    assert names_asked() - names == set()
+
+
+def test_every_process_shows_its_stacks(run: Run) -> None:
+    run.metrics()
+    text = ask(run.folder, 120.0)
+    headers = [line for line in text.splitlines() if line.startswith("== ")]
+    assert text == (run.folder / REPORT).read_text()
+    assert "no progress for " in text.splitlines()[0]
+    for name in ("== turnwise: ", "== policy-0: ", "== worker-0: "):
+        assert any(header.startswith(name) for header in headers), headers
+    engine = next(part for part in text.split("\n== ") if "EngineCore" in part.splitlines()[0])
+    assert "in run_engine_core" in engine
