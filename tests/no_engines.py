@@ -35,6 +35,7 @@ TIER = (
     "run/test_alarms.py",
     "run/test_conversations.py",
     "run/test_display.py",
+    "run/test_export.py",
     "run/test_full_disk.py",
     "run/test_gpu_share.py",
     "run/test_project.py",

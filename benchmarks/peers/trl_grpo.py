@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
 
     python -m benchmarks.peers.trl_grpo --model FOLDER --problems FILE --prompts P --steps N \\
-        [--long-tailed-steps M] [--rank R] [--tokens T] [--parity]
+        [--long-tailed-steps M] [--rank R] [--tokens T] [--parity] [--micro-batch N]
 
 Problems are used in the file's order. The tool answers at once in the first N steps, and with a
 long tail in the following M. Mean rewards by question are printed as well, with the trained
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=SEQUENCE)
     parser.add_argument("--parity", action="store_true")
+    parser.add_argument("--micro-batch", type=int, help="rows of a forward pass; default: all")
     options = parser.parse_args()
     torch.set_num_threads(2)
     steps, clock = options.steps + options.long_tailed_steps, Clock()
@@ -121,12 +122,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.response_template = qwen3_template
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    rows_at_once = options.micro_batch or options.prompts * GROUP
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=options.prompts * GROUP,
+            per_device_train_batch_size=rows_at_once,
+            gradient_accumulation_steps=options.prompts * GROUP // rows_at_once,
             num_generations=GROUP,
             max_completion_length=options.tokens,
             max_tool_calling_iterations=MAX_TURNS - 1,

@@ -158,7 +158,7 @@ def add_product(
         first: The adapter's factor A: [rank, in].
         second: The adapter's factor B: [out, rank].
     """
-    return weight.float() + scale * (second.float() @ first.float())
+    return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale)
 
 
 @torch.no_grad()
