@@ -14,6 +14,7 @@ from turnwise.chat.template import in_thread_if_long
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
+from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Generator, Route
 from turnwise.errors import TrajectoryError
@@ -222,7 +223,11 @@ class RolloutContext:
         sampling = self.sampling.within(room)
         if stop:
             sampling = sampling.model_copy(update={"stop": [*sampling.stop, *stop]})
-        with self.timed("generate"), waiting(f"turn {turn} of {self.request_id}", "answer"):
+        with (
+            self.timed("generate"),
+            waiting(f"turn {turn} of {self.request_id}", "answer"),
+            chat_span(turn, sampling.temperature, sampling.max_tokens) as span,
+        ):
             completion = await self.engine.generate(
                 prompt_token_ids,
                 sampling,
@@ -230,6 +235,11 @@ class RolloutContext:
                 None if self.seed is None else stable_seed(self.seed, turn),
                 self.route,
             )
+            sampled, version = (
+                len(completion.token_ids),
+                max(completion.weight_versions, default=-1),
+            )
+            record_answer(span, len(prompt_token_ids), sampled, completion.finish_reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         self.trajectory.add_turn(

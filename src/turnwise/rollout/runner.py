@@ -20,6 +20,7 @@ from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.deadlines import StallClock
+from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
     call_and_wait,
     call_user_code,
@@ -288,7 +289,10 @@ class Runner:
         clock, seconds = StallClock(rollout.stall_timeout), rollout.trajectory_timeout
         try:
             async with asyncio.timeout(seconds), clock.watching() as stall:
-                await self._attempt(run, trajectory, name, clock)
+                with agent_span(rollout.loop, name, trajectory.problem_id) as span:
+                    await self._attempt(run, trajectory, name, clock)
+                    span.set_attribute("turnwise.status", trajectory.status)
+                    span.set_attribute("turnwise.reward", trajectory.reward or 0.0)
                 return None
         except TrajectoryError as error:
             failure = error.reason, str(error)

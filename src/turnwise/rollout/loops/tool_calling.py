@@ -8,6 +8,7 @@ import json
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
@@ -99,8 +100,13 @@ def _call_id(turn: int, index: int) -> str:
 
 
 async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
-    with waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"):
+    with (
+        waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"),
+        tool_span(call.name) as span,
+    ):
         result = await context.toolbox.call(call.name, call.arguments)
+        if result.outcome != "ok":
+            span.set_attribute("error.type", result.outcome)
     context.count("tool_call")
     if result.outcome != "ok":
         context.count(f"tool_{result.outcome}")

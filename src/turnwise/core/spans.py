@@ -1,0 +1,130 @@
+"""OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
+
+A trajectory is a span `invoke_agent`; the turns that its loop samples (`chat`) and its tools
+(`execute_tool`) are children of it. Off unless OpenTelemetry's own variable names a collector:
+
+    OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 turnwise train config.yaml
+
+Its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...) have their usual effect. A
+collector that does not answer delays nothing: spans are sent by a thread, and dropped when too
+many wait.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from turnwise.core.optional import optional
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_SERVICE = "OTEL_SERVICE_NAME"
+Value = str | int | float | list[str]
+
+
+class Span(Protocol):
+    """The part of OpenTelemetry's span that is used here."""
+
+    def set_attribute(self, key: str, value: Value) -> None: ...
+
+
+class _NoSpan:
+    def set_attribute(self, key: str, value: Value) -> None: ...
+
+
+_NO_SPAN = _NoSpan()
+
+
+@contextmanager
+def agent_span(agent: str, name: str, problem: str) -> Iterator[Span]:
+    """Record a trajectory.
+
+    Args:
+        agent: Name of the loop.
+        name: Unique name of the trajectory.
+        problem: Id of the problem.
+
+    Example:
+        with agent_span("tool_calling", "group3-rows:7-0", "rows:7"):
+            await loop.run(environment, context)
+    """
+    with _span(f"invoke_agent {agent}", "invoke_agent") as span:
+        span.set_attribute("gen_ai.agent.name", agent)
+        span.set_attribute("gen_ai.conversation.id", name)
+        span.set_attribute("turnwise.problem", problem)
+        yield span
+
+
+@contextmanager
+def chat_span(turn: int, temperature: float, max_tokens: int) -> Iterator[Span]:
+    """Record a turn; see `record_answer`.
+
+    Example:
+        with chat_span(0, 1.0, 64) as span:
+            completion = await engine.generate(...)
+            record_answer(span, 120, 17, "stop", version=3)
+    """
+    with _span("chat", "chat") as span:
+        span.set_attribute("gen_ai.request.temperature", temperature)
+        span.set_attribute("gen_ai.request.max_tokens", max_tokens)
+        span.set_attribute("turnwise.turn", turn)
+        yield span
+
+
+def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: int) -> None:
+    """Add what was sampled to a turn's span: numbers of tokens, reason of the end, and version."""
+    span.set_attribute("gen_ai.usage.input_tokens", prompt)
+    span.set_attribute("gen_ai.usage.output_tokens", sampled)
+    span.set_attribute("gen_ai.response.finish_reasons", [reason])
+    span.set_attribute("turnwise.weight_version", version)
+
+
+@contextmanager
+def tool_span(tool: str) -> Iterator[Span]:
+    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`.
+
+    Example:
+        with tool_span("search") as span:
+            result = await toolbox.call("search", arguments)
+    """
+    with _span(f"execute_tool {tool}", "execute_tool") as span:
+        span.set_attribute("gen_ai.tool.name", tool)
+        yield span
+
+
+@contextmanager
+def _span(name: str, operation: str) -> Iterator[Span]:
+    """Record a span as a child of the one around it; an error that passes is its status."""
+    tracer = _tracer()
+    if tracer is None:
+        yield _NO_SPAN
+        return
+    with tracer.start_as_current_span(name) as span:
+        span.set_attribute("gen_ai.operation.name", operation)
+        span.set_attribute("gen_ai.provider.name", "vllm")
+        yield span
+
+
+@functools.cache
+def _tracer() -> "Tracer | None":
+    """Return the tracer of this process; None if no collector is named.
+
+    Raises:
+        InputError: when a collector is named and OpenTelemetry is not installed.
+    """
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    why = f"{_ENDPOINTS[1]} is set, which"
+    sdk = optional("opentelemetry.sdk.trace", "traces", why)
+    export = optional("opentelemetry.sdk.trace.export", "traces", why)
+    resources = optional("opentelemetry.sdk.resources", "traces", why)
+    otlp = optional("opentelemetry.exporter.otlp.proto.http.trace_exporter", "traces", why)
+    named = {} if os.environ.get(_SERVICE) else {"service.name": "turnwise"}
+    provider = sdk.TracerProvider(resource=resources.Resource.create(named))
+    provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
+    tracer: Tracer = provider.get_tracer("turnwise")
+    return tracer
