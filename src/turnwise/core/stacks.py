@@ -125,7 +125,7 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
             path.unlink(missing_ok=True)
             continue
         with suppress(psutil.Error, OSError):
-            title = " ".join(process.cmdline())[:80]
+            title = " ".join(process.cmdline()).strip()[:80]
             asked.append((path, process, f"{name}: {title}", path.stat().st_size))
             process.send_signal(SIGNAL)
     return [*_answers(asked, seconds), *found]
