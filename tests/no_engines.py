@@ -40,6 +40,7 @@ TIER = (
     "run/test_gpu_share.py",
     "run/test_project.py",
     "run/test_stuck.py",
+    "run/test_token_values.py",
     "run/test_trackers.py",
     "serving/test_manager.py",
     "serving/test_scheduler.py",

@@ -104,6 +104,9 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
 
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    trained = [row["step"] for row in rows if row.get("trained_tokens")]
+    assert trained
+    assert {f"training/step-000{step}.safetensors" for step in trained} <= names
     for row in rows:
         assert row.keys() >= STEP_KEYS
         assert row["staleness_max"] == 0

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from turnwise.cli import app as commands
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.token_values import write_columns
+from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
 from turnwise.viewer.run_files import RunFiles, open_runs
 from turnwise.viewer.server import make_app, static_files
@@ -50,6 +53,10 @@ def folder(tmp_path: Path) -> Path:
         run / "trajectories" / "step-0001.jsonl",
         [a_trajectory(number, text) for number, text in enumerate(said)],
     )
+    columns = {name: np.array([0.5, 0.25], np.float32) for name in RECORDED}
+    places = {"trajectory": [1, 3], "turn": [0, 2], "at": [1, 0], "staleness": [0, 1]}
+    columns |= {name: np.array(values, np.int32) for name, values in places.items()}
+    write_columns(run / "training" / "step-0001.safetensors", columns)
     rows = [json.dumps(StepMetrics(step=n, reward_mean=n / 2).to_json()) for n in range(3)]
     (run / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     tokenizer = run / "checkpoints" / "step-0001" / "tokenizer.json"
@@ -201,6 +208,15 @@ def test_tokens_have_text_and_bytes(client: TestClient, folder: Path) -> None:
     (folder / "checkpoints").rename(folder / "gone")
     assert find_tokenizer(folder, {"model.path": "nowhere/nothing-of-this-name"}) is None
     assert TokenTexts(None).of([1]) == {}
+
+
+def test_trained_tokens_have_their_values(client: TestClient, folder: Path) -> None:
+    values = client.get(f"{STEP}/3/values").json()
+    assert (values["turn"], values["at"], values["staleness"]) == ([2], [0], [1])
+    assert values["ratio"] == [0.25]
+    assert client.get(f"{STEP}/0/values").json()["turn"] == []
+    (folder / "training" / "step-0001.safetensors").unlink()
+    assert client.get(f"{STEP}/3/values").json() == {}
 
 
 def test_tokens_of_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> None:

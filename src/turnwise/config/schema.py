@@ -14,7 +14,7 @@ from turnwise.config.metrics import MetricsConfig
 from turnwise.config.rollout import RolloutConfig
 from turnwise.config.sampling import EvalConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import TrainingConfig
+from turnwise.config.training import TrainingConfig, TrajectoriesConfig
 
 _STREAMS = ("ipc", "collective")
 """Transports that send while engines load."""
@@ -72,6 +72,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
+    trajectories: TrajectoriesConfig = TrajectoriesConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
 

@@ -69,3 +69,10 @@ class TrainingConfig(Section):
     max_skipped: PositiveInt = 3
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
     each such update is skipped."""
+
+
+class TrajectoriesConfig(Section):
+    """Files of what was sampled and trained: `trajectories/` and `training/` of the run folder."""
+
+    keep: PositiveInt | None = None
+    """Number of latest steps whose files are kept, and as many evaluations; null keeps all."""

@@ -153,8 +153,8 @@ class StepMetrics:
     step_seconds: float | None = None
     """Seconds since the end of the previous step."""
     phase_seconds: dict[str, float] | None = None
-    """Seconds by phase: those of the loop (idle, train, weights, evaluate, save), and the waiting
-    times of trajectories, summed over them (generate, tools, reward, agent)."""
+    """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
+    waiting times of trajectories, summed over them (generate, tools, reward, agent)."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         """Add the metrics of a step's groups."""

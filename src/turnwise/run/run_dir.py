@@ -5,6 +5,7 @@ runs/NAME/
   metrics.jsonl                   one object per step; step 0 is the initial model
   tensorboard/                    the same metrics
   trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
+  training/step-NNNN.safetensors  the values of each trained token; see `token_values`
   exactness.json                  audit of every sampled token, and the first violation
   checkpoints/step-NNNN/          Hugging Face format, and state/ to resume from
   reward.png                      reward and held-out accuracy against step
@@ -22,6 +23,7 @@ from turnwise.config import Config, dump_config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.token_values import Columns, write_columns
 from turnwise.run.trackers import Trackers
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
@@ -129,6 +131,7 @@ class RunDir:
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._keep_last = config.training.keep_last
+        self._keep_steps = config.trajectories.keep
         self._success_reward = config.eval.success_reward
         self._trackers = Trackers(self.path, config, None if resume is None else resume.step)
 
@@ -141,7 +144,22 @@ class RunDir:
         self._trackers.write_samples(step, samples)
 
     def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
-        write_jsonl(self.path / "trajectories" / f"{kind}-{step:04d}.jsonl", trajectories)
+        folder = self.path / "trajectories"
+        write_jsonl(folder / f"{kind}-{step:04d}.jsonl", trajectories)
+        self._prune(folder, f"{kind}-*.jsonl")
+
+    def write_token_values(self, step: int, columns: Columns) -> None:
+        """Write the values of a step's trained tokens."""
+        folder = self.path / "training"
+        write_columns(folder / f"step-{step:04d}.safetensors", columns)
+        self._prune(folder, "step-*.safetensors")
+
+    def _prune(self, folder: Path, pattern: str) -> None:
+        """Remove the files of the oldest steps, if only some are kept."""
+        if self._keep_steps is not None:
+            files = sorted(folder.glob(pattern), key=lambda path: int(path.stem.rpartition("-")[2]))
+            for path in files[: -self._keep_steps]:
+                path.unlink(missing_ok=True)
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"

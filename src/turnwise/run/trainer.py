@@ -26,9 +26,10 @@ from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
 from turnwise.run.stuck import ReportRequest, write_report
+from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import samples_of
+from turnwise.training.samples import SampleBatch, samples_of
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 
@@ -184,6 +185,7 @@ class TrainingLoop:
             self._progress.phase("train")
             with self._timed("train"):
                 metrics.add_training(await self._step.train(samples.samples))
+            await self._write_token_values(metrics.step, batch, samples, version)
 
     async def _update_weights(self) -> UpdateMetrics:
         """Transfer the new weights to the engines, which sample the next trajectories.
@@ -255,6 +257,21 @@ class TrainingLoop:
 
     async def _keep(self, kind: str, step: int, trajectories: Sequence[Trajectory]) -> None:
         await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
+
+    async def _write_token_values(
+        self, step: int | None, batch: Batch, samples: SampleBatch, version: int
+    ) -> None:
+        trained = self._policy.trained_tokens
+        if step is None or not trained:
+            return
+
+        def write() -> None:
+            trajectories = [t for group in batch.groups for t in group.trajectories]
+            columns = columns_of(trained, samples.origins, trajectories, version)
+            self._folder.write_token_values(step, columns)
+
+        with self._timed("write"):
+            await asyncio.to_thread(write)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""

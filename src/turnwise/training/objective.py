@@ -108,9 +108,9 @@ class TrainingObjective:
         batch: MicroBatch,
         share: RankBatches,
         report: UpdateReport,
-        ratios: list[torch.Tensor],
+        recorded: list[torch.Tensor],
     ) -> None:
-        """Add a micro-batch's part of the policy's gradient."""
+        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values."""
         logprobs_N, entropy_N = self._models.score("policy", batch)
         engine_N = batch.engine_logprobs_N
         if not self._corrected:
@@ -140,7 +140,15 @@ class TrainingObjective:
         )
         (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
         report.add(made, logprobs_N.detach() - engine_N, entropy_N)
-        ratios.append(made.result.ratio_N.float())
+        values = (
+            logprobs_N,
+            entropy_N,
+            batch.advantages_N,
+            made.weights_N * made.correction_N,
+            made.result.ratio_N,
+            made.result.clipped_N,
+        )
+        recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
         """Add a micro-batch's part of the value model's gradient."""

@@ -28,7 +28,7 @@ from turnwise.training.lora import adapter_tensors, changed_parameters, merged_t
 from turnwise.training.model import ModelName, full_tensors, load_models
 from turnwise.training.objective import TrainingObjective
 from turnwise.training.offload import Offload
-from turnwise.training.reports import StepReport, UpdateReport
+from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.trainable import TrainableModule
 from turnwise.weights.canary import Canary, canary_prompt
 from turnwise.weights.manifest import Publication
@@ -154,9 +154,9 @@ class TrainerRank:
         for batches in steps:
             for batch in batches:
                 staleness.update(batch.staleness_N.tolist())
-        ratios: list[torch.Tensor] = []
+        recorded: list[torch.Tensor] = []
         updates = [
-            self._update(batches, share, ratios)
+            self._update(batches, share, recorded)
             for batches, share in zip(steps, shares, strict=True)
         ]
         if "optimizer" in self._training.offload:
@@ -166,7 +166,9 @@ class TrainerRank:
         return StepReport(
             self.version,
             updates,
-            torch.cat(ratios).cpu().numpy() if ratios else np.zeros(0, np.float32),
+            torch.cat(recorded, dim=1).cpu().numpy()
+            if recorded
+            else np.zeros((len(RECORDED), 0), np.float32),
             staleness,
             sum(batch.tokens for batches in steps for batch in batches),
             time.perf_counter() - started,
@@ -174,14 +176,14 @@ class TrainerRank:
         )
 
     def _update(
-        self, batches: Sequence[MicroBatch], share: RankBatches, ratios: list[torch.Tensor]
+        self, batches: Sequence[MicroBatch], share: RankBatches, recorded: list[torch.Tensor]
     ) -> UpdateReport:
         """Take one optimizer step; the loss is the sum over all trained tokens of all ranks."""
         report = UpdateReport()
         warming = self._steps <= self._warmup
         for batch in batches:
             if not warming:
-                self._objective.policy(batch, share, report, ratios)
+                self._objective.policy(batch, share, report, recorded)
             if self._critic_learner is not None:
                 self._objective.value(batch, share, report)
             report.tokens += len(batch.advantages_N)

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.training.sample import Sample
+
 if TYPE_CHECKING:
     import torch
 
     from turnwise.training.algorithms import Objective
+    from turnwise.training.batching import RankBatches
 
 _PERCENTILES = (1, 50, 99)
+RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
+"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`."""
 
 SumName = Literal[
     "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
@@ -98,8 +103,8 @@ class StepReport:
     """Weight version after the step."""
     updates: list[UpdateReport]
     """One for each optimizer step."""
-    ratios_N: npt.NDArray[np.float32]
-    """Importance ratios of all trained tokens of all updates."""
+    tokens_KN: npt.NDArray[np.float32]
+    """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
     staleness: Counter[int]
     """Trained tokens by staleness, before the first update."""
     tokens: int
@@ -144,7 +149,7 @@ def merge(reports: Sequence[StepReport]) -> TrainMetrics:
     first = updates[0]
     metrics["logprob_diff_mean"] = _token_mean(first, [r.sums["logprob_diff_mean"] for r in first])
     metrics["logprob_diff_max"] = max(rank.logprob_diff_max for rank in first)
-    ratios = np.concatenate([report.ratios_N for report in reports])
+    ratios = np.concatenate([report.tokens_KN[RECORDED.index("ratio")] for report in reports])
     if len(ratios):
         low, middle, high = np.percentile(ratios, _PERCENTILES).tolist()
         metrics |= {"ratio_p1": low, "ratio_p50": middle, "ratio_p99": high}
@@ -168,3 +173,27 @@ def _mean(values: Iterable[float]) -> float:
 def _token_mean(ranks: Sequence[UpdateReport], sums: Sequence[float]) -> float:
     """Return the mean over an update's trained tokens, from the sums of the ranks."""
     return sum(sums) / max(1, sum(rank.tokens for rank in ranks))
+
+
+TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
+"""A sample that was trained, and the `RECORDED` values of its trained tokens: [K, N]."""
+
+
+def by_sample(
+    shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
+) -> list[TrainedSample]:
+    """Return each sample's part of the ranks' token values.
+
+    Args:
+        shares: The updates of each rank.
+        reports: The report of each rank; without values if only a value model was trained.
+    """
+    found: list[TrainedSample] = []
+    for share, report in zip(shares, reports, strict=True):
+        start = 0
+        for sample in (s for update in share for batch in update.micro_batches for s in batch):
+            end = start + sample.trained
+            if end <= report.tokens_KN.shape[1]:
+                found.append((sample, report.tokens_KN[:, start:end]))
+            start = end
+    return found

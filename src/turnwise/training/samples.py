@@ -27,6 +27,8 @@ class SampleBatch:
 
     samples: list[Sample] = field(default_factory=list)
     """Samples, each with trained tokens; empty if there is nothing to train on."""
+    origins: dict[int, Trajectory] = field(default_factory=dict)
+    """The trajectory that each sample is a branch of, by the sample's `id`."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
     """Audit of every sampled token."""
     groups_without_signal: int = 0
@@ -154,22 +156,22 @@ def _add(
     for branch in masked:
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sequence = len(batch.samples) if pair_id is None else first
-        batch.samples.append(
-            Sample.of(
-                branch.token_ids,
-                branch.response_mask,
-                branch.logprobs,
-                branch.weight_versions,
-                _token_rewards(branch, trajectory, advantage)
-                if as_reward
-                else _token_advantages(branch, advantage),
-                sequence=sequence,
-                pair_id=pair_id,
-                trajectory=first if pair_id is None else pair_id,
-                counted_only=counted_only,
-                turns=branch.turns,
-            )
+        sample = Sample.of(
+            branch.token_ids,
+            branch.response_mask,
+            branch.logprobs,
+            branch.weight_versions,
+            _token_rewards(branch, trajectory, advantage)
+            if as_reward
+            else _token_advantages(branch, advantage),
+            sequence=sequence,
+            pair_id=pair_id,
+            trajectory=first if pair_id is None else pair_id,
+            counted_only=counted_only,
+            turns=branch.turns,
         )
+        batch.samples.append(sample)
+        batch.origins[id(sample)] = trajectory
 
 
 def _token_advantages(branch: Branch, advantage: TurnAdvantages) -> float | list[float]:

@@ -24,7 +24,7 @@ from turnwise.core.actor import (
 )
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.training.batching import RankBatches, plan_micro_batches
-from turnwise.training.reports import TrainMetrics, merge
+from turnwise.training.reports import TrainedSample, TrainMetrics, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
 from turnwise.weights.rendezvous import LOOPBACK
@@ -89,6 +89,8 @@ class TrainerGroup:
         self.pids: list[int] = []
         self.version = 0
         self.packed = False
+        self.trained_tokens: list[TrainedSample] = []
+        """The last step's samples, with the values of their trained tokens."""
         self._config = config
         self._ranks = list(ranks)
         self._timeout = config.training.step_timeout
@@ -175,6 +177,7 @@ class TrainerGroup:
         )
         reports = await self._each("train", "call", [("train", share) for share in shares])
         self.version = reports[0].version
+        self.trained_tokens = by_sample(shares, reports)
         return merge(reports)
 
     async def score(

@@ -74,6 +74,7 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
     for i in chosen:
         answers[f"{prefix}/files/{file}/{i}"] = parse(run.line(file, i))
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
+        answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
     start = f"#/run/{run.name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
         target.write_text(page({"start": start, "answers": answers}), encoding="utf-8")

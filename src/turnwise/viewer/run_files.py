@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.run.alarms import alarms_of_run
+from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
@@ -165,6 +167,15 @@ class RunFiles:
     def audit(self, name: str, index: int) -> JsonObject:
         """Return the exactness report of one trajectory."""
         return audit(Trajectory.from_json(self.line(name, index).decode())).to_dict()
+
+    def token_values(self, name: str, index: int) -> JsonObject:
+        """Return the values of a trajectory's trained tokens as lists by name, or nothing if the
+        run has none for this file."""
+        path = self.path / "training" / f"{self.files()[name].stem}.safetensors"
+        if not path.is_file():
+            return {}
+        columns = read_columns(path, index)
+        return {key: np.nan_to_num(values).tolist() for key, values in columns.items()}
 
     def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
         """Return text and bytes of every token of trajectories, by id."""

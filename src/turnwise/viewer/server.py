@@ -91,6 +91,10 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def exactness(run: str, file: str, index: int) -> JsonObject:
         return runs[run].audit(file, index)
 
+    @app.get("/api/runs/{run}/files/{file}/{index}/values")
+    def values(run: str, file: str, index: int) -> JsonObject:
+        return runs[run].token_values(file, index)
+
     return Guard(app, token, port)
 
 

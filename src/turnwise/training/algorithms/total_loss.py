@@ -28,6 +28,8 @@ class Objective:
     """Scalar with gradient; the sum over all micro-batches and ranks is the batch's loss."""
     result: TokenLoss
     """Per-token losses before correction, penalty and reduction."""
+    weights_N: torch.Tensor
+    """Weight of each token in the batch's loss, from `algorithm.reduction`."""
     correction_N: torch.Tensor
     """Weight of each token that corrects the mismatch between engine and trainer."""
     divergence_N: torch.Tensor | None
@@ -72,4 +74,4 @@ def objective(
         total_trajectories=total_trajectories,
         constant=constant,
     )
-    return Objective((weights_N * loss_N).sum(), result, correction_N, divergence_N)
+    return Objective((weights_N * loss_N).sum(), result, weights_N, correction_N, divergence_N)

@@ -5,7 +5,7 @@ import { fetchNow, link, readMetrics, runPath } from "./data.js";
 import { chart, clearCharts, phaseChart } from "./chart.js";
 import { runColor } from "./color.js";
 
-const PHASES = ["idle", "train", "weights", "evaluate", "save"];
+const PHASES = ["idle", "train", "write", "weights", "evaluate", "save"];
 
 const perTrajectory = (row) => (row.trajectories && row.sampled_tokens !== null && row.sampled_tokens !== undefined ? row.sampled_tokens / row.trajectories : null);
 

@@ -15,13 +15,15 @@ const MEASURES = {
   sampled: ["Sampled or context", (token) => (token.sampled ? 1 : 0), (value) => (value ? "rgb(var(--sampled) / 0.3)" : "transparent"), "mask"],
   advantage: ["Advantage", (token) => token.advantage, (value, one) => signed(value / (one.largest.advantage || 1)), "signed"],
   difference: ["|engine − trainer|", (token) => token.difference, (value, one) => heat(value / (one.largest.difference || 1)), "largest"],
-  ratio: ["Ratio", (token) => token.ratio, (value) => signed(Math.log(value) / 0.3), "signed"],
+  ratio: ["Ratio", (token) => token.ratio, (value) => signed(Math.log(Math.max(value, 1e-6)) / 0.3), "signed"],
   entropy: ["Entropy", (token) => token.entropy, (value) => heat(value / 2), "largest"],
   staleness: ["Staleness", (token) => token.staleness, (value) => category(value), "category"],
 };
 
-// The tokens of a branch. `training` has columns of trained tokens, or is null.
-export function tokensOf(trajectory, path, texts, training) {
+// The tokens of a branch. `values` has columns of the trained tokens, or nothing.
+export function tokensOf(trajectory, path, texts, values) {
+  const { turn: turns, at: places, ...columns } = values;
+  const lines = new Map((turns ?? []).map((turn, line) => [`${turn}:${places[line]}`, line]));
   const tokens = [];
   for (const [index, length] of path) {
     const turn = trajectory.turns[index];
@@ -34,10 +36,10 @@ export function tokensOf(trajectory, path, texts, training) {
       const token = { id, text, bytes, special, turn: index, at, sampled, position: tokens.length,
         logprob: sampled ? turn.logprobs[at] : turn.added_logprobs?.[i] ?? undefined,
         version: sampled ? turn.weight_versions[at] : undefined };
-      const line = training?.lines.get(`${index}:${at}`);
+      const line = lines.get(`${index}:${at}`);
+      if (sampled && turns) token.trained = line !== undefined;
       if (sampled && line !== undefined) {
-        token.trained = true;
-        for (const [name, column] of Object.entries(training.columns)) token[name] = column[line];
+        for (const [name, column] of Object.entries(columns)) token[name] = column[line];
         if (token.trainer_logprob !== undefined) token.difference = Math.abs(token.trainer_logprob - token.logprob);
       }
       tokens.push(token);
@@ -232,7 +234,7 @@ export class TokenView {
     }
     const trained = [["trainer_logprob", "trainer's log-prob"], ["difference", "|engine − trainer|"], ["advantage", "advantage"], ["weight", "loss weight"], ["ratio", "ratio"], ["clipped", "clipped"], ["entropy", "entropy"], ["staleness", "staleness"]];
     for (const [name, label] of trained) if (token[name] !== undefined) lines.push([label, precise(token[name])]);
-    if (token.sampled) lines.push(["trained", token.trained === undefined ? "not recorded" : "yes"]);
+    if (token.sampled) lines.push(["trained", token.trained === undefined ? "not recorded" : token.trained ? "yes" : "no"]);
     this.live.replaceChildren(h("h2", null, "Token"), h("div", { class: "glyph" }, glyphs(token.text)),
       h("dl", null, lines.map(([name, value]) => [h("dt", null, name), h("dd", null, typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : value)])));
   }

@@ -9,7 +9,7 @@ import { TokenView, tokensOf } from "./tokens.js";
 export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
-  const [trajectory, texts, listed] = await Promise.all([keep(base), keep(`${base}/tokens`), fetchNow(trajectoryPath(run, file))]);
+  const [trajectory, texts, values, listed] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file))]);
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
   const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: place.query.tab === "tokens" ? "tokens" : "chat" };
@@ -33,7 +33,7 @@ export async function showTrajectory(main, runs, place, go) {
     } else if (state.tab === "chat") {
       content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 })));
     } else {
-      const tokens = tokensOf(trajectory, branch.path, texts, null);
+      const tokens = tokensOf(trajectory, branch.path, texts, values);
       const view = new TokenView(tokens, query.color, (token) => {
         const known = { tab: "tokens", turn: token.turn, token: token.at };
         history.replaceState(null, "", address(known));

@@ -1,0 +1,83 @@
+"""The values of a step's trained tokens, in a file beside its trajectories.
+
+training/step-NNNN.safetensors holds columns of one length, a row for each trained token, ordered by
+trajectory. A trajectory's rows are found by its number, and read without the rest of the file.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from turnwise.errors import translate_unwritable
+from turnwise.training.reports import RECORDED, TrainedSample
+from turnwise.trajectory import Trajectory
+
+Columns = dict[str, npt.NDArray[np.generic]]
+"""Columns by name: `trajectory` (its line in the step's file), `turn`, `at` (position among the
+turn's sampled tokens), `staleness`, and those of `RECORDED`."""
+
+
+def columns_of(
+    trained: Sequence[TrainedSample],
+    origins: Mapping[int, Trajectory],
+    trajectories: Sequence[Trajectory],
+    version: int,
+) -> Columns:
+    """Return the values of a step's trained tokens.
+
+    Args:
+        origins: The trajectory of each sample, by the sample's `id`.
+        trajectories: Those of the step's file, in its order.
+        version: Weight version at the start of the step.
+    """
+    numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
+    parts: list[Columns] = []
+    ordered = sorted(trained, key=lambda pair: numbers[id(origins[id(pair[0])])])
+    for sample, values_KN in ordered:
+        trajectory = origins[id(sample)]
+        starts = np.array([t.prefix_length + len(t.added_token_ids) for t in trajectory.turns])
+        place_N = np.flatnonzero(sample.response_mask_T)
+        turn_N = sample.turns_T[place_N]
+        part: Columns = {
+            "trajectory": np.full(len(place_N), numbers[id(trajectory)], np.int32),
+            "turn": turn_N.astype(np.int32),
+            "at": (place_N - starts[turn_N]).astype(np.int32),
+            "staleness": (version - sample.weight_versions_T[place_N]).astype(np.int32),
+        }
+        part |= dict(zip(RECORDED, values_KN, strict=True))
+        part["clipped"] = part["clipped"].astype(np.uint8)
+        parts.append(part)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def write_columns(path: Path, columns: Columns) -> None:
+    """Write columns; the file appears whole or not at all.
+
+    Raises:
+        TurnwiseError: when it cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    with translate_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(columns, temporary)
+        temporary.replace(path)
+
+
+def read_columns(path: Path, trajectory: int) -> Columns:
+    """Return the rows of one trajectory, by the number of its line in the step's file.
+
+    Example:
+        columns = read_columns(Path("runs/demo/training/step-0001.safetensors"), 0)
+        print(columns["turn"], columns["at"], columns["advantage"])
+    """
+    with safe_open(path, framework="np") as file:
+        numbers = file.get_tensor("trajectory")
+        start, end = np.searchsorted(numbers, [trajectory, trajectory + 1]).tolist()
+        names = ("turn", "at", "staleness", *RECORDED)
+        if start == end:  # a slice must not begin at the end
+            return {name: np.zeros(0) for name in names}
+        return {name: file.get_slice(name)[start:end] for name in names}
