@@ -1,5 +1,6 @@
 """The values of trained tokens: made by a rank, matched with trajectories, written and read."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
 from turnwise.rollout import Group
+from turnwise.rollout.group import TurnTimes
 from turnwise.run.run_dir import RunDir
 from turnwise.run.token_values import columns_of, read_columns, write_columns
 from turnwise.training.batching import plan_micro_batches
@@ -117,8 +119,11 @@ def test_only_the_files_of_the_latest_steps_are_kept(
     for step in steps:
         folder.write_trajectories("step", step, [Trajectory("rows:1")])
         folder.write_trajectories("eval", step, [Trajectory("rows:1")])
+        folder.write_timeline(step, [[TurnTimes(0, 1.0, 2.0, 3.0, "worker-0")], []])
         folder.write_token_values(step, {"turn": np.zeros(1, np.int32)})
     folder.close()
-    for kind in ("trajectories/step", "trajectories/eval", "training/step"):
+    lines = (folder.path / "timeline" / "step-10000.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [[[0, 1.0, 2.0, 3.0, "worker-0"]], []]
+    for kind in ("trajectories/step", "trajectories/eval", "training/step", "timeline/step"):
         names = {path.stem for path in folder.path.glob(f"{kind}-*")}
         assert names == {f"{kind.rpartition('/')[2]}-{step:04d}" for step in steps[-left:]}

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from turnwise.cli import app as commands
 from turnwise.config import Config, ModelConfig, dump_config
+from turnwise.rollout.group import TurnTimes
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
@@ -217,6 +218,15 @@ def test_trained_tokens_have_their_values(client: TestClient, folder: Path) -> N
     assert client.get(f"{STEP}/0/values").json()["turn"] == []
     (folder / "training" / "step-0001.safetensors").unlink()
     assert client.get(f"{STEP}/3/values").json() == {}
+
+
+def test_turns_have_their_times(client: TestClient, folder: Path) -> None:
+    assert client.get(f"{STEP}/timeline").json() == {"calls": []}
+    (folder / "timeline").mkdir()
+    calls: list[list[TurnTimes]] = [[], [TurnTimes(0, 1.0, None, 3.0, "worker-0")]]
+    lines = "".join(f"{json.dumps(each)}\n" for each in calls)
+    (folder / "timeline" / "step-0001.jsonl").write_text(lines)
+    assert client.get(f"{STEP}/timeline").json()["calls"][1] == [[0, 1.0, None, 3.0, "worker-0"]]
 
 
 def test_tokens_of_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> None:

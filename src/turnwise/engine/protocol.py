@@ -116,6 +116,10 @@ class Completion:
     """Prompt tokens whose KV cache was reused."""
     prompt_logprobs: list[float | None] | None = None
     """One per prompt token if requested, and None for the first; None if not requested."""
+    first_token_at: float | None = field(default=None, compare=False)
+    """Time of the first token, in seconds since the epoch; None if it was not measured."""
+    worker: str = field(default="", compare=False)
+    """Name of the worker that sampled the last token; "" if there is only an engine."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions):

@@ -21,6 +21,7 @@ from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.error_log import ErrorLog
+from turnwise.rollout.group import TurnTimes
 from turnwise.rollout.problems import Row
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.tools.toolbox import Toolbox
@@ -105,6 +106,8 @@ class RolloutContext:
     """Reason why the latest prompt does not continue the turn before it; None if it does."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase; the trajectories of a group share one dictionary."""
+    calls: list[TurnTimes] = field(default_factory=list)
+    """Times of the turns so far."""
 
     @property
     def problem(self) -> Sequence[Message]:
@@ -220,7 +223,7 @@ class RolloutContext:
         if room <= 0:
             self.trajectory.status = "context_full"
             return None
-        sampling = self.sampling.within(room)
+        sampling, asked = self.sampling.within(room), time.time()
         if stop:
             sampling = sampling.model_copy(update={"stop": [*sampling.stop, *stop]})
         with (
@@ -252,6 +255,8 @@ class RolloutContext:
             fork_reason=self.fork_reason,
             messages=messages,
         )
+        first = completion.first_token_at
+        self.calls.append(TurnTimes(turn, asked, first, time.time(), completion.worker))
         self.fork_reason = None
         self.episode.turn_ended(turn)
         return completion

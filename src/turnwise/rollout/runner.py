@@ -41,7 +41,7 @@ from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
-from turnwise.rollout.group import TOO_LONG, Group
+from turnwise.rollout.group import TOO_LONG, Group, TurnTimes
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
@@ -325,8 +325,11 @@ class Runner:
             await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
 
         async with playing(self._stage.episode(problem), clock, report) as episode:
+            calls: list[TurnTimes] = []
+            run.group.calls[trajectory.sample_index] = calls
             context = RolloutContext(
                 trajectory=trajectory,
+                calls=calls,
                 engine=run.engine,
                 template=self.template,
                 tool_parser=self.tool_parser,

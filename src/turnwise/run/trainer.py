@@ -252,6 +252,8 @@ class TrainingLoop:
     ) -> None:
         trajectories = [t for group in batch.groups for t in group.trajectories]
         await self._keep("step", step, trajectories)
+        calls = [g.calls.get(t.sample_index, []) for g in batch.groups for t in g.trajectories]
+        await asyncio.to_thread(self._folder.write_timeline, step, calls)
         if evaluation is not None:
             await self._keep("eval", step, evaluation.trajectories)
 

@@ -8,9 +8,11 @@ another from the tokens sampled so far, or restarts if its sampling parameters d
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.deadlines import deadline
@@ -122,7 +124,8 @@ class Scheduler:
                         chunks.append(chunk)
             except _MustRestart:
                 continue
-            return await collect(_each(chunks), request_id)
+            completion = await collect(_each(chunks), request_id)
+            return replace(completion, first_token_at=turn.first_token_at, worker=turn.worker)
 
     async def stream(
         self,
@@ -196,6 +199,9 @@ class Scheduler:
 
     def _note(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
         turn.sampled += chunk.token_ids
+        if turn.first_token_at is None:
+            turn.first_token_at = time.time()
+        turn.worker = worker.name
         worker.tokens += len(chunk.token_ids)
         if turn.is_suspect:
             self._quarantine.moved()

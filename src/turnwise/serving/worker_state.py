@@ -48,6 +48,10 @@ class Turn:
     """Number of failures on workers that stayed alive."""
     aborts: int = 0
     """Number of weight updates that interrupted it."""
+    first_token_at: float | None = None
+    """Time of its first token, in seconds since the epoch."""
+    worker: str = ""
+    """Name of the worker that sampled its last token."""
 
     def __post_init__(self) -> None:
         self.rest = self.sampling

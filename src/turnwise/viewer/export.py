@@ -26,6 +26,7 @@ _MODULES = (
     "overview.js",
     "chat.js",
     "tokens.js",
+    "timeline.js",
     "tree.js",
     "trajectory.js",
     "steps.js",
@@ -69,6 +70,7 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
         f"{prefix}/alarms": run.alarms(),
         f"{prefix}/config": run.config(),
         f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
+        f"{prefix}/files/{file}/timeline": run.timeline(file),
         "tokens": run.vocabulary(file, chosen),
     }
     for i in chosen:

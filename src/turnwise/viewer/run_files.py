@@ -177,6 +177,12 @@ class RunFiles:
         columns = read_columns(path, index)
         return {key: np.nan_to_num(values).tolist() for key, values in columns.items()}
 
+    def timeline(self, name: str) -> JsonObject:
+        """Return the times of the turns of each trajectory of a file; none if it has none."""
+        path = self.path / "timeline" / f"{self.files()[name].stem}.jsonl"
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        return {"calls": [json.loads(line) for line in lines]}
+
     def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
         """Return text and bytes of every token of trajectories, by id."""
         ids: set[int] = set()

@@ -76,6 +76,10 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def search(run: str, file: str, q: Annotated[str, Query(min_length=1)]) -> JsonObject:
         return {"found": runs[run].search(file, q)}
 
+    @app.get("/api/runs/{run}/files/{file}/timeline")
+    def timeline(run: str, file: str) -> JsonObject:
+        return runs[run].timeline(file)
+
     @app.get("/api/runs/{run}/files/{file}/{index}")
     def trajectory(run: str, file: str, index: int) -> Response:
         line = runs[run].line(file, index)

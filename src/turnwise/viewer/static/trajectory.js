@@ -4,15 +4,18 @@ import { chip, h, short } from "./dom.js";
 import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
 import { branchesOf, branchOf, treeView } from "./tree.js";
 import { chatView } from "./chat.js";
+import { timelineView } from "./timeline.js";
 import { TokenView, tokensOf } from "./tokens.js";
 
 export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
-  const [trajectory, texts, values, listed] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file))]);
+  const [trajectory, texts, values, listed, timeline] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file)), keep(`${trajectoryPath(run, file)}/timeline`)]);
+  const known = ["chat", "tokens", ...(timeline.calls[index]?.length ? ["timeline"] : [])];
+  const tabOf = (query) => (known.includes(query.tab) ? query.tab : "chat");
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
-  const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: place.query.tab === "tokens" ? "tokens" : "chat" };
+  const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: tabOf(place.query) };
   const textOf = (ids) => ids.map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
   const address = (query) => link(run, file, index, query);
   const content = h("div", { class: "body", role: "tabpanel" });
@@ -26,12 +29,14 @@ export async function showTrajectory(main, runs, place, go) {
   function draw(query) {
     const branch = branchOf(branches, state.turn);
     side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
-    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"]].map(([name, label]) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name),
+    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name),
       onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
     if (!turns.length) {
       content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
     } else if (state.tab === "chat") {
       content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 })));
+    } else if (state.tab === "timeline") {
+      content.replaceChildren(timelineView(timeline.calls, index, listed.trajectories));
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const view = new TokenView(tokens, query.color, (token) => {
@@ -69,7 +74,7 @@ export async function showTrajectory(main, runs, place, go) {
     same: (next) => next.run === run && next.file === file && next.index === index,
     update: (next) => {
       state.turn = Number(next.query.turn ?? state.turn);
-      state.tab = next.query.tab === "tokens" ? "tokens" : "chat";
+      state.tab = tabOf(next.query);
       draw(next.query);
     },
     key: (name) => {
