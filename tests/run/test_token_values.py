@@ -109,6 +109,14 @@ def test_values_find_their_samples_on_any_number_of_ranks(
     assert by_sample(shares[:1], [empty]) == [], "only the value model was trained"
 
 
+def test_the_times_of_turns_go_through_a_checkpoint() -> None:
+    group = a_group()
+    group.calls = {0: [TurnTimes(0, 1.0, None, 3.0, "worker-1")], 2: []}
+    again = Group.from_dict(json.loads(json.dumps(group.to_dict())))
+    assert again.calls == group.calls
+    assert again.calls[0][0].worker == "worker-1"
+
+
 @pytest.mark.parametrize(("keep", "left"), [(None, 4), (2, 2)])
 def test_only_the_files_of_the_latest_steps_are_kept(
     make_config: Callable[..., Config], tmp_path: Path, keep: int | None, left: int

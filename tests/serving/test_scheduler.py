@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -376,3 +377,15 @@ def test_the_rest_of_a_turn_keeps_its_budget() -> None:
     assert remaining(sampling, 16, seed=1) is None
     assert remaining(sampling.model_copy(update={"stop": ["x"]}), 16) is None
     assert remaining(sampling, 0, seed=1) is sampling
+
+
+def test_a_completion_names_its_worker_and_the_time_of_its_first_token() -> None:
+    async def study() -> None:
+        scheduler, engines = fleet(2)
+        before = time.time()
+        made = await scheduler.generate(PROMPT, SAMPLING, "request-1")
+        assert made.worker in {engine.name for engine in engines}
+        assert made.first_token_at is not None
+        assert before <= made.first_token_at <= time.time()
+
+    run_virtually(study())
