@@ -50,7 +50,8 @@ def look_at_a_live_run(page: "Page") -> None:
     expect(cell).to_have_text(str(rows[-1]["step"]))
     steps = sorted((folder / "trajectories").glob("step-*.jsonl"))
     new = f"step-{rows[-1]['step'] + 1:04d}"
-    (folder / "trajectories" / f"{new}.jsonl").write_bytes(steps[-1].read_bytes())
+    for written in folder.glob(f"t*/{steps[-1].stem}.*"):
+        written.with_stem(new).write_bytes(written.read_bytes())
     with path.open("a") as file:
         file.write(json.dumps(rows[-1] | {"step": rows[-1]["step"] + 1}) + "\n")
     expect(cell).to_have_text(str(rows[-1]["step"] + 1))
@@ -113,6 +114,10 @@ def look_at_a_trajectory(page: "Page") -> None:
     chosen = page.locator(".token.on")
     expect(chosen).to_have_count(1)
     assert re.search(r"turn=\d+&token=\d+", page.url), page.url
+    for name in ("trainer's log-prob", "advantage", "ratio", "staleness"):
+        expect(detail).to_contain_text(name)
+    page.get_by_label("Colour by").select_option("advantage")
+    assert "color=advantage" in page.url
     shoot(page, "tokens")
     before = chosen.get_attribute("data-at")
     page.get_by_role("listbox").focus()
@@ -120,6 +125,11 @@ def look_at_a_trajectory(page: "Page") -> None:
     expect(chosen).not_to_have_attribute("data-at", before)
     for measure in page.get_by_label("Colour by").locator("option").all():
         page.get_by_label("Colour by").select_option(measure.get_attribute("value"))
+    page.get_by_role("tab", name="Timeline").click()
+    expect(page.locator(".timeline tbody tr")).to_have_count(3)
+    expect(page.locator(".timeline")).to_contain_text("worker-1")
+    shoot(page, "timeline")
+    page.go_back()
     # The address leads back to the token.
     at, link = chosen.get_attribute("data-at"), page.url
     page.goto("about:blank")

@@ -5,14 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
+from turnwise.rollout.group import TurnTimes
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.token_values import Columns, write_columns
+from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -52,6 +56,23 @@ def a_trajectory(number: int) -> Trajectory:
     return trajectory
 
 
+def values_of(trajectories: Sequence[Trajectory]) -> Columns:
+    """A row for each sampled token, as training writes them."""
+    places = np.array(
+        [
+            (number, turn, at)
+            for number, trajectory in enumerate(trajectories)
+            for turn, made in enumerate(trajectory.turns)
+            for at in range(len(made.completion_token_ids))
+        ],
+        np.int32,
+    )
+    names = ("trajectory", "turn", "at")
+    columns: Columns = dict(zip(names, np.ascontiguousarray(places.T), strict=True))
+    columns |= {name: np.full(len(places), 0.5, np.float32) for name in RECORDED}
+    return columns | {"staleness": np.ones(len(places), np.int32)}
+
+
 def a_long_trajectory() -> Trajectory:
     trajectory = Trajectory("rows:long", reward=0.0, status="completed")
     ids = [10 + i % 50 for i in range(31_990)]
@@ -82,7 +103,12 @@ def folder(tmp_path: Path) -> Path:
         for step in range(1, 16)
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_jsonl(run / "trajectories" / "step-0015.jsonl", map(a_trajectory, range(16)))
+    trajectories = [*map(a_trajectory, range(16))]
+    write_jsonl(run / "trajectories" / "step-0015.jsonl", trajectories)
+    write_columns(run / "training" / "step-0015.safetensors", values_of(trajectories))
+    calls = [TurnTimes(t, 3.0 * t, 3 * t + 0.5, 3 * t + 2.0, f"worker-{t % 2}") for t in range(3)]
+    (run / "timeline").mkdir()
+    (run / "timeline" / "step-0015.jsonl").write_text(f"{json.dumps(calls)}\n" * 16)
     write_jsonl(run / "rollouts.jsonl", [a_long_trajectory()] * 20)
     words = {f"word{i}": i for i in range(VOCABULARY)} | {
         "\u0120ab": 24,

@@ -5,8 +5,8 @@ import { runColor } from "./color.js";
 
 const SPAN = 1000;
 const NAMES = 70;
-const OTHERS = 120;
-const THIN = 5;
+const OTHERS = 60;
+const THIN = 4;
 
 // A call is [turn, asked, first token, ended, worker]; `all` has those of each trajectory.
 export function timelineView(all, index, summaries) {

@@ -103,6 +103,7 @@ export class TokenView {
       this.measure = event.target.value;
       this.list.reset(this.rows?.length ?? 0);
       this.paintLegend();
+      if (this.current !== null) this.select(this.tokens[this.current]);
     } }, options.map((name) => h("option", { value: name }, MEASURES[name][0])));
     measure.value = this.measure;
     const jump = this.has("difference") ? ["largest difference", (token) => token.difference] : ["least likely token", (token) => -token.logprob];
@@ -226,7 +227,7 @@ export class TokenView {
     const token = this.tokens[position];
     const lines = [["position", position], ["id", token.id], ["bytes", token.bytes === null ? "not known" : token.bytes || "none"], ["turn", token.turn]];
     if (token.sampled) {
-      lines.push(["sampled as", `${token.at + 1}. of the turn`], ["weight version", token.version], ["log-prob", precise(token.logprob)],
+      lines.push(["sampled as", `token ${token.at + 1} of the turn`], ["weight version", token.version], ["log-prob", precise(token.logprob)],
         ["probability", `${(100 * Math.exp(token.logprob)).toFixed(3)} %`]);
     } else {
       lines.push(["origin", "prompt, tool or template"]);

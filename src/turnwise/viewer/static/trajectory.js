@@ -40,8 +40,8 @@ export async function showTrajectory(main, runs, place, go) {
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const view = new TokenView(tokens, query.color, (token) => {
-        const known = { tab: "tokens", turn: token.turn, token: token.at };
-        history.replaceState(null, "", address(known));
+        const color = view.measure === "logprob" ? {} : { color: view.measure };
+        history.replaceState(null, "", address({ tab: "tokens", turn: token.turn, token: token.at, ...color }));
       });
       content.replaceChildren(view.element);
       const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));
