@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
@@ -62,7 +63,8 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
             f"{file} has {size / 2**20:,.0f} MiB of trajectories, too many for one page: choose "
             "one with --trajectory"
         )
-    prefix = f"/api/runs/{run.name}"
+    name = quote(run.name, safe="!~*'()")  # as the page encodes it
+    prefix = f"/api/runs/{name}"
     described = run.describe() | {"files": {file: size}}
     answers: JsonObject = {
         "/api/runs": {"runs": [described]},
@@ -77,7 +79,7 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
         answers[f"{prefix}/files/{file}/{i}"] = parse(run.line(file, i))
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
-    start = f"#/run/{run.name}/{file}" + ("" if index is None else f"/{index}")
+    start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
         target.write_text(page({"start": start, "answers": answers}), encoding="utf-8")
 

@@ -5,6 +5,7 @@ and a summary of each line; a trajectory is then read by its range alone.
 """
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ _EXCERPT = 160
 """Characters of a question or an answer in a summary."""
 _INDICES = 8
 """Files whose summaries are kept in memory, for each run."""
+_NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")
 """Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
 
@@ -108,17 +110,23 @@ class RunFiles:
 
     def files(self) -> dict[str, Path]:
         """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
-        root = self.path.resolve()
         found = [
             *sorted((self.path / "trajectories").glob("step-*.jsonl")),
             *sorted((self.path / "trajectories").glob("eval-*.jsonl")),
             *(self.path / f"{name}.jsonl" for name in _SEPARATE),
         ]
-        return {
-            path.stem: path
-            for path in found
-            if path.is_file() and path.resolve().is_relative_to(root)
-        }
+        return {path.stem: path for path in found if _is_own(path)}
+
+    def _file(self, name: str) -> Path:
+        """Return a file of trajectories.
+
+        Raises:
+            KeyError: when there is no such file.
+        """
+        path = self.path / ("" if name in _SEPARATE else "trajectories") / f"{name}.jsonl"
+        if not _NAME.fullmatch(name) or not _is_own(path):
+            raise KeyError(name)
+        return path
 
     def index(self, name: str) -> FileIndex:
         """Return the lines of a file of trajectories, scanned again only if it has changed.
@@ -127,7 +135,7 @@ class RunFiles:
             KeyError: when there is no such file.
             InputError: naming the line that is no trajectory.
         """
-        path = self.files()[name]
+        path = self._file(name)
         stat = path.stat()
         version = stat.st_size, stat.st_mtime_ns
         with self._lock:
@@ -149,15 +157,16 @@ class RunFiles:
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
-        return read_range(self.files()[name], *ranges[index])
+        return read_range(self._file(name), *ranges[index])
 
     def search(self, name: str, text: str) -> list[int]:
         """Return the trajectories in whose messages a text occurs, in any case."""
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
-        for index in range(len(self.index(name).ranges)):
-            line = self.line(name, index)
+        path = self._file(name)
+        for index, place in enumerate(self.index(name).ranges):
+            line = read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
             if any(wanted in said.casefold() for said in _texts(parse(line))):
@@ -171,7 +180,7 @@ class RunFiles:
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens as lists by name, or nothing if the
         run has none for this file."""
-        path = self.path / "training" / f"{self.files()[name].stem}.safetensors"
+        path = self.path / "training" / f"{self._file(name).stem}.safetensors"
         if not path.is_file():
             return {}
         columns = read_columns(path, index)
@@ -179,7 +188,7 @@ class RunFiles:
 
     def timeline(self, name: str) -> JsonObject:
         """Return the times of the turns of each trajectory of a file; none if it has none."""
-        path = self.path / "timeline" / f"{self.files()[name].stem}.jsonl"
+        path = self.path / "timeline" / f"{self._file(name).stem}.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
         return {"calls": [json.loads(line) for line in lines]}
 
@@ -269,6 +278,11 @@ def read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is there, and part of the run folder: no link to another place."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _path_length(turn: Mapping[str, object]) -> int:

@@ -143,7 +143,6 @@ export async function showStep(main, runs, place, go) {
             Object.assign(state, { status: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
             state.bins.clear();
             go(link(run, file));
-            showStep(main, runs, { ...place, query: {} }, go);
           } }, "Clear filters"), message),
         summary)),
     box));
