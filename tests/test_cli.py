@@ -127,7 +127,8 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
 
     calls = (run / "timeline" / "step-0001.jsonl").read_text().splitlines()
     asked, first, ended, worker = json.loads(calls[0])[0][1:]
-    assert (asked <= first <= ended, worker, len(calls)) == (True, "worker-0", 16)
+    assert asked <= (first or asked) <= ended
+    assert (worker, len(calls)) == ("worker-0", 16)
 
     for step in (1, 2, 3):
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))

@@ -117,7 +117,7 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     """One per prompt token if requested, and None for the first; None if not requested."""
     first_token_at: float | None = field(default=None, compare=False)
-    """Time of the first token, in seconds since the epoch; None if it was not measured."""
+    """Time of the first token, in seconds since the epoch; None if all tokens came at once."""
     worker: str = field(default="", compare=False)
     """Name of the worker that sampled the last token; "" if there is only an engine."""
 

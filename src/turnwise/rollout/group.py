@@ -25,6 +25,7 @@ class TurnTimes(NamedTuple):
     """Index of the turn in its trajectory."""
     asked: float
     first_token: float | None
+    """None if the engine gave all tokens of the turn at once."""
     ended: float
     worker: str
 

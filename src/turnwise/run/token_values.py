@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from turnwise.errors import translate_unwritable
 from turnwise.training.reports import RECORDED, TrainedSample
@@ -63,7 +63,7 @@ def write_columns(path: Path, columns: Columns) -> None:
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(columns, temporary)
+        temporary.write_bytes(save(columns))
         temporary.replace(path)
 
 

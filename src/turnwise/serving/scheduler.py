@@ -199,7 +199,7 @@ class Scheduler:
 
     def _note(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
         turn.sampled += chunk.token_ids
-        if turn.first_token_at is None:
+        if turn.first_token_at is None and chunk.finish_reason is None and chunk.token_ids:
             turn.first_token_at = time.time()
         turn.worker = worker.name
         worker.tokens += len(chunk.token_ids)

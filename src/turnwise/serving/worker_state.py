@@ -49,7 +49,7 @@ class Turn:
     aborts: int = 0
     """Number of weight updates that interrupted it."""
     first_token_at: float | None = None
-    """Time of its first token, in seconds since the epoch."""
+    """Time of its first token, in seconds since the epoch; None if all tokens came at once."""
     worker: str = ""
     """Name of the worker that sampled its last token."""
 

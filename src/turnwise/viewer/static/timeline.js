@@ -32,7 +32,7 @@ export function timelineView(all, index, summaries) {
     const color = runColor(workers.indexOf(worker));
     const begin = first ?? asked;
     return svg("g", { class: kind },
-      svg("title", null, `turn ${turn}${worker ? `, ${worker}` : ""}: ${short(begin - asked)} s to the first token, ${short(ended - begin)} s of sampling`),
+      svg("title", null, `turn ${turn}${worker ? `, ${worker}` : ""}: ${first === null ? "" : `${short(first - asked)} s to the first token, `}${short(ended - begin)} s of sampling`),
       svg("rect", { class: "wait", x: x(asked), y, width: Math.max(0.5, x(begin) - x(asked)), height: size, fill: color }),
       svg("rect", { x: x(begin), y, width: Math.max(0.5, x(ended) - x(begin)), height: size, fill: color }));
   };
@@ -48,6 +48,6 @@ export function timelineView(all, index, summaries) {
   const heads = ["Asked at", "To the first token", "Sampling", "Tools, then the next turn"];
   return h("div", { class: "timeline stack" },
     h("div", { class: "panel" }, image),
-    h("p", { class: "quiet small" }, workers.filter(Boolean).map((name) => [h("i", { class: "swatch", style: { background: runColor(workers.indexOf(name)) } }), ` ${name}  `]), `Pale: the wait for the first token. Gaps: tools and the environment. ${summaries.length > near.length ? `${near.length} of ${summaries.length} trajectories are shown.` : ""}`),
+    h("p", { class: "quiet small" }, workers.filter(Boolean).map((name) => [h("i", { class: "swatch", style: { background: runColor(workers.indexOf(name)) } }), ` ${name}  `]), `Pale: the wait for the first token, where it is known. Gaps: tools and the environment. ${summaries.length > near.length ? `${near.length} of ${summaries.length} trajectories are shown.` : ""}`),
     h("div", { class: "wide" }, h("table", null, h("thead", null, h("tr", null, h("th", { scope: "col" }, "Seconds"), heads.map((name) => h("th", { scope: "col", class: "number" }, name)), h("th", { scope: "col" }, "Worker"))), h("tbody", null, lines))));
 }
