@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _PERCENTILES = (1, 50, 99)
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
-"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`."""
+"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
+the update that trained it, before its optimizer step."""
 
 SumName = Literal[
     "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
