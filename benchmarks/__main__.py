@@ -35,6 +35,7 @@ SCRIPTS = (
     "grpo_step",
     "bridge",
     "weights",
+    "loading",
     "updates",
     "routing",
     "agents",

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
@@ -27,6 +28,12 @@ from turnwise.training.lora import (
     split_name,
     write_adapter,
 )
+from turnwise.weights.chunks import drained
+from turnwise.weights.disk import write_shard
+from turnwise.weights.manifest import NamedTensors, chunk_bytes, plan_chunks
+
+FILE_BYTES = 4 * 2**30
+"""Maximum size of a file, unless a tensor is larger."""
 
 
 def export_model(
@@ -34,25 +41,46 @@ def export_model(
     rank: int,
     config: Config,
     shape: PretrainedConfig,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    layout: Iterable[tuple[str, torch.Tensor]],
+    tensors: NamedTensors,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
-    All ranks iterate over the tensors, which are gathered one by one; only rank 0 keeps and writes
-    them.
+    All ranks iterate over the tensors, which are gathered one by one; only rank 0 writes them, and
+    keeps none.
+
+    Args:
+        layout: Names and shapes of the tensors, in their order.
+
+    Raises:
+        TurnwiseError: when the disk is full.
     """
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if rank:
-        for _ in tensors:
-            pass
-        return
-    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors}
-    trust = config.model.trust_remote_code
-    with translate_disk_full(folder):
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust)
-        empty.save_pretrained(folder, state_dict=whole)
-        _save_tokenizer(folder, config)
+    with drained(tensors) as source:
+        if rank:
+            return
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        trust = config.model.trust_remote_code
+        files = plan_chunks(layout, dtype, file_bytes, alignment=1)
+        with translate_disk_full(folder):
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(
+                    shape, dtype=dtype, trust_remote_code=trust
+                )
+            empty.save_pretrained(folder, state_dict={})  # everything but the weights
+            names: dict[str, str] = {}
+            for number, entries in enumerate(files, start=1):
+                name = f"model-{number:05}-of-{len(files):05}.safetensors"
+                name = SAFE_WEIGHTS_NAME if len(files) == 1 else name
+                write_shard(folder / name, entries, source)
+                names |= {entry.name: name for entry in entries}
+            if len(files) > 1:
+                index = {
+                    "metadata": {"total_size": sum(map(chunk_bytes, files))},
+                    "weight_map": names,
+                }
+                (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+            _save_tokenizer(folder, config)
 
 
 def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:

@@ -10,16 +10,22 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
 )
 
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
+from turnwise.training.attention import use_packed_attention
 from turnwise.training.lora import Role, add_adapters
+from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
 _TRAINED_BYTES = 16
 """Bytes of a trained parameter: weight, gradient, and AdamW's two moments, in float32."""
@@ -104,6 +110,15 @@ def _frozen_bytes(config: Config) -> int:
     return _FROZEN_BYTES if config.model.dtype == "float32" else 2
 
 
+def parameters_of(config: Config, other: OtherModel) -> int:
+    """Return the number of a model's parameters, without loading its weights.
+
+    Raises:
+        InputError: when its configuration cannot be read.
+    """
+    return _size(config, other)[0]
+
+
 def _size(config: Config, other: OtherModel, roles: Sequence[Role] = ()) -> tuple[int, int, int]:
     """Return a model's parameters, those that learn, and its vocabulary, without its weights."""
     path, trust = path_of(config, other), config.model.trust_remote_code
@@ -139,8 +154,10 @@ def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
 
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
-) -> Any:
+) -> PreTrainedModel:
     """Load a causal language model without dropout, which would make every ratio wrong.
+
+    With several ranks it has no weights yet where `fill` can read each rank's shards.
 
     Args:
         other: By default the policy, the model of `model.path`.
@@ -152,7 +169,7 @@ def load_model(
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 
-def load_value_model(config: Config, other: OtherModel) -> Any:
+def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
     """Load the model that the value model starts from: a causal language model, or a reward model.
 
     Raises:
@@ -174,14 +191,41 @@ def load_value_model(config: Config, other: OtherModel) -> Any:
 def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.float32) -> Any:
     trust = config.model.trust_remote_code
     with _refusals(path):
+        if dist.is_initialized() and (files := weight_files(path)):
+            shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            with torch.device("meta"):
+                model = kind.from_config(shape, dtype=dtype, trust_remote_code=trust)
+            if can_be_sliced(model):
+                use_packed_attention(model)
+                return _with_head(model, files)
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     if config.training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
+    use_packed_attention(model)
     return model.eval()
 
 
-def _scores(shape: Any) -> bool:
+def _with_head(model: PreTrainedModel, files: list[str]) -> PreTrainedModel:
+    """Read the head of a reward model, from which the value model's is made."""
+    if hasattr(model, "score"):
+        model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
+    return model.eval()
+
+
+def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
+    """Read this rank's shards of a module that has no weights yet.
+
+    Raises:
+        InputError: when the model's files do not hold them.
+    """
+    path = path_of(config, other)
+    with _refusals(path):
+        if any(parameter.is_meta for parameter in module.parameters()):
+            read_shards(module, weight_files(path), device)
+
+
+def _scores(shape: PretrainedConfig) -> bool:
     """Return whether a checkpoint is a sequence classifier."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 

@@ -55,6 +55,7 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> Non
             except ValueError as error:
                 raise InputError(f"model.lora.target_modules: {error}") from error
             targets = settings.target_modules  # the names that all-linear stands for
+            _give_values(model, name)
     for name, layer in adapted_layers(model).items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
             raise InputError(
@@ -65,6 +66,16 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> Non
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _give_values(model: nn.Module, adapter: str) -> None:
+    """Give an adapter first values if its model has no weights yet."""
+    for layer in adapted_layers(model).values():
+        factors = [f[adapter] for f in (layer.lora_A, layer.lora_B) if adapter in f]
+        if any(factor.weight.is_meta for factor in factors):
+            for factor in factors:
+                factor.to_empty(device="cpu")
+            layer.reset_lora_parameters(adapter, True)
 
 
 def _peft_config(lora: LoraConfig, targets: object) -> Untyped:

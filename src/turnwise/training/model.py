@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
@@ -21,6 +20,7 @@ from turnwise.training.loading import (
     POLICY,
     check_room,
     dtype_of,
+    fill,
     load_model,
     load_value_model,
     shared_roles,
@@ -195,24 +195,36 @@ def load_models(
     if roles:
         add_adapters(model, config.model.lora, roles)
     scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles)
-    policy = distribute(scorer, config, device)
+    policy = distribute(scorer, config, device, POLICY)
     frozen = policy if "reference" in roles else None
     if reference is not None and frozen is None:
         frozen = Scorer(load_model(config, reference), config.sampling, dtype_of(config, reference))
-        frozen = distribute(frozen.requires_grad_(False), config, device, trained=False)
+        frozen = distribute(frozen.requires_grad_(False), config, device, reference, trained=False)
     critic: Critic | Scorer | None = policy if "value" in roles else None
     if value is not None and critic is None:
         critic = Critic(load_value_model(config, value), dtype_of(config, value))
-        critic = distribute(critic, config, device)
+        critic = distribute(critic, config, device, value)
     return Models(policy, frozen, critic, shape, device)
 
 
 def distribute(
-    module: _Module, config: Config, device: torch.device, *, trained: bool = True
+    module: _Module,
+    config: Config,
+    device: torch.device,
+    other: OtherModel,
+    *,
+    trained: bool = True,
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
     Each decoder layer is gathered only for its own computation.
+
+    Args:
+        other: The model that the module was made of; its files hold the weights that the module
+            still lacks.
+
+    Raises:
+        InputError: when the files do not hold them.
     """
     layers = [m for m in module.modules() if type(m).__name__ in _layer_names(module)]
     if config.training.activation_checkpointing and trained:
@@ -227,6 +239,7 @@ def distribute(
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
+    fill(module, config, device, other)
     return module.to(device)
 
 
@@ -236,10 +249,3 @@ def _layer_names(module: nn.Module) -> set[str]:
     for part in module.modules():
         names |= set(getattr(part, "_no_split_modules", None) or ())
     return names
-
-
-def full_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter whole, one at a time; every rank must iterate over all of them."""
-    for name, parameter in module.named_parameters():
-        tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

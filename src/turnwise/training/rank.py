@@ -24,8 +24,9 @@ from turnwise.training import checkpoint
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
 from turnwise.training.export import export_adapter, export_model
+from turnwise.training.gather import full_tensors, tensor_shapes
 from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
-from turnwise.training.model import ModelName, full_tensors, load_models
+from turnwise.training.model import ModelName, load_models
 from turnwise.training.objective import TrainingObjective
 from turnwise.training.offload import Offload
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
@@ -260,7 +261,7 @@ class TrainerRank:
         model = self._scorer.get_submodule("model")
         if self._config.model.lora.rank and self._config.weights.lora == "merged":
             return ((name, parameter) for name, parameter, _ in changed_parameters(model))
-        return self._tensors() if self._config.model.lora.rank else model.named_parameters()
+        return self._tensors() if self._config.model.lora.rank else tensor_shapes(model)
 
     def send(self, devices: Sequence[str]) -> None:
         """Send the published version to the engines' workers on these devices, if the transport
@@ -303,7 +304,12 @@ class TrainerRank:
                 export_adapter(folder, self._place.rank, self._config, model)
             else:
                 export_model(
-                    folder, self._place.rank, self._config, self._models.shape, full_tensors(model)
+                    folder,
+                    self._place.rank,
+                    self._config,
+                    self._models.shape,
+                    tensor_shapes(model),
+                    full_tensors(model),
                 )
 
     def load(self, folder: Path) -> int:
@@ -349,7 +355,7 @@ def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
 
 
 def packs(training: TrainingConfig, device: torch.device) -> bool:
-    """Return whether micro-batches are packed; on a CPU, a packed row's attention is quadratic."""
+    """Return whether micro-batches are packed, by default on GPUs."""
     return training.packing == "packed" or (training.packing == "auto" and device.type == "cuda")
 
 

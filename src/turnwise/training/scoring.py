@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from turnwise.config import SamplingConfig
+from turnwise.training.attention import packed_row
 from turnwise.training.tokens import cumulative
 
 _LOWEST_TEMPERATURE = 0.01
@@ -42,7 +44,16 @@ def score(
     Padding needs no attention mask: it is on the right, and attention is causal.
     """
     hidden_NH = hidden_before(model.base_model, token_ids_BT, mask_BT, position_ids_BT)
-    targets_N = token_ids_BT[mask_BT]
+    return score_hidden(model, hidden_NH, token_ids_BT[mask_BT], sampling)
+
+
+def score_hidden(
+    model: PreTrainedModel,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    sampling: SamplingConfig,
+) -> Scores:
+    """Score tokens by the last hidden states at the positions before them."""
     head = model.get_output_embeddings()
     cap = getattr(model.config, "final_logit_softcapping", None)
     rows = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
@@ -63,8 +74,13 @@ def hidden_before(
     position_ids_BT: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the last hidden states at the positions before masked tokens: [N, H]."""
-    more = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
-    hidden_BTH = backbone(input_ids=token_ids_BT, use_cache=False, **more).last_hidden_state
+    if position_ids_BT is None:
+        hidden_BTH = backbone(input_ids=token_ids_BT, use_cache=False).last_hidden_state
+    else:
+        with packed_row(backbone, position_ids_BT) as more:
+            hidden_BTH = backbone(
+                input_ids=token_ids_BT, position_ids=position_ids_BT, use_cache=False, **more
+            ).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH[:, :-1][mask_BT[:, 1:]]
     return hidden_NH
 

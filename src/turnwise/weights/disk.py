@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.chunks import Source, check_exhausted, check_next, drained
 from turnwise.weights.manifest import Chunk, Manifest, NamedTensors, chunk_bytes, plan_chunks
@@ -31,6 +32,7 @@ from turnwise.weights.transport import (
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
+_PART_BYTES = 16 * 2**20
 _KEPT = 2
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' names of torch's types."""
@@ -104,7 +106,7 @@ class DiskSender(WeightSender):
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 for number, shard in enumerate(self._shards, start=1):
-                    _write(temporary / f"shard-{number:05}.safetensors", shard, source)
+                    write_shard(temporary / f"shard-{number:05}.safetensors", shard, source)
                 check_exhausted(source)
                 if final.exists():  # from an earlier run
                     shutil.rmtree(final)
@@ -128,9 +130,19 @@ class DiskSender(WeightSender):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(path: Path, shard: Chunk, source: Source) -> None:
-    """Write a safetensors file: the length of its header, the header, the tensors' bytes."""
-    header = {
+def write_shard(path: Path, shard: Chunk, source: Source) -> None:
+    """Write the next tensors of a source, which are those of the shard, to a safetensors file.
+
+    Example:
+        with drained(model.named_parameters()) as source:
+            write_shard(Path("model.safetensors"), entries, source)
+
+    Raises:
+        WeightUpdateError: when they are not.
+    """
+    # The format: the length of the header, the header, the tensors' bytes.
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    header |= {
         entry.name: {
             "dtype": _TYPES[entry.dtype],
             "shape": entry.shape,
@@ -144,7 +156,10 @@ def _write(path: Path, shard: Chunk, source: Source) -> None:
         _put(file.fileno(), struct.pack("<Q", len(text)) + text)
         for entry in shard:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
-            _put(file.fileno(), tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            values = tensor.contiguous().view(-1).view(torch.uint8)
+            # A storage that NumPy has accessed can no longer be resized, so parts are copied.
+            for part in torch.split(values, _PART_BYTES):
+                _put(file.fileno(), part.clone().numpy())
             del tensor  # before the next one is gathered
 
 

@@ -52,6 +52,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
     receiver: Receiver | None = None
     """The update in progress."""
     _reloading = False
+    _experts_loaded = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -60,15 +61,23 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         if self._reloading:  # an update failed half-way: drop its tensors
             vllm.finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = True
+        self._experts_loaded = False
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self.receiver is not None
         for tensors in self.receiver.chunks():
             if self.receiver.reuses_buffers:
-                self._load_copies(tensors)
+                self._load_copies(self._noted(tensors))
             else:
-                self.model.load_weights(tensors)
+                self.model.load_weights(self._noted(tensors))
+
+    def _noted(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._experts_loaded |= ".experts." in name
+            yield name, tensor
 
     def _load_copies(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         name = ""
@@ -88,12 +97,21 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = False
         if vllm.current_platform.is_cpu():
             self._repack_output_heads()
+            if self._experts_loaded:
+                self._repack_experts()
 
     def _repack_output_heads(self) -> None:
         """Repack the head's copy on a CPU, which a reload of tied weights misses."""
         for module in self.model.modules():
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+
+    def _repack_experts(self) -> None:
+        """Pack the experts of a mixture for a CPU, which vLLM does only at their first load."""
+        for module in self.model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def end_update(self, error: str) -> None:
         if self.receiver is not None:

@@ -1,0 +1,89 @@
+"""Whole tensors of a sharded model, one after the other, under the names in the model's files.
+
+Transformers may hold weights in another form than the files do: the experts of a layer are one
+parameter, for instance, and many tensors in the files. Engines and exported models get the form of
+the files.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightTransform, revert_weight_conversion
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+def full_tensors(model: PreTrainedModel) -> NamedTensors:
+    """Yield each tensor whole; every rank must iterate over all of them.
+
+    At most one parameter is gathered at a time, or those of one layer if the files have several of
+    them in one tensor.
+
+    Args:
+        model: A model of Transformers.
+    """
+    return _tensors(model, _whole)
+
+
+def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
+    """Yield what `full_tensors` yields, on the meta device, without gathering anything."""
+    return _tensors(model, lambda parameter: torch.empty(parameter.shape, device="meta"))
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != "cpu":
+        return tensor.full_tensor()
+    # gloo would gather into a buffer of its own, and copy: the whole tensor twice.
+    local, number = tensor.to_local(), dist.get_rank()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for rank, part in enumerate(whole.chunk(dist.get_world_size())):
+        if rank == number:
+            part.copy_(local)
+        dist.broadcast(part, src=rank)
+    return whole
+
+
+def _tensors(
+    model: PreTrainedModel, gathered: Callable[[torch.Tensor], torch.Tensor]
+) -> NamedTensors:
+    transforms = _transforms(model)
+    if not transforms:
+        for name, parameter in model.named_parameters():
+            yield name, gathered(parameter)
+        return
+    merged = any(len(transform.target_patterns) > 1 for transform in transforms)
+    for _, group in groupby(
+        model.named_parameters(), key=lambda n: _layer(n[0]) if merged else n[0]
+    ):
+        tensors = {name: gathered(parameter) for name, parameter in group}
+        yield from _emptied(revert_weight_conversion(model, tensors))
+
+
+def _emptied(tensors: dict[str, torch.Tensor]) -> NamedTensors:
+    """Yield tensors without keeping them."""
+    for name in list(tensors):
+        yield name, tensors.pop(name)
+
+
+def _transforms(model: PreTrainedModel) -> Iterable[WeightTransform]:
+    """Return the conversions between the model's files and its parameters."""
+    used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in known if not isinstance(transform, PrefixChange)]
+
+
+def _layer(name: str) -> str:
+    """Return a parameter's name up to the number of its layer."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
