@@ -1,4 +1,4 @@
-"""The command line: train, pipeline, eval, rollout, serve, export, show, view, config, trace.
+"""The command line: train, pipeline, eval, rollout, serve, export, show, view, plan, config, trace.
 
 `turnwise.command` runs each, and reports how it ended.
 """
@@ -248,6 +248,29 @@ def config(
     _run(
         lambda: _print_config(None if file is None else load_config(file, changes)), _Command(debug)
     )
+
+
+@app.command()
+def plan(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of the cluster; default: those of this machine.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GiB; default: that of this machine's.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what each device of a training run would hold; loads no weights."""
+
+    async def start() -> None:
+        from turnwise.run.plan_report import print_plan  # imports torch
+
+        config = load_config(file, overrides or (), optional=("environment", "data.path"))
+        await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
+
+    _run(start, _Command(debug))
 
 
 @traces.command("export")

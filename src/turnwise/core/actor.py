@@ -30,7 +30,7 @@ from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
 _T = TypeVar("_T")
-_CPU_SHARE = 0.001
+CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
 
 
@@ -152,7 +152,7 @@ async def create_placement_group(
         DeadlineError: when it has no room in time.
     """
     # Ray accepts no empty bundle.
-    bundle = {"CPU": _CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
+    bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
     group = placement_group([bundle] * count, strategy="PACK")
     asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items() if name != "CPU")
     what = f"a cluster with {asked or 'room'} for each of {count} {who}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 10.0
 """Time after which `collect` returns without a chunk, to show that the worker is alive."""
-_GPU_MEMORY = 0.9
+GPU_MEMORY = 0.9
 """Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
 
 Submission = tuple[str, list[int], Sampling, int | None, str]
@@ -75,7 +75,7 @@ class EngineWorker:
 
             engine = on_bundles(engine, self._bundle_indices, self._name)
         if self._share < 1.0:
-            utilization = engine.vllm_args.get("gpu_memory_utilization", _GPU_MEMORY) * self._share
+            utilization = engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY) * self._share
             vllm_args = {**engine.vllm_args, "gpu_memory_utilization": utilization}
             engine = engine.model_copy(update={"vllm_args": vllm_args})
         config = self._config

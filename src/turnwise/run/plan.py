@@ -1,0 +1,349 @@
+"""Memory of each device of a run, computed from the configuration without loading weights.
+
+A rank's activations are those of a traced forward and backward pass (`training.footprint`); the
+other figures are sums of sizes. Left out are the context of a GPU's driver (about half a GiB) and
+fragmentation.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from turnwise.config import Config, OtherModel
+from turnwise.core.actor import CPU_SHARE
+from turnwise.core.sources import check_model
+from turnwise.errors import InputError
+from turnwise.run.fleet import gpu_share
+from turnwise.serving.engine_worker import GPU_MEMORY
+from turnwise.training.algorithms import make_algorithm
+from turnwise.training.footprint import activation_bytes, model_size
+from turnwise.training.loading import parameters_of, shared_roles
+from turnwise.training.rank import missing_model
+from turnwise.weights.transport import BUFFER_BYTES
+
+GIB = 2**30
+_CPU_CACHE_GIB = 0.5
+"""Default of engine.kv_cache_gib on a CPU."""
+_ALTERNATIVES = (
+    "training.activation_checkpointing=true",
+    "training.offload=[params, optimizer]",
+    "training.micro_batch_tokens={shorter}",
+    "model.lora.rank=16",
+    "engine.tensor_parallel_size={wider}",
+)
+"""Changes that are tried in this order where something does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices of a run.
+
+    Example:
+        Machine(gpus=8, device_bytes=80 * 2**30)
+    """
+
+    gpus: int
+    """Number of GPUs in the cluster; 0: all processes share the memory of one machine."""
+    device_bytes: int
+    """Memory of a GPU, or of the machine."""
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Return this machine."""
+        if torch.cuda.is_available():
+            return cls(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1])
+        return cls(0, psutil.virtual_memory().total)
+
+
+@dataclass(slots=True)
+class Holding:
+    """Bytes that one process holds, by part."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    lasting: frozenset[str] = frozenset()
+    """Parts that stay between steps; of the others, only the largest is there at a time."""
+
+    @property
+    def peak(self) -> int:
+        passing = [size for part, size in self.parts.items() if part not in self.lasting]
+        return self.between + max(passing, default=0)
+
+    @property
+    def between(self) -> int:
+        return sum(size for part, size in self.parts.items() if part in self.lasting)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes that one device holds at the same time."""
+
+    device: str
+    bytes: int
+    limit: int
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Resources that an actor asks Ray for."""
+
+    who: str
+    count: int
+    cpus: float
+    gpus: float
+    resources: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The memory and the actors of a run."""
+
+    rank: Holding
+    engine: Holding
+    """One device of an engine."""
+    cache_tokens: int
+    """Tokens that an engine's KV cache holds."""
+    contexts: float
+    """Full contexts of model.max_length that it holds."""
+    loads: list[Load]
+    asks: list[Ask]
+
+    @property
+    def fits(self) -> bool:
+        return self.contexts >= 1 and all(load.fits for load in self.loads)
+
+
+def make_plan(config: Config, machine: Machine) -> Plan:
+    """Compute the plan of a training run.
+
+    Raises:
+        InputError: when the model's configuration cannot be read, or traced.
+
+    Example:
+        make_plan(load_config("run.yaml"), Machine(8, 80 * 2**30)).fits
+    """
+    check_model(config.model.path)
+    shape = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    rank = _rank(config, on_gpu=machine.gpus > 0)
+    share = gpu_share(config, machine.gpus, training=True)
+    engine = _engine(config, shape)
+    loads: list[Load] = []
+    if machine.gpus:
+        _fill_cache(config, engine, machine, share)
+        loads += _gpu_loads(config, machine, rank, engine, share)
+    else:
+        engine.parts["KV cache"] = int((config.engine.kv_cache_gib or _CPU_CACHE_GIB) * GIB)
+        loads.append(_host_load(config, machine, rank, engine))
+    tokens = engine.parts["KV cache"] // _cache_bytes(config, shape)
+    asks = list(actors(config, share))
+    return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
+
+
+def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
+    """Return changes of the configuration with which a run fits; None if none were found."""
+    changes: list[str] = []
+    tree = config.model_dump()
+    for alternative in _ALTERNATIVES:
+        for change in _steps(config, alternative):
+            key, _, text = change.partition("=")
+            changed = _changed(tree, key, text)
+            if changed is None:
+                break
+            now = Config.model_validate(tree)
+            try:
+                plan, before = make_plan(changed, machine), make_plan(now, machine)
+            except InputError:
+                break  # such a layout needs more GPUs
+            if _excess(plan) >= _excess(before):
+                break  # it does not help
+            changes = [*(c for c in changes if not c.startswith(f"{key}=")), change]
+            tree = changed.model_dump()
+            if plan.fits:
+                return changes
+    return None
+
+
+def _steps(config: Config, alternative: str) -> Iterator[str]:
+    """Yield the values of an alternative, the mildest first."""
+    if "{shorter}" in alternative:
+        tokens = config.training.micro_batch_tokens // 2
+        while tokens >= 256:
+            yield alternative.format(shorter=tokens)
+            tokens //= 2
+    elif "{wider}" in alternative:
+        for size in (2, 4, 8):
+            if size > config.engine.tensor_parallel_size:
+                yield alternative.format(wider=size)
+    else:
+        yield alternative
+
+
+def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
+    """Return the configuration with another value; None where that is not allowed."""
+    from turnwise.config import apply_override, parse_config
+
+    changed = Config.model_validate(tree).model_dump()
+    apply_override(changed, f"{key}={text}")
+    if key == "engine.tensor_parallel_size" and changed["training"]["colocated"]:
+        changed["serving"]["workers"] = max(1, changed["training"]["ranks"] // int(text))
+    try:
+        return parse_config(changed, optional=("environment", "data.path"))
+    except InputError:
+        return None
+
+
+def _excess(plan: Plan) -> float:
+    """Return by how much a plan does not fit, in bytes."""
+    over = sum(max(0, load.bytes - load.limit) for load in plan.loads)
+    return over + max(0.0, 1 - plan.contexts)
+
+
+def _rank(config: Config, on_gpu: bool) -> Holding:
+    """Return what a rank of the trainer holds."""
+    training, model = config.training, config.model
+    ranks, half = training.ranks, model.dtype == "bfloat16"
+    needed = make_algorithm(config.algorithm).advantage.value_model
+    reference = None if missing_model(config.algorithm, "reference") else config.algorithm.kl.model
+    value = needed.model if needed else None
+    roles = shared_roles(config, reference, value)
+    size = model_size(config, roles)
+    learning, weights = size.learning, 4 * size.learning
+    weights += (size.parameters - size.learning) * (2 if half else 4)
+    others = 0
+    if reference is not None and "reference" not in roles:
+        others += 4 * _parameters(config, reference, size.parameters)
+    if value is not None and "value" not in roles:
+        count = _parameters(config, value, size.parameters)
+        others, learning = others + 4 * count, learning + count
+    tokens = max(training.micro_batch_tokens, model.max_length)
+    activations = activation_bytes(
+        model.path,
+        model.trust_remote_code,
+        model.dtype,
+        ranks > 1,
+        tokens,
+        model.max_length,
+        training.activation_checkpointing,
+    )
+    width = 2 if half else 4
+    gathered = 0
+    if ranks > 1:  # FSDP: two layers and what is outside of layers, and gradients of these
+        gathered = (size.outside + 2 * size.largest_layer) * width
+        if not roles:
+            gathered += size.outside * width + size.largest_layer * (width + 4)
+    # On a GPU, AdamW computes on all parameters at once.
+    step = 4 * learning // ranks if on_gpu else 8 * size.largest_tensor // ranks
+    streamed = config.weights.transport in ("ipc", "collective")
+    parts = {
+        "weights": weights // ranks,
+        "other models": others // ranks,
+        "gradients": 4 * learning // ranks,
+        "optimizer": 8 * learning // ranks,
+        "activations and gathered layers": activations + gathered,
+        "optimizer step": step,
+        "weight update": size.largest_tensor * 4 + (2 * BUFFER_BYTES if streamed else 0),
+    }
+    return Holding(parts, frozenset(("weights", "other models", "gradients", "optimizer")))
+
+
+def _parameters(config: Config, other: OtherModel, policy: int) -> int:
+    return parameters_of(config, other) if other.path else policy
+
+
+def _engine(config: Config, shape: PretrainedConfig) -> Holding:
+    """Return what one device of an engine holds, without its KV cache."""
+    text, engine = shape.get_text_config(), config.engine
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    working = (
+        engine.max_num_batched_tokens
+        * width
+        * (2 * inner // engine.tensor_parallel_size + 4 * text.hidden_size)
+    )
+    working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
+    weights = model_size(config, ()).parameters * width // engine.devices
+    parts = {"weights": weights, "computation": working, "KV cache": 0}
+    return Holding(parts, frozenset(parts))
+
+
+def _cache_bytes(config: Config, shape: PretrainedConfig) -> int:
+    """Return the bytes of one token in the KV cache of one device."""
+    text = shape.get_text_config()
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    layers = math.ceil(layers / config.engine.pipeline_parallel_size)
+    if rank := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
+        return int(layers * (rank + text.qk_rope_head_dim) * width)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = math.ceil(heads / config.engine.tensor_parallel_size)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * layers * heads * size * width)
+
+
+def _fill_cache(config: Config, engine: Holding, machine: Machine, share: float) -> None:
+    """Set the KV cache to what the configuration says, or to what vLLM would take."""
+    if config.engine.kv_cache_gib:
+        engine.parts["KV cache"] = int(config.engine.kv_cache_gib * GIB)
+        return
+    part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
+    allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
+    engine.parts["KV cache"] = max(0, int(allowed) - engine.peak)
+
+
+def _gpu_loads(
+    config: Config, machine: Machine, rank: Holding, engine: Holding, share: float
+) -> Iterator[Load]:
+    limit = machine.device_bytes
+    if config.training.colocated:
+        beside = round(1 / share)
+        kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
+        away = {p for kind in config.training.offload for p in (*kept[kind], "gradients")}
+        held = sum(rank.parts[p] for p in rank.lasting - away - {"gradients"})
+        yield Load("GPU while engines run", beside * (held + engine.peak), limit)
+        yield Load("GPU while ranks train", beside * rank.peak, limit)
+    elif share < 1:
+        more = round(1 / share) - 1
+        yield Load("GPU of a rank and engines", rank.peak + more * engine.peak, limit)
+    else:
+        yield Load("GPU of an engine", engine.peak, limit)
+        yield Load("GPU of a rank", rank.peak, limit)
+
+
+def _host_load(config: Config, machine: Machine, rank: Holding, engine: Holding) -> Load:
+    engines = config.serving.workers * config.engine.devices * engine.peak
+    shared = 0
+    if config.weights.transport == "shm":
+        width = 2 if config.model.dtype == "bfloat16" else 4
+        shared = 2 * model_size(config, ()).parameters * width
+    total = config.training.ranks * rank.peak + engines + shared
+    return Load("memory of the machine", total, machine.device_bytes)
+
+
+def actors(config: Config, share: float) -> Iterator[Ask]:
+    """Yield what the actors of a training run ask Ray for.
+
+    Args:
+        share: GPUs of each rank and of each device of an engine, at most 1.
+    """
+    training, serving, size = config.training, config.serving, config.engine.devices
+    yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
+    if training.colocated:
+        yield Ask(
+            "worker, its model in the ranks", serving.workers, CPU_SHARE, 0, serving.resources
+        )
+    elif serving.spread:
+        count = serving.workers * size
+        yield Ask("device of a worker", count, CPU_SHARE, share, serving.resources)
+    else:
+        gpus = share * size
+        yield Ask("worker", serving.workers, CPU_SHARE, gpus, serving.resources)

@@ -1,0 +1,173 @@
+"""`turnwise plan`: memory without weights, compared with what a rank holds at its peak."""
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from benchmarks.loading import in_processes, peak_of, resident
+from examples.calculator.tokenizer import build_tokenizer
+from turnwise.cli import app
+from turnwise.config import Config, parse_config
+from turnwise.run.plan import GIB, Machine, make_plan
+from turnwise.training.footprint import activation_bytes
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+}
+LARGE = SHAPE | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+_MMAP_THRESHOLD = -3
+"""glibc's M_MMAP_THRESHOLD."""
+
+
+def folder_of(shape: dict[str, Any], folder: Path) -> str:
+    """A model's folder with its configuration alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
+
+
+def configuration(path: str, **sections: Any) -> Config:
+    tree = {"model": {"path": path, "dtype": "bfloat16", "max_length": 8192}, **sections}
+    return parse_config(tree, optional=("environment", "data.path"))
+
+
+def test_the_parts_of_a_plan_are_sums_that_can_be_checked_by_hand(tmp_path: Path) -> None:
+    layers = 4
+    path = folder_of(LARGE | {"num_hidden_layers": layers}, tmp_path / "model")
+    training = {"ranks": 8, "colocated": True, "activation_checkpointing": True}
+    config = configuration(path, training=training, serving={"workers": 8})
+    plan = make_plan(config, Machine(8, 80 * GIB))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    parameters = layers * layer + 2 * 151936 * 4096 + 4096
+    assert plan.rank.parts["weights"] == plan.rank.parts["gradients"] == 4 * parameters // 8
+    assert plan.rank.parts["optimizer"] == 8 * parameters // 8
+    assert plan.engine.parts["weights"] == 2 * parameters
+    assert plan.cache_tokens == plan.engine.parts["KV cache"] // (2 * layers * 8 * 128 * 2)
+    kept = plan.rank.parts["weights"] + plan.rank.parts["optimizer"]
+    assert plan.loads[0].bytes == plan.engine.peak + kept
+    assert [(ask.who.split(",")[0], ask.count, ask.gpus) for ask in plan.asks] == [
+        ("trainer rank", 8, 1.0),
+        ("worker", 8, 0),
+    ]
+    offload = configuration(
+        path, training={**training, "offload": ["params", "optimizer"]}, serving={"workers": 8}
+    )
+    assert make_plan(offload, Machine(8, 80 * GIB)).loads[0].bytes == plan.engine.peak
+
+
+@pytest.mark.slow
+def test_the_command_names_a_change_that_makes_a_run_fit(tmp_path: Path) -> None:
+    shape = LARGE | {"num_hidden_layers": 4}
+    file = tmp_path / "run.yaml"
+    path = folder_of(shape, tmp_path / "model")
+    file.write_text(f"model: {{path: {path}, dtype: bfloat16, max_length: 8192}}\n")
+    arguments = ["plan", str(file), "--gpus", "2", "--gpu-memory"]
+    result = CliRunner().invoke(app, [*arguments, "40"])
+    assert result.exit_code == 0, result.output
+    assert "It does not fit. It would with: training.activation_checkpointing=true" in result.output
+    more = [*arguments, "40", "training.activation_checkpointing=true"]
+    assert "It fits." in CliRunner().invoke(app, more).output
+    small = CliRunner().invoke(app, [*arguments, "1"]).output
+    assert "nor with any of the usual changes" in small
+
+
+def test_gpus_of_unknown_memory_are_a_mistake_of_the_user(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {folder_of(SHAPE, tmp_path / 'model')}}}\n")
+    result = CliRunner().invoke(app, ["plan", str(file), "--gpus", "2"])
+    assert result.exit_code == 2
+    assert "--gpu-memory" in result.output
+
+
+def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
+    """Train two steps of two micro-batches as one rank; send the peak memory."""
+    from turnwise.training import Sample
+    from turnwise.training.batching import plan_micro_batches
+    from turnwise.training.rank import TrainerRank
+
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # freed tensors leave the process
+    torch.set_num_threads(1)
+    length = config.model.max_length
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(2 * place.ranks * config.training.micro_batch_tokens // length):
+        ids = torch.randint(3, 8000, (length,), generator=generator).tolist()
+        mask = [0] + [1] * (length - 1)
+        samples.append(Sample.of(ids, mask, [-9.0] * length, [0] * length, 1.0, index))
+    shares = plan_micro_batches(samples, 1, place.ranks, config.training.micro_batch_tokens, False)
+    base = resident("VmRSS")
+
+    def work() -> None:
+        policy = TrainerRank(config, place, folder)
+        for _ in range(2):
+            policy.train(shares[place.rank])
+
+    reply.send(peak_of(work, base))
+    if place.ranks > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_holds_what_was_planned(tmp_path: Path, ranks: int, recompute: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from turnwise.training.rank import RankInfo
+    from turnwise.weights.rendezvous import LOOPBACK, open_store
+
+    path = folder_of(SHAPE, tmp_path / "model")
+    plain = {"path": path, "max_length": 512}
+    training = {
+        "ranks": ranks,
+        "threads": 1,
+        "activation_checkpointing": recompute,
+        "micro_batch_tokens": 1024,
+    }
+    config = parse_config(
+        {"model": plain, "training": training, "weights": {"transport": "collective"}},
+        optional=("environment", "data.path"),
+    )
+    planned = make_plan(config, Machine(0, 24 * GIB)).rank.peak
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    model.float().save_pretrained(path)
+    build_tokenizer(0).save_pretrained(path)
+    del model
+    store = open_store(LOOPBACK, 0)
+    places = [RankInfo(number, ranks, f"{LOOPBACK}:{store.port}") for number in range(ranks)]
+    tasks = [(be_rank, place, config, tmp_path) for place in places]
+    measured = max(sent[-1] for sent in in_processes(tasks))
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_the_logits_of_a_large_vocabulary_never_exist_whole(tmp_path: Path) -> None:
+    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    path = folder_of(shape | {"vocab_size": 150_000}, tmp_path / "model")
+    tokens = 16_384
+    peak = activation_bytes(path, False, "float32", False, tokens, tokens, False)
+    assert peak < 1.2 * GIB
+    assert tokens * 150_000 * 4 > 9 * GIB
