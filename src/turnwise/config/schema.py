@@ -121,10 +121,6 @@ class Config(Section):
                 "engine.pipeline_parallel_size above 1 requires engines in separate processes: set "
                 "it to 1, or set training.colocated and serving.spread to false"
             )
-        if self.weights.lora == "adapter":
-            raise ValueError(
-                "weights.lora: engines do not apply adapters yet; set weights.lora to merged"
-            )
         size, ranks = self.engine.tensor_parallel_size, self.training.ranks
         if self.training.offload and not self.training.colocated:
             raise ValueError(

@@ -149,14 +149,16 @@ class WeightsConfig(Section):
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
     folder that all hosts can read (disk); or package.module:Class, your own Transport."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Form in which weights trained with model.lora reach the engines: added to the model's own, at
-    full speed (merged), or as an adapter that engines apply (adapter)."""
+    """Form in which weights trained with model.lora reach the engines: added to the model's own, so
+    that engines compute at full speed (merged), or as an adapter that they apply beside those of
+    earlier versions, so that updates pause no turn (adapter)."""
     folder: str | None = None
     """Folder for transport disk; null uses `weights` in the run folder."""
     in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
     """Treatment of turns in flight during an update: finish them first (drain); abort them and
     continue them under the new weights (abort); or pause them, and then recompute their cache
-    (keep) or continue with the cache of the old weights (keep_cache)."""
+    (keep) or continue with the cache of the old weights (keep_cache). With weights.lora adapter,
+    all but abort let them go on with the adapter that they began with."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
     in float32 and 0.2 in bfloat16."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.config import Config
+from turnwise.config import Config, LoraConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_adapter
 from turnwise.errors import InputError
@@ -21,8 +21,10 @@ POLICY = ""
 WEIGHTS = "adapter_model.safetensors"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM reserves memory."""
+VERSIONS = 4
+"""Versions of a trained adapter that an engine holds between updates, the newest included."""
 _SLOTS = 8
-"""Adapters that one batch may use, unless engine.vllm_args.max_loras says otherwise."""
+"""Served adapters that one batch may use, unless engine.vllm_args.max_loras says otherwise."""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "lora_bias": "biases in LoRA layers",
@@ -64,12 +66,14 @@ class EngineAdapters:
     paths: Mapping[str, str] = field(default_factory=dict)
     """Folder or Hugging Face name by the adapter's name; that of `POLICY` is on top of the model
     in every request that names no other."""
+    trained: JsonObject | None = None
+    """PEFT's configuration of the adapter that weight updates bring; None if they bring weights."""
     rank: int = 0
     """The largest rank among them; 0 without any."""
 
     @classmethod
     def of(cls, config: Config) -> "EngineAdapters":
-        """Read and check `model.adapter` and `serving.adapters`.
+        """Read and check `model.adapter`, `serving.adapters` and, for training, `model.lora`.
 
         Raises:
             InputError: naming the key of an adapter that cannot be used.
@@ -78,7 +82,16 @@ class EngineAdapters:
         if config.model.adapter is not None:
             paths[POLICY] = config.model.adapter
         ranks = [read_adapter(path, key_of(name)).rank for name, path in paths.items()]
-        return cls(paths, max(ranks, default=0))
+        trained, lora = None, config.model.lora
+        if lora.rank and config.weights.lora == "adapter":
+            trained = peft_settings(lora) | {"target_modules": lora.target_modules}
+            ranks.append(lora.rank)
+        if max(ranks, default=0) > RANKS[-1]:
+            raise InputError(
+                f"model.lora.rank {lora.rank} is above {RANKS[-1]}, the largest that vLLM applies: "
+                "set weights.lora to merged"
+            )
+        return cls(paths, trained, max(ranks, default=0))
 
     def arguments(self, on_cpu: bool) -> JsonObject:
         """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters.
@@ -88,16 +101,24 @@ class EngineAdapters:
         """
         if not self.rank:
             return {}
-        count = len(self.paths)
+        versions = VERSIONS + 1 if self.trained is not None else 0  # one is being loaded
+        count = len(self.paths) + versions
         return {
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank),
-            "max_loras": count + 1 if on_cpu else min(count, _SLOTS),
+            "max_loras": count + 1 if on_cpu else min(len(self.paths), _SLOTS) + versions,
             "max_cpu_loras": count + 1 if on_cpu else count,
         }
 
 
 NO_ADAPTERS = EngineAdapters()
+
+
+def peft_settings(lora: LoraConfig) -> JsonObject:
+    """Return PEFT's names and values of the rank and the scaling."""
+    alpha = lora.alpha or 2 * lora.rank
+    whole = int(alpha) if alpha == int(alpha) else alpha
+    return {"r": lora.rank, "lora_alpha": whole, "use_rslora": lora.rslora}
 
 
 def key_of(name: str) -> str:

@@ -244,7 +244,8 @@ class Engine(Generator, Protocol):
         (`abort`), or frozen during the update and continued under the new weights, with their
         cache computed again (`keep`) or as it is (`keep_cache`). Later requests never use
         cached prefixes of older weights. With `ipc` and `collective`, requests keep running
-        until the first chunk arrives.
+        until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
+        pauses none: requests in flight keep their adapter unless they are to be aborted.
 
         Returns:
             The version that is now served: the manifest's, or the one that was sent.

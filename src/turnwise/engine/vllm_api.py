@@ -3,6 +3,10 @@
 Those are in `serving/openai/vllm_api.py`; nothing else in turnwise imports vLLM. They were checked
 against vLLM 0.32. When vLLM moves its names, change them in these two files. Importing them takes a
 fifth less time without the garbage collector.
+
+`weights/vllm_adapters.py` relies on attributes of vLLM's objects for adapters: `_adapter_manager`
+of the worker's manager; `modules`, `lora_index_to_id` and `_validate_moe_lora_format` of that; and
+`lora_a_stacked`, `lora_b_stacked`, `slice_lora_a` and `slice_lora_b` of its layers.
 """
 
 import gc
@@ -27,7 +31,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import PromptLogprobs
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -54,6 +60,7 @@ from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 if _collecting:
@@ -134,15 +141,19 @@ __all__ = [
     "PRELOAD_MODULES",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BaseLayerWithLoRA",
     "BatchUpdate",
     "ChatCompletionRequest",
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
     "LRUCacheWorkerLoRAManager",
+    "LoRALayerWeights",
     "LoRAModel",
+    "LoRAModelRunnerMixin",
     "LoRARequest",
     "LogitsProcessor",
+    "LogitsProcessorWithLoRA",
     "MultiprocExecutor",
     "PEFTHelper",
     "ParallelLMHead",

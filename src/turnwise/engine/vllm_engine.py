@@ -92,10 +92,12 @@ class VllmEngine(UpdatableEngine):
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
-        self._adapters = AdapterTable()
+        self._adapters = AdapterTable(adapters.trained)
         self._unloaded = dict(adapters.paths)
         """Paths of adapters that are not loaded yet, by name."""
         self._loading = asyncio.Lock()
+        self._ready = not adapters.rank
+        """Whether all adapters are loaded."""
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
@@ -132,6 +134,7 @@ class VllmEngine(UpdatableEngine):
         interval, few = params.stream_interval or 1, None
         await self._settle_processors(params, request_id)
         await self.load_adapters()
+        await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         name = route.adapter if route is not None else POLICY
         with self._adapters.using(name, request_id) as adapter:
             pieces = self._chunks(prompt_token_ids, params, request_id, adapter)
@@ -151,14 +154,16 @@ class VllmEngine(UpdatableEngine):
         Raises:
             InputError: naming the key of one that cannot be read or does not fit the model.
         """
-        if not self._unloaded:
+        if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
+            await self._ask("prepare_adapters")
             for name, path in list(self._unloaded.items()):
                 adapter = self._adapters.new(name)
                 await self._ask("put_adapter", adapter.number, path, key_of(name))
                 self._adapters.add(name, adapter)
                 del self._unloaded[name]
+            self._ready = True
 
     async def _chunks(
         self,
@@ -174,7 +179,7 @@ class VllmEngine(UpdatableEngine):
         prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
         stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
-        lora = adapter.request if adapter is not None else None
+        lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
         stream = self._llm.generate(prompt, params, request_id, lora_request=lora)
         try:
             async with aclosing(stream) as outputs:
@@ -188,7 +193,7 @@ class VllmEngine(UpdatableEngine):
                         prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
                     piece = output.outputs[0]
                     finished = piece.finish_reason is not None
-                    labels = (
+                    labels = versions or (
                         piece.weight_versions
                         if finished
                         else vllm.weight_versions_so_far(self._llm, request_id)

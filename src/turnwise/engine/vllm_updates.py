@@ -1,4 +1,7 @@
-"""Weight updates of a vLLM engine: checked, opened, and loaded while requests are paused.
+"""Weight updates of a vLLM engine: checked, opened, and loaded.
+
+Weights are loaded while requests are paused; the adapter of a version is loaded beside those of
+earlier versions, and pauses nothing.
 
 `VllmEngine` inherits these methods, which call the engine's worker processes
 (`weights/vllm_worker.py`).
@@ -12,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
+from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import PAUSE_MODES, InFlight, WeightUpdate
 from turnwise.engine.worker_calls import call_workers
 from turnwise.errors import EngineError, WeightUpdateError, text_of
@@ -36,6 +41,7 @@ class UpdatableEngine:
     _vllm: ModuleType
     _timeout: float
     _clock: StallClock
+    _adapters: AdapterTable
     _cache_salt: str | None
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
@@ -121,8 +127,11 @@ class UpdatableEngine:
                 if len(versions) > 1:
                     raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
                 version = int(versions.pop())
-                async with self._swapping(version, in_flight):
-                    loaded = await self._ask("load_update")
+                if self._adapters.trained is not None:
+                    loaded = await self._load_adapter(version, in_flight)
+                else:
+                    async with self._swapping(version, in_flight):
+                        loaded = await self._ask("load_update")
                 if not all(reply["ended"] for reply in loaded):
                     # A step behind: workers answer between two steps of the engine.
                     await self._ask("end_update", "")
@@ -132,6 +141,33 @@ class UpdatableEngine:
                     async with asyncio.timeout(_GRACE_SECONDS):
                         await self._ask("end_update", text_of(error))
                 raise
+
+    async def _load_adapter(self, version: int, in_flight: InFlight) -> list[JsonObject]:
+        """Load the open update as the adapter of new requests; those in flight keep theirs.
+
+        Their adapter is removed early only with `abort`, or if an engine would hold more than
+        `VERSIONS` of them: its requests then end with finish reason `abort`, as in other updates.
+        """
+        adapter = self._adapters.new(POLICY, version)
+        try:
+            loaded = await self._ask("load_adapter", adapter.number, self._adapters.trained)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                await self._ask("remove_adapter", adapter.number)
+            raise
+        self._adapters.add(POLICY, adapter)  # before others are aborted: they go on with this one
+        for old in self._adapters.excess():
+            await self._drop(old)
+        if in_flight == "abort":
+            for old in self._adapters.older:
+                await self._llm.abort(list(old.users))
+        return loaded
+
+    async def _drop(self, adapter: LoadedAdapter) -> None:
+        """Abort the requests of an adapter, and remove it, in this order: vLLM cannot compute a
+        request whose adapter is missing."""
+        await self._llm.abort(list(adapter.users))
+        await self._ask("remove_adapter", adapter.number)
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
         return await call_workers(self._llm, self.name, method, *args)

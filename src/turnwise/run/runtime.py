@@ -17,6 +17,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
+from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
@@ -155,10 +156,10 @@ def _check_trainable(config: Config) -> None:
         raise InputError(
             "model.adapter: training does not start from an adapter; merge it into a model first"
         )
-    if config.serving.adapters:
+    if config.serving.adapters and EngineAdapters.of(config).trained is None:
         raise InputError(
-            "serving.adapters: training replaces the weights under the adapters; serve them with "
-            "turnwise serve"
+            "serving.adapters: training replaces the weights under the adapters, unless it trains "
+            "an adapter itself (model.lora.rank) and weights.lora is adapter"
         )
 
 

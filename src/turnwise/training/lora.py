@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from turnwise.config import LoraConfig
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import optional
+from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
 
 Untyped = Any
@@ -79,13 +80,8 @@ def _give_values(model: nn.Module, adapter: str) -> None:
 
 
 def _peft_config(lora: LoraConfig, targets: object) -> Untyped:
-    alpha = lora.alpha or 2 * lora.rank
     return optional("peft", "lora", "model.lora").LoraConfig(
-        r=lora.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=targets,
-        use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
+        **peft_settings(lora), target_modules=targets, task_type="CAUSAL_LM"
     )
 
 

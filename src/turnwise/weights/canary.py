@@ -49,12 +49,17 @@ async def check_canary(
         The mean and the largest absolute difference, in nats.
 
     Raises:
-        WeightUpdateError: when the largest exceeds the tolerance; the message names it.
+        WeightUpdateError: when the largest exceeds the tolerance, which the message names, or the
+            engine samples from another version.
 
     Example:
         mean, largest = await check_canary(engine, prompt, logprobs, 1e-3, version=4)
     """
     completion = await engine.generate(prompt_token_ids, _SAMPLING, f"canary-{version}")
+    if others := set(completion.weight_versions) - {version}:
+        raise WeightUpdateError(
+            f"after the update to version {version} the engine samples from version {others.pop()}"
+        )
     scored = (completion.prompt_logprobs or [])[1:]
     if len(scored) != len(expected_logprobs):
         raise WeightUpdateError(f"the canary of version {version} came back without log-probs")

@@ -5,7 +5,7 @@ one used longest ago when it holds too many. Here adapters are put in and remove
 owner, `VllmEngine`, so vLLM never looks for a folder.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from safetensors.torch import load_file
@@ -14,6 +14,23 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine import vllm_api as vllm
 from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.errors import InputError, WeightUpdateError
+
+Modules = Mapping[str, vllm.BaseLayerWithLoRA]
+"""vLLM's layers that may have an adapter, by name."""
+
+
+def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
+    """Let no adapter change the output head.
+
+    vLLM 0.32 cannot compute log-probs of a prompt, which the canary needs, in a batch with other
+    requests if one may.
+    """
+    slots = manager._adapter_manager
+    for name, module in list(slots.model.named_modules()):
+        if isinstance(module, vllm.LogitsProcessorWithLoRA):
+            parent, _, own = name.rpartition(".")
+            setattr(slots.model.get_submodule(parent), own, module.base_layer)
+            slots.modules = {n: one for n, one in slots.modules.items() if one is not module}
 
 
 def put_folder(manager: vllm.LRUCacheWorkerLoRAManager, number: int, path: str, key: str) -> None:
@@ -69,47 +86,40 @@ def put(
         raise WeightUpdateError(f"the engine already holds {most} adapters (max_loras)")
     slots.add_adapter(lora)  # packs the layers that vLLM has fused
     try:
-        _check_layers(slots, lora)
+        _check_layers(slots.modules, lora)
         slots.activate_adapter(number)
-        _check_slot(slots, lora)
+        _check_slot(slots.modules, lora, slots.lora_index_to_id.index(number))
     except BaseException:
         slots.remove_adapter(number)
         raise
 
 
-def remove(manager: vllm.LRUCacheWorkerLoRAManager, number: int) -> None:
-    """Remove an adapter that no request uses any more."""
-    manager.remove_adapter(number)
+def _shards(
+    module: vllm.BaseLayerWithLoRA, layer: vllm.LoRALayerWeights
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield this worker's A and B of a layer, each with the slots that hold it: one pair, or one
+    for each layer that vLLM has fused. Embeddings and experts have other slots, and yield none."""
+    if not isinstance(module.lora_a_stacked, tuple):
+        return
+    a, b = layer.lora_a, layer.lora_b
+    if isinstance(b, list) and len(b) != len(module.lora_b_stacked):
+        return
+    if module.tp_size > 1:
+        a, b = module.slice_lora_a(a), module.slice_lora_b(b)
+    pairs = zip(a, b, strict=True) if isinstance(b, list) else [(a, b)]
+    slots = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+    for (own_a, own_b), (slots_a, slots_b) in zip(pairs, slots, strict=True):
+        if own_a is not None and own_b is not None:
+            yield own_a, own_b, slots_a, slots_b
 
 
-def _parts(lora: object) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return A and B of each part of a layer: one, or one for each layer that vLLM has fused."""
-    a, b = lora.lora_a, lora.lora_b  # type: ignore[attr-defined]
-    return list(zip(a, b, strict=True)) if isinstance(a, list) else [(a, b)]
-
-
-def _is_whole_linear(module: object) -> bool:
-    """Return whether a layer is linear and not sharded; embeddings, experts and shards have slots
-    of another layout."""
-    stacked = module.lora_a_stacked  # type: ignore[attr-defined]
-    return isinstance(stacked, tuple) and getattr(module, "tp_size", 1) == 1
-
-
-def _check_layers(slots: object, lora: vllm.LoRAModel) -> None:
+def _check_layers(modules: Modules, lora: vllm.LoRAModel) -> None:
     """Check that every layer of the adapter is one of the model, of the same size."""
-    modules = slots.modules  # type: ignore[attr-defined]
     for name, layer in lora.loras.items():
-        module = modules.get(name)
-        if module is None:
+        if name not in modules:
             raise WeightUpdateError(f"vLLM applies no adapter to {name} of this model")
-        if not _is_whole_linear(module):
-            continue
-        for index, (a, b) in enumerate(_parts(layer)):
-            if a is None or b is None:
-                continue
-            own = a.shape[1], b.shape[0]
-            stacked = module.lora_a_stacked[index], module.lora_b_stacked[index]
-            wanted = stacked[0].shape[-1], stacked[1].shape[-2]
+        for a, b, slots_a, slots_b in _shards(modules[name], layer):
+            own, wanted = (a.shape[1], b.shape[0]), (slots_a.shape[-1], slots_b.shape[-2])
             if own != wanted:
                 raise WeightUpdateError(
                     f"{name} is {wanted[0]} -> {wanted[1]} in the model, and {own[0]} -> {own[1]} "
@@ -117,18 +127,13 @@ def _check_layers(slots: object, lora: vllm.LoRAModel) -> None:
                 )
 
 
-def _check_slot(slots: object, lora: vllm.LoRAModel) -> None:
-    """Check that the slot contains the adapter, bit for bit."""
-    number = slots.lora_index_to_id.index(lora.id)  # type: ignore[attr-defined]
-    modules = slots.modules  # type: ignore[attr-defined]
+def _check_slot(
+    modules: Mapping[str, vllm.BaseLayerWithLoRA], lora: vllm.LoRAModel, slot: int
+) -> None:
+    """Check that a slot contains the adapter, bit for bit."""
     for name, layer in lora.loras.items():
-        module = modules[name]
-        if not _is_whole_linear(module):
-            continue
-        for index, (a, b) in enumerate(_parts(layer)):
-            for tensor, stacked in ((a, module.lora_a_stacked), (b, module.lora_b_stacked)):
-                if tensor is None:
-                    continue
-                slot = stacked[index][number, 0, : tensor.shape[0], : tensor.shape[1]]
-                if not torch.equal(slot.cpu(), tensor.to(slot.dtype).cpu()):
+        for a, b, slots_a, slots_b in _shards(modules[name], layer):
+            for tensor, slots in ((a, slots_a), (b, slots_b)):
+                arrived = slots[slot, 0, : tensor.shape[0], : tensor.shape[1]]
+                if not torch.equal(arrived.cpu(), tensor.to(slots.dtype).cpu()):
                     raise WeightUpdateError(f"{name} of the adapter did not arrive in its slot")

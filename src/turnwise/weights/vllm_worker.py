@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 
@@ -23,7 +23,7 @@ from turnwise.weights.ipc_address import device_name
 from turnwise.weights.manifest import Manifest, mismatch
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import EngineWorker, Receiver, find_transport
-from turnwise.weights.vllm_adapters import put_folder
+from turnwise.weights.vllm_adapters import put, put_folder, spare_head
 
 _P = ParamSpec("_P")
 logs.register_stacks()  # vLLM may start a worker's process without forking
@@ -146,8 +146,7 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
     device: torch.device
     rank: int
-    model_runner: Any
-    """vLLM's, whose class depends on the platform."""
+    model_runner: vllm.LoRAModelRunnerMixin
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
@@ -227,11 +226,37 @@ class WorkerExtension:
         self.start_weight_update()
         self.update_weights({})
         self.finish_weight_update()
+        return self._end_if_unreported()
+
+    @_replying
+    def load_adapter(self, number: int, config: JsonObject) -> JsonObject:
+        """Load the open update as an adapter under `number`; returns as `load_update` does.
+
+        Args:
+            config: PEFT's configuration of the adapter.
+        """
+        receiver = self.weight_transfer_engine.receiver
+        assert receiver is not None
+        tensors = (pair for chunk in receiver.chunks() for pair in chunk)
+        put(self.model_runner.lora_manager, number, tensors, config)
+        return self._end_if_unreported()
+
+    @_replying
+    def remove_adapter(self, number: int) -> None:
+        """Remove an adapter that no request uses any more."""
+        self.model_runner.lora_manager.remove_adapter(number)
+
+    def _end_if_unreported(self) -> JsonObject:
         receiver = self.weight_transfer_engine.receiver
         ended = receiver is None or not receiver.reports
         if ended:
             self.weight_transfer_engine.end_update("")
         return {"ended": ended}
+
+    @_replying
+    def prepare_adapters(self) -> None:
+        """Prepare the model for adapters, before the first request."""
+        spare_head(self.model_runner.lora_manager)
 
     @_replying
     def put_adapter(self, number: int, path: str, key: str) -> None:

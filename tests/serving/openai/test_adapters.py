@@ -193,6 +193,7 @@ async def test_a_training_session_is_sampled_by_the_policy_alone(
     assert kept.status_code == 200
 
 
+@pytest.mark.slow
 async def test_an_adapter_of_another_model_is_refused_at_the_start(
     ray_started: None,
     make_config: Callable[..., Config],
@@ -207,6 +208,7 @@ async def test_an_adapter_of_another_model_is_refused_at_the_start(
         await WorkerHandle.start(make_config(serving={"adapters": {"other": path}}), name="w")
 
 
+@pytest.mark.slow
 async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
     ray_started: None,
     make_config: Callable[..., Config],

@@ -5,14 +5,13 @@ session is sampled by the policy alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from starlette.datastructures import State
 
 from turnwise.engine.adapters import POLICY
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT
-from turnwise.serving.openai.vllm_api import LoRARequest, VLLMValidationError
+from turnwise.serving.openai.vllm_api import LoRARequest, SamplingRequest, VLLMValidationError
 
 
 def serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[str]) -> None:
@@ -54,7 +53,7 @@ _SERVING = (
 def _chooser(state: State) -> Callable[..., LoRARequest | None]:
     requests = state.openai_serving_models.lora_requests
 
-    def choose(request: Any, **options: object) -> LoRARequest | None:
+    def choose(request: SamplingRequest, **options: object) -> LoRARequest | None:
         context = CURRENT.get()
         if context is not None and not request.model:
             request.model = context.session.adapter or None
