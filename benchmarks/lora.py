@@ -10,7 +10,8 @@ Memory is the peak of the trainer's process: for Turnwise that of its rank, with
 the weights in shared memory, whose engine is another process; for TRL that of the process which
 also generates. Micro-batches are small (512 tokens, or 2 rows), or activations would hide what
 adapters save. The pause of an update is the time
-from the trainer's publishing to the engine's check, `weight_update_seconds` in metrics.jsonl.
+from the trainer's publishing to the engine's check, `weight_update_seconds` in metrics.jsonl; an
+adapter (`weights.lora: adapter`) is loaded in that time while requests go on.
 """
 
 import json
@@ -128,7 +129,7 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def claims(size: str, lora: Run, full: Run, peer: Run) -> list[Claim]:
+def claims(size: str, lora: Run, adapter: Run, full: Run, peer: Run) -> list[Claim]:
     """Return the lines of the table."""
     name = f"LoRA of rank {RANK}, {size} parameters"
     return [
@@ -168,6 +169,15 @@ def claims(size: str, lora: Run, full: Run, peer: Run) -> list[Claim]:
             f"{name}: pause of an update, merged", "ms", [1e3 * s for s in lora.updates],
             "full training", [1e3 * s for s in full.updates], quotients(lora.updates, full.updates),
         ),
+        Claim(
+            f"{name}: rollouts, adapter", "tokens/s", adapter.rollout_tokens,
+            "merged", lora.rollout_tokens, quotients(adapter.rollout_tokens, lora.rollout_tokens),
+        ),
+        Claim(
+            f"{name}: update, adapter, which pauses nothing", "ms",
+            [1e3 * s for s in adapter.updates], "merged", [1e3 * s for s in lora.updates],
+            quotients(adapter.updates, lora.updates),
+        ),
     ]  # fmt: skip
 
 
@@ -179,10 +189,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make_model(size, folder)
-        full, lora = (
-            turnwise(model, data, folder, steps, prompts, way) for way in ("full", "merged")
+        full, lora, adapter = (
+            turnwise(model, data, folder, steps, prompts, way)
+            for way in ("full", "merged", "adapter")
         )
-        report(claims(size, lora, full, trl(model, data, steps, prompts)), options)
+        report(claims(size, lora, adapter, full, trl(model, data, steps, prompts)), options)
 
 
 if __name__ == "__main__":
