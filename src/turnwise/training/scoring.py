@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from turnwise.config import SamplingConfig
 from turnwise.training.attention import packed_row
-from turnwise.training.tokens import cumulative
 
 _LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 in vLLM's SamplingParams."""
@@ -126,7 +125,7 @@ def _processed(
     if sampling.top_p < 1.0:
         kept_NV = logits_NV.masked_fill(dropped_NV, float("-inf"))
         sorted_NV, order_NV = kept_NV.sort(dim=-1)
-        outside_NV = cumulative(sorted_NV.softmax(dim=-1)) <= 1 - sampling.top_p
+        outside_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
     dropped_NV.scatter_(-1, targets_N[:, None], False)

@@ -6,16 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 
-def cumulative(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of values up to each position of the last dimension.
-
-    A GPU has no deterministic algorithm for it: where one is required, the CPU computes them.
-    """
-    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return values.cpu().cumsum(-1).to(values.device)
-    return values.cumsum(-1)
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The `N` trained tokens of a micro-batch, of `S` sequences, in order."""

@@ -28,7 +28,6 @@ from typing import Literal
 import torch
 
 from turnwise.training.algorithms.ratio import MAX_LOG_RATIO
-from turnwise.training.tokens import cumulative
 
 
 def kl_N(
@@ -52,5 +51,5 @@ def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.T
     """Return the penalty on the advantage of each trained token of a sequence, in order: [T],
     without gradient. For trajectory-level advantages; GAE subtracts `coef * kl` from each token's
     reward."""
-    later_T = cumulative(torch.as_tensor(kl_T).detach().flip(0)).flip(0)
+    later_T = torch.as_tensor(kl_T).detach().flip(0).cumsum(0).flip(0)
     return coef * later_T
