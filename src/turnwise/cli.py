@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning of tool-calling language models, exact to the token.",
 )
-traces = typer.Typer(no_args_is_help=True, help="Convert trajectories from and to training traces.")
+traces = typer.Typer(no_args_is_help=True, help="Convert trajectories to traces, and from them.")
 app.add_typer(traces, name="trace")
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines file.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
@@ -285,7 +285,7 @@ def import_traces(source: Source, target: Target, debug: Debug = False) -> None:
     _run(lambda: _convert("import_traces", "trajectories", source, target), _Command(debug))
 
 
-operations.add_to(app)
+operations.add_to(app, traces)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The commands around a run: init, doctor, stuck."""
+"""The commands around a run: init, doctor, stuck, trace timeline."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,15 +22,19 @@ _ROLLOUT_PROBLEMS = 4
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: typer.Typer, traces: typer.Typer) -> None:
     """Add the commands of this module to the command line.
 
+    Args:
+        traces: The command `turnwise trace`, which has commands of its own.
+
     Example:
-        >>> add_to(app)
+        >>> add_to(app, traces)
     """
     app.command()(init)
     app.command()(doctor)
     app.command()(stuck)
+    traces.command()(timeline)
 
 
 def init(
@@ -89,6 +93,23 @@ def stuck(
         typer.echo(await run_in_thread(lambda: ask(run)), nl=False)
 
     run_command(read, Command(debug))
+
+
+def timeline(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON file to write.")],
+    step: Annotated[int | None, typer.Option(help="The step; default: the last one.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
+
+    async def write() -> None:
+        from turnwise.run.timeline import write_timeline
+
+        count = await run_in_thread(lambda: write_timeline(run, step, target))
+        Console().print(f"{count} turns\n{target}", highlight=False, soft_wrap=True, markup=False)
+
+    run_command(write, Command(debug))
 
 
 async def _examine(

@@ -1,0 +1,116 @@
+"""A step's turns as a file for trace viewers: `turnwise trace timeline`.
+
+The file has the JSON format of Chrome's trace events, which Perfetto opens. Its first process has
+a row for each trajectory: waiting for the first token, sampling, and what lies between two turns
+(tools, the environment). The second process has the turns of each worker, in as many rows as
+overlap.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.run.conversations import read_trajectories, trajectory_file
+from turnwise.trajectory import Trajectory
+
+_TRAJECTORIES, _WORKERS = 1, 2
+"""Ids of the two processes."""
+_MICROSECONDS = 1e6
+_Turn = tuple[int, float, float | None, float, str]
+"""Number of the turn, times of the request, the first token and the end, and the worker."""
+
+
+def write_timeline(run: Path, step: int | None, target: Path) -> int:
+    """Write the timeline of a step.
+
+    Args:
+        run: The run folder.
+        step: None is the last one.
+        target: The JSON file to write.
+
+    Returns:
+        The number of turns in it.
+
+    Raises:
+        InputError: when the run has no times of the step, or the file cannot be written.
+
+    Example:
+        write_timeline(Path("runs/demo"), 3, Path("step3.json"))
+    """
+    source = trajectory_file(run, step)
+    times = source.parent.parent / "timeline" / source.name
+    if not times.is_file():
+        raise InputError(f"{run} has no {times.relative_to(run)}: times of its turns")
+    calls = [
+        [(int(turn), *rest) for turn, *rest in json.loads(line)]
+        for line in times.read_text(encoding="utf-8").splitlines()
+    ]
+    events = [*_events([*read_trajectories(source)], calls)]
+    try:
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error}") from error
+    return sum(map(len, calls))
+
+
+def _events(
+    trajectories: Sequence[Trajectory], calls: Sequence[Sequence[_Turn]]
+) -> Iterator[JsonObject]:
+    """Yield the events, with times from the first request on."""
+    began = min((asked for turns in calls for _, asked, *_ in turns), default=0.0)
+
+    def span(
+        place: tuple[int, int], name: str, start: float, end: float, **shown: object
+    ) -> JsonObject:
+        times = {"ts": (start - began) * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+        return {"ph": "X", "pid": place[0], "tid": place[1], "name": name, "args": shown, **times}
+
+    yield _name("process_name", (_TRAJECTORIES, 0), "trajectories")
+    yield _name("process_name", (_WORKERS, 0), "workers")
+    by_worker: dict[str, list[tuple[float, float, str]]] = {}
+    for row, (trajectory, turns) in enumerate(zip(trajectories, calls, strict=True), start=1):
+        title, place = f"{trajectory.problem_id} #{trajectory.sample_index}", (_TRAJECTORIES, row)
+        yield _name("thread_name", place, title)
+        for number, asked, first, ended, worker in turns:
+            turn = trajectory.turns[number] if number < len(trajectory.turns) else None
+            tokens = (
+                {}
+                if turn is None
+                else {
+                    "prompt": turn.path_length - len(turn.completion_token_ids),
+                    "sampled": len(turn.completion_token_ids),
+                }
+            )
+            if first is not None:
+                yield span(place, "until the first token", asked, first, turn=number, worker=worker)
+            yield span(
+                place,
+                f"turn {number}",
+                asked if first is None else first,
+                ended,
+                worker=worker,
+                **tokens,
+            )
+            by_worker.setdefault(worker, []).append((asked, ended, f"{title} turn {number}"))
+        for (_, _, _, ended, _), (_, asked, *_) in pairwise(turns):
+            if asked > ended:
+                yield span(place, "between turns", ended, asked)
+    lane = 0
+    for worker, served in sorted(by_worker.items()):
+        free: list[tuple[int, float]] = []
+        for asked, ended, name in sorted(served):
+            at = next((i for i, (_, until) in enumerate(free) if until <= asked), len(free))
+            if at == len(free):
+                lane += 1
+                yield _name("thread_name", (_WORKERS, lane), worker)
+                free.append((lane, ended))
+            free[at] = (free[at][0], ended)
+            yield span((_WORKERS, free[at][0]), name, asked, ended)
+
+
+def _name(kind: str, place: tuple[int, int], name: str) -> JsonObject:
+    """Return the event that names a process or a thread."""
+    return {"ph": "M", "name": kind, "pid": place[0], "tid": place[1], "args": {"name": name}}
