@@ -44,9 +44,8 @@ def write_timeline(run: Path, step: int | None, target: Path) -> int:
     times = source.parent.parent / "timeline" / source.name
     if not times.is_file():
         raise InputError(f"{run} has no {times.relative_to(run)}: times of its turns")
-    calls = [
-        [(int(turn), *rest) for turn, *rest in json.loads(line)]
-        for line in times.read_text(encoding="utf-8").splitlines()
+    calls: list[list[_Turn]] = [
+        json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()
     ]
     events = [*_events([*read_trajectories(source)], calls)]
     try:
