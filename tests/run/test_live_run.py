@@ -1,5 +1,6 @@
-"""A training run that is looked at from beside: its metrics, and the stacks of its processes."""
+"""A training run that is looked at from beside: its metrics, its stacks, and its turns' times."""
 
+import json
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.run.test_exporter import get, names_asked
 from tests.test_cli import write_config
 from turnwise.config import Config
 from turnwise.run.stuck import REPORT, ask
+from turnwise.run.timeline import write_timeline
 
 pytestmark = pytest.mark.slow  # one training run for all
 
@@ -80,3 +82,15 @@ def test_every_process_shows_its_stacks(run: Run) -> None:
         assert any(header.startswith(name) for header in headers), headers
     engine = next(part for part in text.split("\n== ") if "EngineCore" in part.splitlines()[0])
     assert "in run_engine_core" in engine
+
+
+def test_the_times_of_its_turns_are_a_timeline(run: Run, tmp_path: Path) -> None:
+    run.metrics()
+    target = tmp_path / "step.json"
+    count = write_timeline(run.folder, 1, target)
+    spans = [e for e in json.loads(target.read_text())["traceEvents"] if e["ph"] == "X"]
+    turns = [e for e in spans if e["pid"] == 1 and e["name"].startswith("turn ")]
+    assert len(turns) == count >= 16, "a turn for each trajectory"
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans)
+    assert {turn["args"]["worker"] for turn in turns} == {"worker-0"}
+    assert all(turn["args"]["sampled"] > 0 for turn in turns)
