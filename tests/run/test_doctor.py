@@ -139,6 +139,8 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
     assert found["chat template"].detail == "8 kinds of conversation: 8 exact"
     assert "a prompt of " in found["environment"].detail
     assert "MiB of weights" in found["model"].detail
+    assert " of " in found["memory"].detail
+    assert "; an engine's cache holds " in found["memory"].detail
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks of `turnwise doctor FILE`: model, data, environment, chat template, disk, ports."""
+"""Checks of `turnwise doctor FILE`: model, data, environment, template, memory, disk, ports."""
 
 import os
 import shutil
@@ -45,6 +45,7 @@ class ConfigChecks:
             Check("data", self.data),
             Check("chat template", self.template, 60.0),
             Check("environment", self.environment, 60.0),
+            Check("memory", self.memory, 120.0),
             Check("disk", self.disk),
             Check("ports", self.ports),
         ]
@@ -102,6 +103,17 @@ class ConfigChecks:
         prompt = "it has a setup" if length is None else f"a prompt of {length} tokens"
         name = self.config.environment
         return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
+
+    def memory(self) -> Finding:
+        """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
+        from turnwise.run.plan import Machine, make_plan  # imports Ray
+
+        plan = make_plan(self.config, Machine.here())
+        each = (f"{one.device}: {size(one.bytes)} of {size(one.limit)}" for one in plan.loads)
+        said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
+        if plan.fits:
+            return Finding("memory", "ok", said)
+        return Finding("memory", "broken", said, "turnwise plan FILE")
 
     def disk(self) -> Finding:
         """Check the free space of output_dir against the size of the run's checkpoints."""
