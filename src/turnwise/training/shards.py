@@ -9,6 +9,7 @@ checkpoint, for instance.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,8 +26,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-Slices = dict[str, torch.Tensor]
-"""Tensors of files by name, which are read where they are indexed: safetensors' slices."""
+Slices = dict[str, "_Slice"]
+"""Tensors of files by name, which are read where they are indexed."""
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """Transformers reads many tensors at once without it."""
 _ADAPTED = ".base_layer."
@@ -119,6 +120,21 @@ def _renamed(slices: Slices, model: PreTrainedModel) -> Slices:
     }
 
 
+class _Slice:
+    """A tensor in a file. Parts of it are read into memory of their own, which offloading can
+    empty; safetensors' own parts are views of buffers of Python's."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._found[index]
+        return part.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+
 @contextmanager
 def _slices(files: list[str]) -> Iterator[Slices]:
     """Open files, and yield their tensors by name, none of them read."""
@@ -127,7 +143,7 @@ def _slices(files: list[str]) -> Iterator[Slices]:
         for path in files:
             # "pread": pages of a mapped file would count as this process's memory.
             file = stack.enter_context(safe_open(path, "pt", backend="pread"))
-            slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            slices |= {name: _Slice(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         yield slices
 
 
