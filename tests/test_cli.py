@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT, command_environment, own_environment, python
 from tests.programs import Mark
-from turnwise.cli import _Command, app
+from turnwise.cli import app
+from turnwise.cli.command import Command as _Command
 from turnwise.config import Config, dump_config
 from turnwise.core import interrupt
 from turnwise.trajectory import Trajectory, read_jsonl

@@ -12,7 +12,7 @@ from tests.conftest import ROOT, command_environment
 
 PROGRAM = """
 import asyncio, contextlib, subprocess, sys, time
-from turnwise import command as running
+from turnwise.cli import command as running
 from turnwise.core import user_code as tasks
 from turnwise.core import interrupt
 from turnwise.core.user_code import call_user_code, run_abandonable

@@ -18,7 +18,7 @@ PROGRAM = """
 import asyncio, sys
 from transformers import AutoTokenizer
 from tests.rollout.test_ctrl_c import Desk
-from turnwise import command as running
+from turnwise.cli import command as running
 from turnwise.config import Config
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import Problem, Runner

@@ -13,14 +13,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from turnwise import __version__, operations
-from turnwise.command import Command as _Command
-from turnwise.command import print_error as _print_error
-from turnwise.command import run as _run
+from turnwise import __version__
+from turnwise.cli import operations
+from turnwise.cli.command import Command as _Command
+from turnwise.cli.command import print_error as _print_error
+from turnwise.cli.command import run as _run
+from turnwise.cli.operations import Debug
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
-from turnwise.operations import Debug
 from turnwise.run import commands
 
 
@@ -389,7 +390,3 @@ def _print(console: Console, text: str) -> None:
 
 async def _print_config(config: Config | None) -> None:
     sys.stdout.write(explain_config(config))
-
-
-if __name__ == "__main__":
-    main()

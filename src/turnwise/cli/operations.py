@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from turnwise.command import Command
-from turnwise.command import run as run_command
+from turnwise.cli.command import Command
+from turnwise.cli.command import run as run_command
 from turnwise.config import Config, load_config
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
