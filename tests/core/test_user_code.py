@@ -138,6 +138,7 @@ async def test_a_coroutine_that_swallows_cancellation_is_abandoned_and_counted(
         await missed(lambda run=run, nap=nap: run(nap), begun)
     twice = r"2 calls have not returned: the tool nap \(2 times(, at \S+)?\)"
     assert re.fullmatch(twice, stuck_calls())
+    assert stuck_calls(since=time.monotonic()) == "", "a later command is not held up by them"
     done.set()
     while stuck_calls():
         await asyncio.sleep(0.01)

@@ -49,6 +49,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             draw(st.sampled_from(["stop", "length"])),
             [None, *([-0.25] * (len(prompt) - 1))] if known else None,
             fork_reason=draw(st.sampled_from([None, "retry"])),
+            adapter=draw(st.sampled_from(["", "terse"])),
             messages=draw(st.sampled_from([(), ({"role": "user", "content": "\u2028é"},)])),
         )
     trajectory.messages = [{"role": "user", "content": "hi\u2028"}]
@@ -57,6 +58,17 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     trajectory.reward_parts, trajectory.metrics = {"environment": 0.3}, {"steps": 1.0}
     trajectory.turn_rewards = [0.1] * len(trajectory.turns)
     return trajectory
+
+
+def test_a_zero_keeps_its_sign() -> None:
+    trajectory = Trajectory("math:1", status="completed")
+    trajectory.add_turn([1], [2, 3, 4], [-0.0, 0.0, 1e-5], [0, 0, 0], "stop")
+    trace = json.loads(json.dumps(to_training_trace(trajectory)))
+    assert from_training_trace(trace) == trajectory
+    trajectory = Trajectory("math:1", status="completed")
+    trajectory.add_turn([1], [2, 3], [-0.0, 0.0], [0, 0], "stop")
+    again = from_training_trace(json.loads(json.dumps(to_training_trace(trajectory))))
+    assert again.to_json() == trajectory.to_json()
 
 
 @given(trajectories())

@@ -36,6 +36,6 @@ async def test_the_canary_tells_base_from_base_plus_adapter(
         assert published.canary is not None
         prompt, expected = published.canary.prompt_token_ids, published.canary.logprobs
         with pytest.raises(WeightUpdateError, match="weights are not the trainer's"):
-            await check_canary(ready, prompt, expected, 1e-3, version)
+            await check_canary(ready, prompt, expected, 1e-3, version - 1)
         await ready.update_weights(published.manifest)
         assert (await check_canary(ready, prompt, expected, 1e-3, version))[1] < 1e-4

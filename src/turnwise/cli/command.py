@@ -86,7 +86,7 @@ def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -
 
 async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:
     """Run a command, report how it ended, and return its exit code."""
-    code = _EXIT_FAILED
+    code, began = _EXIT_FAILED, time.monotonic()
     try:
         await interruptible(make())
         code = 0
@@ -99,7 +99,7 @@ async def _exit_code(make: Callable[[], Coroutine[object, object, None]], comman
         text = "turnwise: interrupted; everything it started has ended"
         print_error(text + (f", but {left}" if left else ""))
     finally:
-        if left := stuck_calls():
+        if left := stuck_calls(began):
             if code != EXIT_INTERRUPTED:
                 print_error(f"turnwise: {left}")
             # A call that swallows its cancellation would keep the event loop open for ever.

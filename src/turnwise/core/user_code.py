@@ -133,9 +133,13 @@ async def describe_user_error(error: Exception) -> str:
         return kind
 
 
-def stuck_calls() -> str:
-    """Describe the abandoned calls that have not returned in one clause; "" without any."""
-    return _describe(list(_stuck))
+def stuck_calls(since: float = 0.0) -> str:
+    """Describe the abandoned calls that have not returned in one clause; "" without any.
+
+    Args:
+        since: Time, as of `time.monotonic`, from which calls count by their beginning.
+    """
+    return _describe([call for call in list(_stuck) if call.began >= since])
 
 
 def unreturned_calls() -> str:
@@ -165,6 +169,7 @@ class _Call:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.began = time.monotonic()
         self.thread: int | None = None
         """Identifier of the thread that runs it; None before it begins."""
         _running[self] = None

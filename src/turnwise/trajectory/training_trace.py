@@ -59,6 +59,7 @@ def _to_turn(trajectory: Trajectory, index: int) -> JsonObject:
         "weight_versions": turn.weight_versions,
         "finish_reason": turn.finish_reason,
         "fork_reason": turn.fork_reason,
+        "adapter": turn.adapter,
         "added_logprobs": turn.added_logprobs,
         "record": list(turn.record),
     }
@@ -68,7 +69,7 @@ def _to_turn(trajectory: Trajectory, index: int) -> JsonObject:
         "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
         "prompt_token_ids": prompt,
         "completion_token_ids": turn.completion_token_ids,
-        "per_token_logps": [min(0.0, logprob) for logprob in turn.logprobs],
+        "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
         "loss_mask": [0] * len(prompt) + [1] * sampled,
         "request": {"messages": turn.messages} if turn.messages else {},
         "response": {},
@@ -155,6 +156,7 @@ def _add_turn(
         ours.get("finish_reason", "stop"),
         None if added is None else [*unknown, *added, *logprobs[:first]],
         fork_reason=ours.get("fork_reason"),
+        adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
     whole = len(trained) == len(completion)
