@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, command_environment, python
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
 from turnwise.run import machine_checks
@@ -214,11 +215,19 @@ def test_the_whole_report_of_a_working_configuration(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree(tmp_path)))
-    done = CliRunner().invoke(app, ["doctor", str(file), "--rollout", "rollout.max_turns=2"])
+    command = ["-m", "turnwise.cli", "doctor", str(file), "--rollout", "rollout.max_turns=2"]
+    done = subprocess.run(  # Ray starts once in a process
+        [*python(), *command],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
     lines = done.stdout.splitlines()
     states = {line.split()[0] for line in lines if line.startswith(("ok ", "warning ", "broken "))}
     assert "broken" not in states, done.stdout
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.stdout + done.stderr
     assert any(line.startswith("ok       ray            started: cores ") for line in lines)
     assert "8 trajectories of 4 problems, reward " in done.stdout
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
