@@ -383,7 +383,7 @@ async def test_a_cancelled_group_closes_its_environments(play: Callable[..., Any
 async def test_only_rows_that_are_played_have_environments(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
-    """Of 10,000 rows 64 are played, and a third of those fail or time out."""
+    """64 of 10,000 rows are played, and a third of those fail or time out."""
     Rough.opened.clear()
     hows = ["", "step raises", "", "setup hangs", "", ""]
     problems = Problems("rows.jsonl", [{"how": hows[i % 6]} for i in range(10_000)])

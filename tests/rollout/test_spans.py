@@ -83,10 +83,10 @@ async def test_a_trajectory_is_an_agent_with_its_chats_and_tools(
     agent = named["invoke_agent tool_calling"]
     assert {span.trace_id for _, span in received} == {agent.trace_id}
     assert {span.parent_span_id for _, span in received if span is not agent} == {agent.span_id}
-    told = attributes(agent)
-    assert told["gen_ai.operation.name"] == "invoke_agent"
-    assert told["turnwise.problem"] == "desk:1"
-    assert (told["turnwise.status"], told["turnwise.reward"]) == ("completed", 1.0)
+    of_agent = attributes(agent)
+    assert of_agent["gen_ai.operation.name"] == "invoke_agent"
+    assert of_agent["turnwise.problem"] == "desk:1"
+    assert (of_agent["turnwise.status"], of_agent["turnwise.reward"]) == ("completed", 1.0)
     chats = sorted(
         (attributes(span) for _, span in received if span.name == "chat"),
         key=lambda chat: chat["turnwise.turn"],

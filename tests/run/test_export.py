@@ -1,4 +1,4 @@
-"""What `turnwise export` writes, and what it refuses."""
+"""Files that `turnwise export` writes, and what it refuses."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -57,7 +57,7 @@ def test_ray_places_the_actors_of_a_layout(name: str) -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    assert [sum(told["placed"][0]), sum(told["placed"][1])] == [sum(ranks), sum(workers)]
-    assert told["placed"][0] == ranks  # all ranks on one node
-    assert told["left"] == 0
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [sum(found["placed"][0]), sum(found["placed"][1])] == [sum(ranks), sum(workers)]
+    assert found["placed"][0] == ranks  # all ranks on one node
+    assert found["left"] == 0

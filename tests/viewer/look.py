@@ -142,7 +142,7 @@ def look_at_a_trajectory(page: "Page") -> None:
 
 
 def look_at_a_long_trajectory(page: "Page") -> None:
-    """Of 32,000 tokens, only the rows in sight are on the page."""
+    """Only the rows in sight of 32,000 tokens are on the page."""
     page.goto(address.split("?")[0] + f"#/run/{folder.name}/rollouts/0?tab=tokens&turn=0&token=0")
     expect(page.locator(".token.on")).to_have_count(1)
     page.get_by_role("listbox").focus()

@@ -291,7 +291,7 @@ async def _attempt(
     inputs: ProgramInputs,
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
-    from turnwise.run.exporter import serving_metrics
+    from turnwise.run.prometheus import serving_metrics
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 

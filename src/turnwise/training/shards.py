@@ -6,7 +6,6 @@ model. The layout of the files is Transformers' business: its conversions merge 
 checkpoint, for instance.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +24,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
+
+from turnwise.core.environ import environment_variable
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""
@@ -93,7 +94,7 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
     plan = LoadStateDictConfig(
         device_map={"": device}, weight_mapping=get_model_conversion_mapping(model)
     )
-    with _slices(files) as slices, _one_at_a_time():
+    with _slices(files) as slices, environment_variable(_ONE_AT_A_TIME, "1"):
         info, _ = convert_and_load_state_dict_in_model(model, _renamed(slices, model), plan)
     model.mark_tied_weights_as_initialized(info)
     missing = (info.missing_keys & wanted) - set(model.all_tied_weights_keys)
@@ -145,16 +146,3 @@ def _slices(files: list[str]) -> Iterator[Slices]:
             file = stack.enter_context(safe_open(path, "pt", backend="pread"))
             slices |= {name: _Slice(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         yield slices
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    before = os.environ.get(_ONE_AT_A_TIME)
-    os.environ[_ONE_AT_A_TIME] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ONE_AT_A_TIME]
-        else:
-            os.environ[_ONE_AT_A_TIME] = before

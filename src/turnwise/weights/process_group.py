@@ -5,11 +5,9 @@ group is independent of any that vLLM or the trainer has. NCCL has never been ru
 """
 
 import json
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from turnwise.core.deadlines import deadline_error
+from turnwise.core.environ import environment_variable
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
 from turnwise.weights.ipc_address import device_name
 from turnwise.weights.rendezvous import join_store, open_store, private
@@ -261,20 +260,6 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
         seen[gpu] = name
 
 
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment for a `with` block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def _process_group(
     store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
 ) -> _Backend:
@@ -282,6 +267,6 @@ def _process_group(
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        with _environment(_ERROR_HANDLING, "0"):  # read by the constructor alone
+        with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
             return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))

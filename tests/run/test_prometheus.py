@@ -15,9 +15,9 @@ from tests.conftest import ROOT
 from tests.serving.openai.test_engine_metrics import Hung, Told
 from turnwise.config import ServingConfig
 from turnwise.errors import InputError
-from turnwise.run import exporter
-from turnwise.run.exporter import COUNTERS, GAUGES, StepCollector, serving_metrics
+from turnwise.run import prometheus
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.prometheus import COUNTERS, GAUGES, StepCollector, serving_metrics
 from turnwise.serving.scheduler import Scheduler
 
 DASHBOARD = ROOT / "examples" / "grafana" / "turnwise.json"
@@ -132,7 +132,7 @@ async def test_a_run_serves_its_metrics_beside_those_of_its_engines() -> None:
 async def test_a_run_whose_loop_is_stuck_still_shows_its_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exporter, "_ENGINE_SECONDS", 0.1)
+    monkeypatch.setattr(prometheus, "_ENGINE_SECONDS", 0.1)
     scheduler = Scheduler(ServingConfig(), 1.0)
     scheduler.add("worker-0", Hung())
     rows = [step(1)]
