@@ -47,6 +47,7 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> Non
     """
     peft = optional("peft", "lora", "model.lora")
     targets: Untyped = lora.target_modules
+    state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for role in roles:
         for name in ADAPTERS[role]:
             settings = _peft_config(lora, targets)
@@ -56,7 +57,10 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> Non
             except ValueError as error:
                 raise InputError(f"model.lora.target_modules: {error}") from error
             targets = settings.target_modules  # the names that all-linear stands for
-            _give_values(model, name)
+    torch.set_rng_state(state)
+    for role in roles:
+        for name in ADAPTERS[role]:
+            _draw_values(model, name)
     for name, layer in adapted_layers(model).items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
             raise InputError(
@@ -69,13 +73,14 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[Role]) -> Non
             parameter.data = parameter.data.float()
 
 
-def _give_values(model: nn.Module, adapter: str) -> None:
-    """Give an adapter first values if its model has no weights yet."""
+def _draw_values(model: nn.Module, adapter: str) -> None:
+    """Draw an adapter's first values, the same ones with weights and without."""
     for layer in adapted_layers(model).values():
         factors = [f[adapter] for f in (layer.lora_A, layer.lora_B) if adapter in f]
         if any(factor.weight.is_meta for factor in factors):
             for factor in factors:
                 factor.to_empty(device="cpu")
+        if factors:
             layer.reset_lora_parameters(adapter, True)
 
 
