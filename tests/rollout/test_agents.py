@@ -157,10 +157,7 @@ async def try_agent(
     runner = Runner(config, tokenizer)
     runner.server = server
     problem = Problem(name, load_training(config)[0].row | (row or {}))
-    try:
-        return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
-    finally:
-        await runner.close()
+    return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
 
 
 @pytest.mark.parametrize("agent_rewards", [False, True])

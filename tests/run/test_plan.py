@@ -113,17 +113,18 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
     length = config.model.max_length
     generator = torch.Generator().manual_seed(0)
     samples = []
-    for index in range(2 * place.ranks * config.training.micro_batch_tokens // length):
+    groups = place.ranks // (size := config.training.context_parallel)
+    for index in range(2 * groups * config.training.micro_batch_tokens // length):
         ids = torch.randint(3, 8000, (length,), generator=generator).tolist()
         mask = [0] + [1] * (length - 1)
         samples.append(Sample.of(ids, mask, [-9.0] * length, [0] * length, 1.0, index))
-    shares = plan_micro_batches(samples, 1, place.ranks, config.training.micro_batch_tokens, False)
+    shares = plan_micro_batches(samples, 1, groups, config.training.micro_batch_tokens, False)
     base = resident("VmRSS")
 
     def work() -> None:
         policy = TrainerRank(config, place, folder)
         for _ in range(2):
-            policy.train(shares[place.rank])
+            policy.train(shares[place.rank // size])
 
     reply.send(peak_of(work, base))
     if place.ranks > 1:
@@ -132,8 +133,10 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_holds_what_was_planned(tmp_path: Path, ranks: int, recompute: bool) -> None:
+@pytest.mark.parametrize(("ranks", "shared"), [(1, 1), (2, 1), (2, 2)])
+def test_a_rank_holds_what_was_planned(
+    tmp_path: Path, ranks: int, shared: int, recompute: bool
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from turnwise.training.rank import RankInfo
@@ -143,6 +146,7 @@ def test_a_rank_holds_what_was_planned(tmp_path: Path, ranks: int, recompute: bo
     plain = {"path": path, "max_length": 512}
     training = {
         "ranks": ranks,
+        "context_parallel": shared,
         "threads": 1,
         "activation_checkpointing": recompute,
         "micro_batch_tokens": 1024,

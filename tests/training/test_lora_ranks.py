@@ -34,7 +34,7 @@ def make_policy(
     ray_started: None, make_config: Callable[..., Config], model_path: str, tmp_path: Path
 ) -> Callable[..., Any]:
     @asynccontextmanager
-    async def make(ranks: int) -> AsyncIterator[TrainerGroup]:
+    async def make(ranks: int, shared: int = 1) -> AsyncIterator[TrainerGroup]:
         training = {
             "learning_rate": 1e-2,
             "threads": 1,
@@ -42,6 +42,7 @@ def make_policy(
             "micro_batch_tokens": 150,
             "activation_checkpointing": True,
             "ranks": ranks,
+            "context_parallel": shared,
         }
         model = {"path": model_path, "max_length": 512, "lora": {"rank": 4}}
         config = make_config(model=model, training=training, algorithm=PPO)
@@ -55,8 +56,9 @@ def make_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [1, 2])
 async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
-    make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path
+    make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, shared: int
 ) -> None:
     tokens = [s.token_ids_T.tolist() for s in batch], [s.response_mask_T.tolist() for s in batch]
     metrics: dict[int, Any] = {}
@@ -64,7 +66,7 @@ async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
     sent: dict[int, dict[str, torch.Tensor]] = {}
     saved = {ranks: tmp_path / f"step-000{ranks}" for ranks in (1, 2)}
     for ranks, folder in saved.items():
-        async with make_policy(ranks) as policy:
+        async with make_policy(ranks, min(ranks, shared)) as policy:
             metrics[ranks] = [await policy.train(batch) for _ in range(2)]
             names = ("policy", "reference", "value")
             scored[ranks] = [await policy.score(name, *tokens) for name in names]
@@ -87,7 +89,7 @@ async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
             # AdamW's first steps divide a gradient by itself: near-zero ones can differ.
             assert (two[name] - tensor).abs().mean() < 1e-4, name
     for ranks in (1, 2):
-        async with make_policy(ranks) as policy:
+        async with make_policy(ranks, min(ranks, shared)) as policy:
             assert await policy.load(saved[2]) == 4
             again = await policy.train(batch)
         for key in EXACT:

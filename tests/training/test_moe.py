@@ -16,9 +16,9 @@ from turnwise.config import Config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize(("transport", "shared"), [("shm", 1), ("collective", 2)])
 def test_a_mixture_of_experts_trains_and_updates_the_engine(
-    make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path, transport: str
+    make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path, transport: str, shared: int
 ) -> None:
     path = moe(
         tmp_path / "moe",
@@ -34,6 +34,7 @@ def test_a_mixture_of_experts_trains_and_updates_the_engine(
     GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
     file = write_config(make_config, tmp_path)
     changes = ["training.steps=3", "training.ranks=2", "training.learning_rate=0.01"]
+    changes += [f"training.context_parallel={shared}"]
     changes += [f"weights.transport={transport}", f"model.path={path}", "name=moe"]
     done = turnwise("train", file, *changes)
     assert done.returncode == 0, done.stderr

@@ -122,6 +122,11 @@ class Config(Section):
                 "it to 1, or set training.colocated and serving.spread to false"
             )
         size, ranks = self.engine.tensor_parallel_size, self.training.ranks
+        if ranks % self.training.context_parallel:
+            raise ValueError(
+                f"training.context_parallel {self.training.context_parallel} does not divide "
+                f"training.ranks {ranks}: each sequence is shared by as many ranks"
+            )
         if self.training.offload and not self.training.colocated:
             raise ValueError(
                 "training.offload frees memory for engines in the trainer's processes: set "

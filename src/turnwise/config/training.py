@@ -28,6 +28,9 @@ class TrainingConfig(Section):
     their whole group (drop)."""
     ranks: PositiveInt = 1
     """Number of training processes, over which the model is sharded."""
+    context_parallel: PositiveInt = 1
+    """Number of ranks that share each sequence, for sequences longer than one device holds; divides
+    training.ranks, and the model's attention heads."""
     colocated: bool = False
     """Run the engines in the trainer's processes, taking turns. serving.workers *
     engine.tensor_parallel_size must equal training.ranks."""
@@ -55,7 +58,8 @@ class TrainingConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt = 16384
-    """Largest number of tokens, padding included, in one forward and backward pass."""
+    """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
+    the ranks that share sequences."""
     threads: NonNegativeInt = 0
     """Number of CPU threads of each rank; 0 uses one per core."""
     step_timeout: Seconds = 1800.0

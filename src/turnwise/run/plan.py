@@ -225,13 +225,14 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
         count = _parameters(config, value, size.parameters)
         others, learning = others + 4 * count, learning + count
     tokens = max(training.micro_batch_tokens, model.max_length)
+    shared = training.context_parallel
     activations = activation_bytes(
         model.path,
         model.trust_remote_code,
         model.dtype,
         ranks > 1,
-        tokens,
-        model.max_length,
+        math.ceil(tokens / shared),
+        math.ceil(model.max_length / shared),
         training.activation_checkpointing,
     )
     width = 2 if half else 4

@@ -5,7 +5,7 @@ keeps torch from its fastest kernels. Here each sequence attends on its own: the
 memory that grows with T, and no work for pairs of tokens in different sequences.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -15,44 +15,45 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError
+from turnwise.training.context import CONTEXT_KEY, Columns
 
 _NAME = "turnwise_packed"
 """Name of the function in Transformers."""
-_in_packed_row: ContextVar[bool] = ContextVar("_in_packed_row", default=False)
+_expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
+"""Columns that the layers of a forward pass must pass on; None: none."""
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
+def use_packed_attention(model: PreTrainedModel) -> bool:
     """Make a model's layers attend within sequences, if torch's attention computes them.
 
     Models with attention of their own (soft caps, for instance) keep it.
+
+    Returns:
+        Whether they do.
     """
     texts = model.config.get_text_config()
     capped = getattr(texts, "attn_logit_softcapping", None)
     if model.config._attn_implementation == "sdpa" and not capped:
         model.set_attn_implementation(_NAME)
+    return bool(model.config._attn_implementation == _NAME)
 
 
 @contextmanager
-def packed_row(
-    model: PreTrainedModel, position_ids_1T: torch.Tensor
-) -> Iterator[dict[str, Sequence[int]]]:
-    """Yield the argument that tells a model's layers the sequences of a packed row.
+def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Columns]]:
+    """Yield the argument that tells a model's layers the sequences of a packed row, and the ranks
+    that share it.
 
-    It is empty for a model that separates them by a mask.
-
-    Args:
-        position_ids_1T: Positions, which start again at 0 in each sequence.
+    It is empty where neither matters, and for a model that separates sequences by a mask.
     """
-    if model.config._attn_implementation != _NAME:
+    plain = columns.lengths is None and columns.group is None
+    if plain or model.config._attn_implementation != _NAME:
         yield {}
         return
-    starts = (position_ids_1T[0] == 0).nonzero()[:, 0].tolist()
-    ends = [*starts[1:], position_ids_1T.shape[1]]
-    before = _in_packed_row.set(True)
+    before = _expected.set(columns)
     try:
-        yield {"sequence_lengths": [end - start for start, end in zip(starts, ends, strict=True)]}
+        yield {"columns": columns}
     finally:
-        _in_packed_row.reset(before)
+        _expected.reset(before)
 
 
 def packed_attention(
@@ -64,33 +65,42 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sequence_lengths: Sequence[int] | None = None,
+    columns: Columns | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, as Transformers' layers call it.
 
     Args:
-        sequence_lengths: Lengths of the sequences of a packed row; None: each row is a sequence.
+        columns: The sequences of a packed row, and the ranks that share it; None: each row is a
+            sequence, and whole.
         sliding_window: Number of last tokens that a token attends to; None: all.
 
     Returns:
         The outputs: [B, T, H, D].
 
     Raises:
-        InputError: when the model's layers do not pass on the lengths of a packed row.
+        InputError: when the model's layers do not pass on the columns.
     """
-    if sequence_lengths is None and _in_packed_row.get():
+    if columns is None and (expected := _expected.get()) is not None:
+        if expected.group is not None:
+            raise InputError(f"{CONTEXT_KEY}: this model cannot compute parts of rows: set it to 1")
         raise InputError("this model cannot compute packed rows: set training.packing to padded")
     assert attention_mask is None, "packed attention needs no mask"
-    lengths = list(sequence_lengths or [query_BHTD.shape[2]])
-    tensors = (query_BHTD, key_BHTD, value_BHTD)
+    tensors = [query_BHTD, key_BHTD, value_BHTD]
+    group = columns.group if columns is not None else None
+    if group is not None:
+        tensors = [group.heads(tensor) for tensor in tensors]
+    lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
     parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
     causal = getattr(module, "is_causal", True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)
         for query, key, value in parts
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    out_BHTD = torch.cat(outputs, dim=2)
+    if group is not None:
+        out_BHTD = group.columns(out_BHTD)
+    return out_BHTD.transpose(1, 2).contiguous(), None
 
 
 def _attention(

@@ -24,6 +24,7 @@ from transformers import (
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
+from turnwise.training.context import check_divisible
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
@@ -196,14 +197,19 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.flo
             with torch.device("meta"):
                 model = kind.from_config(shape, dtype=dtype, trust_remote_code=trust)
             if can_be_sliced(model):
-                use_packed_attention(model)
+                _prepare(model, config)
                 return _with_head(model, files)
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     if config.training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
-    use_packed_attention(model)
+    _prepare(model, config)
     return model.eval()
+
+
+def _prepare(model: PreTrainedModel, config: Config) -> None:
+    exchanges = use_packed_attention(model)
+    check_divisible(model, config.training.context_parallel, exchanges)
 
 
 def _with_head(model: PreTrainedModel, files: list[str]) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.training.batching import MicroBatch
+from turnwise.training.context import Columns, ContextGroup
 from turnwise.training.loading import (
     POLICY,
     check_room,
@@ -37,10 +38,16 @@ class Scorer(nn.Module):
 
     Args:
         roles: Roles that it plays with an adapter each (LoRA); none if it plays its only one.
+        group: Ranks that share each sequence; None: each rank computes its own.
     """
 
     def __init__(
-        self, model: Any, sampling: SamplingConfig, dtype: torch.dtype, roles: Sequence[Role] = ()
+        self,
+        model: Any,
+        sampling: SamplingConfig,
+        dtype: torch.dtype,
+        roles: Sequence[Role] = (),
+        group: ContextGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -48,6 +55,7 @@ class Scorer(nn.Module):
         """Data type of forward passes."""
         self.roles = roles
         self._sampling = sampling
+        self._group = group
         self.head = _value_head(model.base_model) if "value" in roles else None
 
     def forward(
@@ -58,13 +66,14 @@ class Scorer(nn.Module):
             take_role(self.model, role)
         if role == "value":
             assert self.head is not None
-            return _values_N(self.model.base_model, self.head, batch)
+            return _values_N(self.model.base_model, self.head, batch, self._group)
         return score(
             self.model,
             batch.token_ids_BT,
             batch.mask_BT,
             batch.position_ids_BT,
             sampling or self._sampling,
+            self._group,
         )
 
 
@@ -74,16 +83,17 @@ class Critic(nn.Module):
     The head is that of a reward model, or a new one that predicts 0.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, group: ContextGroup | None = None) -> None:
         super().__init__()
         self.backbone = model.base_model
+        self._group = group
         self.dtype = dtype
         """Data type of forward passes."""
         self.head = _value_head(self.backbone, getattr(model, "score", None))
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return an estimate of the return before each masked token: [N]."""
-        return _values_N(self.backbone, self.head, batch)
+        return _values_N(self.backbone, self.head, batch, self._group)
 
 
 def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
@@ -96,10 +106,12 @@ def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
     return head
 
 
-def _values_N(backbone: Any, head: nn.Linear, batch: MicroBatch) -> torch.Tensor:
-    hidden_NH = hidden_before(backbone, batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT)
-    values_N: torch.Tensor = head(hidden_NH)[:, 0].float()
-    return values_N
+def _values_N(
+    backbone: Any, head: nn.Linear, batch: MicroBatch, group: ContextGroup | None
+) -> torch.Tensor:
+    columns = Columns.of(batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT, group)
+    values_N: torch.Tensor = head(hidden_before(backbone, columns))[:, 0].float()
+    return columns.whole(values_N)
 
 
 _Module = TypeVar("_Module", Scorer, Critic)
@@ -176,12 +188,14 @@ def load_models(
     *,
     reference: OtherModel | None,
     value: OtherModel | None,
+    group: ContextGroup | None = None,
 ) -> Models:
     """Load the policy and its companion models, and distribute them.
 
     Args:
         reference: Model that is frozen beside the policy; None loads none.
         value: Model that the value model starts from; None loads none.
+        group: Ranks that share each sequence; None: each rank computes its own.
 
     Raises:
         InputError: when one cannot be loaded, or all of them do not fit.
@@ -194,15 +208,20 @@ def load_models(
     shape: PretrainedConfig = model.config
     if roles:
         add_adapters(model, config.model.lora, roles)
-    scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles)
+    scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles, group)
     policy = distribute(scorer, config, device, POLICY)
     frozen = policy if "reference" in roles else None
     if reference is not None and frozen is None:
-        frozen = Scorer(load_model(config, reference), config.sampling, dtype_of(config, reference))
+        frozen = Scorer(
+            load_model(config, reference),
+            config.sampling,
+            dtype_of(config, reference),
+            group=group,
+        )
         frozen = distribute(frozen.requires_grad_(False), config, device, reference, trained=False)
     critic: Critic | Scorer | None = policy if "value" in roles else None
     if value is not None and critic is None:
-        critic = Critic(load_value_model(config, value), dtype_of(config, value))
+        critic = Critic(load_value_model(config, value), dtype_of(config, value), group)
         critic = distribute(critic, config, device, value)
     return Models(policy, frozen, critic, shape, device)
 

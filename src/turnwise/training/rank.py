@@ -23,6 +23,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.gather import full_tensors, tensor_shapes
 from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
@@ -85,8 +86,12 @@ class TrainerRank:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._packed = packs(config.training, self.device)
+        group = None
         if place.address:
             _join(place, self.device, config.training.step_timeout)
+        if (size := config.training.context_parallel) > 1:
+            limit = timedelta(seconds=config.training.step_timeout)
+            group = ContextGroup.of_this_rank(size, limit)
         self._algorithm = make_algorithm(config.algorithm)
         needed = self._algorithm.advantage.value_model
         kept = not missing_model(config.algorithm, "reference")
@@ -96,6 +101,7 @@ class TrainerRank:
             place.ranks,
             reference=config.algorithm.kl.model if kept else None,
             value=needed.model if needed else None,
+            group=group,
         )
         self._scorer = self._models.policy
         self._warmup = needed.warmup_steps if needed else 0

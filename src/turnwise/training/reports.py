@@ -116,18 +116,23 @@ class StepReport:
     """Peak memory of the rank so far."""
 
 
-def merge(reports: Sequence[StepReport]) -> TrainMetrics:
+def merge(reports: Sequence[StepReport], same: int = 1) -> TrainMetrics:
     """Return the metrics of a training step from the reports of all ranks.
 
     Means are over trained tokens, then over the step's updates; tokens that are only counted are
     excluded. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
     first update; `staleness` counts tokens by the optimizer steps between the weights that sampled
     them and those that began to train; `learning_rate` is that of the last update.
+
+    Args:
+        same: Number of consecutive ranks that report the same tokens.
     """
+    seconds = max(report.seconds for report in reports)
+    memory_gib = max(report.memory_gib for report in reports)
+    reports = reports[::same]
     count = len(reports[0].updates)
     updates = [[report.updates[i] for report in reports] for i in range(count)]
     staleness = sum((report.staleness for report in reports), Counter[int]())
-    seconds = max(report.seconds for report in reports)
     metrics = TrainMetrics(
         loss=_mean(sum(rank.loss for rank in ranks) for ranks in updates),
         grad_norm=_mean(ranks[0].grad_norm for ranks in updates),
@@ -160,7 +165,7 @@ def merge(reports: Sequence[StepReport]) -> TrainMetrics:
         "trained_tokens": staleness.total(),
         "train_seconds": seconds,
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
-        "train_memory_gib": max(report.memory_gib for report in reports),
+        "train_memory_gib": memory_gib,
     }
     return metrics
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from turnwise.config import SamplingConfig
-from turnwise.training.attention import packed_row
+from turnwise.training.attention import attending
+from turnwise.training.context import Columns, ContextGroup
 
 _LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 in vLLM's SamplingParams."""
@@ -34,6 +35,7 @@ def score(
     mask_BT: torch.Tensor,
     position_ids_BT: torch.Tensor | None,
     sampling: SamplingConfig,
+    group: ContextGroup | None = None,
 ) -> Scores:
     """Score the masked tokens; rows are padded on the right, or packed and separated by
     positions that start again at 0.
@@ -41,9 +43,14 @@ def score(
     The output head runs on the positions before masked tokens alone and, where they are many,
     in chunks whose logits are recomputed for the backward pass, so no [B, T, V] tensor exists.
     Padding needs no attention mask: it is on the right, and attention is causal.
+
+    Args:
+        group: Ranks that share the rows; each gets the scores of all tokens.
     """
-    hidden_NH = hidden_before(model.base_model, token_ids_BT, mask_BT, position_ids_BT)
-    return score_hidden(model, hidden_NH, token_ids_BT[mask_BT], sampling)
+    columns = Columns.of(token_ids_BT, mask_BT, position_ids_BT, group)
+    hidden_NH = hidden_before(model.base_model, columns)
+    own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
+    return Scores(*(columns.whole(values_N) for values_N in own))
 
 
 def score_hidden(
@@ -66,21 +73,14 @@ def score_hidden(
     return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
-def hidden_before(
-    backbone: Any,
-    token_ids_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    position_ids_BT: torch.Tensor | None,
-) -> torch.Tensor:
+def hidden_before(backbone: Any, columns: Columns) -> torch.Tensor:
     """Return the last hidden states at the positions before masked tokens: [N, H]."""
-    if position_ids_BT is None:
-        hidden_BTH = backbone(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-    else:
-        with packed_row(backbone, position_ids_BT) as more:
-            hidden_BTH = backbone(
-                input_ids=token_ids_BT, position_ids=position_ids_BT, use_cache=False, **more
-            ).last_hidden_state
-    hidden_NH: torch.Tensor = hidden_BTH[:, :-1][mask_BT[:, 1:]]
+    given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
+    if columns.position_ids_BT is not None:
+        given["position_ids"] = columns.position_ids_BT
+    with attending(backbone, columns) as more:
+        hidden_BTH = backbone(**given, **more).last_hidden_state
+    hidden_NH: torch.Tensor = hidden_BTH[columns.before_BT]
     return hidden_NH
 
 

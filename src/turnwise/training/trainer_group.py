@@ -166,19 +166,26 @@ class TrainerGroup:
 
     async def train(self, samples: Sequence[Sample]) -> TrainMetrics:
         """Take `training.updates_per_step` optimizer steps; returns the step's metrics."""
+        shares = await self._shares(samples, self._config.training.updates_per_step)
+        reports = await self._each("train", "call", [("train", share) for share in shares])
+        self.version = reports[0].version
+        size = self._config.training.context_parallel
+        self.trained_tokens = by_sample(shares[::size], reports[::size])
+        return merge(reports, size)
+
+    async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
+        """Return each rank's share of each update; the ranks of a context group have the same."""
         training = self._config.training
-        shares: list[list[RankBatches]] = await asyncio.to_thread(
+        size = training.context_parallel
+        planned = await asyncio.to_thread(
             plan_micro_batches,
             samples,
-            training.updates_per_step,
-            training.ranks,
+            updates,
+            training.ranks // size,
             training.micro_batch_tokens,
             self.packed,
         )
-        reports = await self._each("train", "call", [("train", share) for share in shares])
-        self.version = reports[0].version
-        self.trained_tokens = by_sample(shares, reports)
-        return merge(reports)
+        return [share for share in planned for _ in range(size)]
 
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
@@ -197,21 +204,13 @@ class TrainerGroup:
         Raises:
             InputError: when the trainer has no such model.
         """
-        training = self._config.training
         samples = [
             Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
             for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
         ]
         found: dict[int, list[float]] = {}
         if any(sample.trained for sample in samples):
-            planned = await asyncio.to_thread(
-                plan_micro_batches,
-                samples,
-                1,
-                training.ranks,
-                training.micro_batch_tokens,
-                self.packed,
-            )
+            planned = await self._shares(samples, 1)
             replies = await self._each(
                 f"score tokens with the {name} model",
                 "call",
