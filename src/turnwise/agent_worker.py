@@ -22,11 +22,14 @@ The protocol has one JSON object a line. Any number of requests run at once:
 
 A `run` also has the keys `model` and `name`. Its result is null or an object with any of `reward`,
 `metrics`, `sessions` and `error`. `cancel` has no answer. The worker ends at the end of its input.
+If the trainer sends spans to a collector, a `run` has the headers of its span (`traceparent`) in
+`trace`; where OpenTelemetry is installed, they are the context of the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import json
 import os
@@ -95,6 +98,7 @@ class _Worker:
     async def _answer(self, number: int, method: str, request: dict[str, Any]) -> None:
         try:
             if method == "run":
+                _join(request.get("trace"))
                 value = await _call(self._run, request["task"], request["base_url"])
             elif method == "tasks" and self._tasks is not None:
                 value = list(await _call(self._tasks))
@@ -116,6 +120,16 @@ class _Worker:
             self._answers.flush()
 
 
+def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
+    """Make the trajectory's span the context of this task."""
+    if trace:
+        try:
+            from opentelemetry import context, propagate
+        except ImportError:
+            return
+        context.attach(propagate.extract(trace))
+
+
 async def _call(function: Function, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
@@ -135,6 +149,7 @@ async def _call(function: Function, *arguments: Any) -> Any:
         else:
             loop.call_soon_threadsafe(settle, future.set_result, value)
 
-    threading.Thread(target=work, daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=[work], daemon=True).start()
     value = await future
     return await value if inspect.isawaitable(value) else value

@@ -157,7 +157,10 @@ async def try_agent(
     runner = Runner(config, tokenizer)
     runner.server = server
     problem = Problem(name, load_training(config)[0].row | (row or {}))
-    return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
+    try:
+        return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
+    finally:
+        await runner.close()
 
 
 @pytest.mark.parametrize("agent_rewards", [False, True])

@@ -124,7 +124,7 @@ def attempt(
         **rollout: Any,
     ) -> Group:
         config = make_config(
-            environment=f"tests.rollout.test_loops:{environment}",
+            environment=environment if ":" in environment else f"{__name__}:{environment}",
             rollout={"loop": "tool_calling", "tool_timeout": 300, **rollout},
             model={**make_config().model.model_dump(), "max_length": max_length},
         )

@@ -14,7 +14,7 @@ stored once, as a view for people, and conversations are compared by digests.
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.chat.messages import (
@@ -147,6 +147,8 @@ class Session:
     """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
     max_response_tokens: int | None = None
     """Maximum number of tokens after the first prompt; None means no limit."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers that name the span of a rollout's trajectory; see `core.spans`."""
     closed: bool = False
     """True once nothing more is recorded."""
     size: int = _SESSION_BYTES

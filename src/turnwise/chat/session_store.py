@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 from turnwise.chat.session import Session
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.spans import trace_headers
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory
 
@@ -115,6 +116,7 @@ class SessionStore:
             private=True,
             agent_rewards=agent_rewards,
             max_response_tokens=max_response_tokens,
+            trace=trace_headers(),
         )
         self._add(session)
         return session
@@ -146,6 +148,7 @@ class SessionStore:
             agent_rewards=parent.agent_rewards,
             clock=parent.clock,
             max_response_tokens=parent.max_response_tokens,
+            trace=parent.trace,
             parent=parent,
         )
         parent.children[name] = session

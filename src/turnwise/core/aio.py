@@ -5,6 +5,7 @@ Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import queue
 import threading
@@ -105,13 +106,17 @@ _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
 def start_in_thread(work: Callable[[], None]) -> None:
-    """Start a function that raises nothing in an idle daemon thread, and return at once."""
+    """Start a function that raises nothing in an idle daemon thread, and return at once.
+
+    It runs in a copy of the caller's context, as `asyncio.to_thread` has it.
+    """
+    context = contextvars.copy_context()
     try:
         inbox = _idle_threads.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
         threading.Thread(target=_serve, args=[inbox], daemon=True, name="turnwise-call").start()
-    inbox.put(work)
+    inbox.put(lambda: context.run(work))
 
 
 def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:

@@ -1,19 +1,24 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
-A trajectory is a span `invoke_agent`; the turns that its loop samples (`chat`) and its tools
-(`execute_tool`) are children of it. Off unless OpenTelemetry's own variable names a collector:
+A trajectory is a span `invoke_agent`; its turns (`chat`) and its tools (`execute_tool`) are
+children of it. Off unless OpenTelemetry's own variable names a collector:
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 turnwise train config.yaml
 
 Its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...) have their usual effect. A
 collector that does not answer delays nothing: spans are sent by a thread, and dropped when too
 many wait.
+
+User code has the current span as its context, in threads and on its event loop; `trace_headers` and
+`joined` pass it to other processes (W3C Trace Context). A program that has set no tracer provider
+gets ours, so that spans of user code reach the same collector.
 """
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from turnwise.core.optional import optional
@@ -23,6 +28,15 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _SERVICE = "OTEL_SERVICE_NAME"
+_MODULES = (
+    "opentelemetry.trace",
+    "opentelemetry.sdk.trace",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.sdk.resources",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+)
+TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
+"""HTTP headers of a trace's context, as the W3C specifies them."""
 Value = str | int | float | list[str]
 
 
@@ -96,6 +110,52 @@ def tool_span(tool: str) -> Iterator[Span]:
         yield span
 
 
+def trace_headers() -> dict[str, str]:
+    """Return the HTTP headers that name the current span; none without a collector.
+
+    Example:
+        async with client.post(url, json=body, headers=trace_headers()) as response: ...
+    """
+    headers: dict[str, str] = {}
+    if _tracer() is not None:
+        from opentelemetry import propagate
+
+        propagate.inject(headers)
+    return headers
+
+
+@contextmanager
+def joined(headers: Mapping[str, str]) -> Iterator[None]:
+    """Make a span of another process the current one for a `with` block.
+
+    Args:
+        headers: As `trace_headers` returned them there; without them, nothing changes.
+
+    Example:
+        with joined(request.headers), chat_span(0, 1.0, 64):
+            ...
+    """
+    if not headers or _tracer() is None:
+        yield
+        return
+    from opentelemetry import context, propagate
+
+    token = context.attach(propagate.extract(headers))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def flush() -> None:
+    """Send the spans that wait; takes as long as the collector."""
+    if _tracer() is not None:
+        from opentelemetry import trace
+
+        if hasattr(provider := trace.get_tracer_provider(), "force_flush"):
+            provider.force_flush()
+
+
 @contextmanager
 def _span(name: str, operation: str) -> Iterator[Span]:
     """Record a span as a child of the one around it; an error that passes is its status."""
@@ -110,21 +170,28 @@ def _span(name: str, operation: str) -> Iterator[Span]:
 
 
 @functools.cache
-def _tracer() -> "Tracer | None":
-    """Return the tracer of this process; None if no collector is named.
+def import_opentelemetry() -> list[ModuleType]:
+    """Import what spans need, and return its modules; none if no collector is named.
 
     Raises:
         InputError: when a collector is named and OpenTelemetry is not installed.
     """
     if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return []
+    return [optional(name, "traces", f"{_ENDPOINTS[1]} is set, which") for name in _MODULES]
+
+
+@functools.cache
+def _tracer() -> "Tracer | None":
+    """Return the tracer of this process; None if no collector is named."""
+    if not (modules := import_opentelemetry()):
         return None
-    why = f"{_ENDPOINTS[1]} is set, which"
-    sdk = optional("opentelemetry.sdk.trace", "traces", why)
-    export = optional("opentelemetry.sdk.trace.export", "traces", why)
-    resources = optional("opentelemetry.sdk.resources", "traces", why)
-    otlp = optional("opentelemetry.exporter.otlp.proto.http.trace_exporter", "traces", why)
-    named = {} if os.environ.get(_SERVICE) else {"service.name": "turnwise"}
-    provider = sdk.TracerProvider(resource=resources.Resource.create(named))
-    provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
+    trace, sdk, export, resources, otlp = modules
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):  # the program has set none
+        named = {} if os.environ.get(_SERVICE) else {"service.name": "turnwise"}
+        provider = sdk.TracerProvider(resource=resources.Resource.create(named))
+        provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)
     tracer: Tracer = provider.get_tracer("turnwise")
     return tracer

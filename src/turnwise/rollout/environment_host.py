@@ -17,10 +17,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config import RolloutConfig
+from turnwise.core import spans
 from turnwise.core.fork_server import exit_code, serve
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code, describe_user_error
@@ -34,12 +36,16 @@ if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
     from turnwise.rollout.problems import Problem
 
+_FLUSH_SECONDS = 2.0
+"""Time to send the spans of the environment's own code at its end."""
+
 
 def main() -> None:
     """Import the environment, then fork for each episode until the driver ends."""
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
     make_toolbox([_imports_what_tools_need], rollout)
+    spans.import_opentelemetry()
     gc.freeze()
     received = serve(listener, alive, end_groups=True)
     if received is not None:  # in a fork
@@ -70,21 +76,24 @@ async def _answer_all(
     player = _Player(factory, rollout)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, method: str, arguments: tuple[object, ...]) -> None:
-        reply = await player.reply(method, arguments)
+    async def answer(
+        number: int, method: str, arguments: tuple[object, ...], trace: dict[str, str]
+    ) -> None:
+        with spans.joined(trace):
+            reply = await player.reply(method, arguments)
         body = json.dumps([number, reply]).encode()
         writer.write(len(body).to_bytes(HEADER, "big") + body)
 
     while True:
         try:
             size = int.from_bytes(await reader.readexactly(HEADER), "big")
-            number, method, arguments = pickle.loads(await reader.readexactly(size))
+            number, method, arguments, trace = pickle.loads(await reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         if method == "close":  # nothing that still runs may see a closed environment
             for task in tasks:
                 task.cancel()
-        tasks.add(task := asyncio.create_task(answer(number, method, arguments)))
+        tasks.add(task := asyncio.create_task(answer(number, method, arguments, trace)))
         task.add_done_callback(tasks.discard)
 
 
@@ -188,6 +197,8 @@ class _Player:
 
         if self._episode is not None:
             await self._episode.close(report)
+        with suppress(TurnwiseError):  # a collector that is slow
+            await call_user_code(spans.flush, name="the collector", seconds=_FLUSH_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         return failures

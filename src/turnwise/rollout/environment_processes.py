@@ -24,6 +24,7 @@ from turnwise.config import RolloutConfig
 from turnwise.core.deadlines import deadline
 from turnwise.core.fork_server import ForkServer
 from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.problems import Problem
@@ -226,7 +227,8 @@ class EnvironmentProcess:
 
 
 def _request(number: int, method: str, arguments: tuple[object, ...]) -> bytes:
-    body = pickle.dumps((number, method, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+    message = number, method, arguments, trace_headers()
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(HEADER, "big") + body
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from turnwise.core.deadlines import deadline
+from turnwise.core.spans import trace_headers
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
 from turnwise.trajectory import Message
 
@@ -180,6 +181,7 @@ class SimulatedUser:
                     model=self.model,
                     messages=messages,  # type: ignore[arg-type]
                     extra_body=self._request,
+                    extra_headers=trace_headers(),
                 )
         except DeadlineError as error:
             raise TrajectoryError("simulated_user_timeout", str(error)) from None

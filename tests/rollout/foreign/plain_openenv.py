@@ -43,13 +43,17 @@ class PlainServer:
         self.sessions = sessions
         self.url = ""
         self.begun = self.open = 0
+        self.traces: list[str | None] = []
+        """The header traceparent of each request."""
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def schema(self, request: web.Request) -> web.Response:
+        self.traces.append(request.headers.get("traceparent"))
         return web.json_response({"action": ACTION, "observation": {}, "state": {}})
 
     async def session(self, request: web.Request) -> web.WebSocketResponse:
+        self.traces.append(request.headers.get("traceparent"))
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if self.open >= self.sessions:

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.agents.report import AgentReport, read_report
 
@@ -51,7 +52,9 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as client,
-            client.post(url, json=request, allow_redirects=False) as response,
+            client.post(
+                url, json=request, headers=trace_headers(), allow_redirects=False
+            ) as response,
         ):
             body = await _body(response, who)
             status = response.status

@@ -17,6 +17,7 @@ from typing import ClassVar
 import aiohttp
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
 from turnwise.errors import InputError
 from turnwise.rollout.environment import Environment, EnvironmentType
 from turnwise.rollout.problems import Row
@@ -103,7 +104,9 @@ class NemoGym(Environment):
         if self._http is None:
             raise NemoGymError("the session is not open")
         try:
-            async with self._http.post(f"{self._url}/{path}", json=body) as response:
+            async with self._http.post(
+                f"{self._url}/{path}", json=body, headers=trace_headers()
+            ) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
             raise NemoGymError(f"{self._url}/{path}: {error}") from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
 from turnwise.errors import InputError, TrajectoryError
 
 CONNECT_SECONDS = 10.0
@@ -81,7 +82,9 @@ class OpenEnvSession:
         assert self._client is not None
         self._owed.clear()
         try:
-            self._socket = await self._client.ws_connect(f"{self._http}/ws", max_msg_size=0)
+            self._socket = await self._client.ws_connect(
+                f"{self._http}/ws", max_msg_size=0, headers=trace_headers()
+            )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise TrajectoryError(
                 "environment_error", f"no OpenEnv server answers at {self._http}: {error}"
@@ -133,7 +136,8 @@ class OpenEnvSession:
         """Return the JSON schema of the environment's actions."""
         assert self._client is not None
         try:
-            async with self._client.get(f"{self._http}/schema") as response:
+            headers = trace_headers()
+            async with self._client.get(f"{self._http}/schema", headers=headers) as response:
                 response.raise_for_status()
                 schema: JsonObject = (await response.json())["action"]
         except (aiohttp.ClientError, OSError, KeyError, ValueError) as error:

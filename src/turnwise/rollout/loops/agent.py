@@ -12,6 +12,7 @@ import re
 from turnwise.chat.session import Session
 from turnwise.core.aio import run_in_thread
 from turnwise.core.sources import WORKER
+from turnwise.core.spans import trace_headers
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
@@ -86,14 +87,14 @@ class HttpAgentLoop:
         self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
     ) -> None:
         row, name, more = context.row, context.request_id, context.rollout.agent_env
+        trace = trace_headers()
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
             if command not in self._workers:
                 self._workers[command] = AgentWorker(command, more)
             worker = self._workers[command]
-            report = await worker.run(
-                {"task": row, "base_url": base_url, "model": model, "name": name}
-            )
+            task = {"task": row, "base_url": base_url, "model": model, "name": name}
+            report = await worker.run(task | ({"trace": trace} if trace else {}))
             apply_report(report, session, worker.name)
         elif is_endpoint(agent):
             report = await run_endpoint(
@@ -103,8 +104,9 @@ class HttpAgentLoop:
         elif _FUNCTION.fullmatch(agent):
             await _call_function(agent, base_url, row)
         else:
-            variables = clean_environment(more, OPENAI_BASE_URL=base_url, OPENAI_MODEL=model)
-            await run_command(agent, variables, row, context.clock)
+            variables = {header.upper(): value for header, value in trace.items()}
+            variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
+            await run_command(agent, clean_environment(more, **variables), row, context.clock)
 
 
 async def _call_function(agent: str, base_url: str, row: Row) -> None:

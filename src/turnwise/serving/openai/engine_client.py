@@ -15,6 +15,7 @@ from http import HTTPStatus
 import numpy as np
 
 from turnwise.config import Config
+from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.adapters import POLICY, EngineAdapters
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
 from turnwise.engine.vllm_start import engine_arguments
@@ -189,13 +190,19 @@ class EngineCoreAdapter:
             adapter = lora.lora_name if lora is not None else POLICY
             session = context.session if context is not None else None
             route = Route(session.id if session else "", session.group if session else "", adapter)
+            turn = len(session.trajectory.turns) if session else 0
             stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
-            async with contextlib.aclosing(stream) as pieces:
-                async for chunk in pieces:
-                    chunks.append(chunk)
-                    if chunk.finish_reason is not None and context is not None:
-                        self._record(context, prompt, chunks)
-                    self._pass_on(request_id, params, chunk)
+            with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
+                async with contextlib.aclosing(stream) as pieces:
+                    async for chunk in pieces:
+                        chunks.append(chunk)
+                        if chunk.finish_reason is not None and context is not None:
+                            self._record(context, prompt, chunks)
+                        self._pass_on(request_id, params, chunk)
+                sampled = sum(len(chunk.token_ids) for chunk in chunks)
+                version = max((max(c.weight_versions, default=-1) for c in chunks), default=-1)
+                reason = str(chunks[-1].finish_reason) if chunks else "none"
+                record_answer(span, len(prompt), sampled, reason, version)
         except (EngineError, DeadlineError) as error:
             self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
         except InputError as error:

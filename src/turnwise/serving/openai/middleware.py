@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from http import HTTPStatus
 
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.chat.session import NAME_RULE, valid_name
 from turnwise.chat.session_store import SessionStore
+from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 
@@ -207,11 +209,18 @@ class SessionMiddleware:
                 return
             headers[b"x-session-id"] = session.id.encode()
             scope["headers"] = list(headers.items())
+            held.enter_context(joined(_trace(headers) or session.trace))
             token = CURRENT.set(RequestContext(session, held))
             try:
                 await self._app(scope, receive, counted)
             finally:
                 CURRENT.reset(token)
+
+
+def _trace(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Return the headers that name a client's span."""
+    sent = {name: headers.get(name.encode(), b"").decode("latin-1") for name in TRACE_HEADERS}
+    return {name: value for name, value in sent.items() if value}
 
 
 def _digest(value: bytes) -> bytes:
