@@ -28,6 +28,7 @@ DOCS := .venv-docs/.installed
 OPENENV := .venv-openenv/.installed
 MCP := .venv-mcp/.installed
 BROWSER := .venv-browser/.installed
+GRAFANA := .venv-grafana/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -81,6 +82,12 @@ $(MCP): requirements/mcp.txt
 $(BROWSER): requirements/browser.txt
 	@$(PYTHON) -m venv --clear .venv-browser
 	@.venv-browser/bin/python -m pip install -qq --no-deps --no-compile -r requirements/browser.txt
+	@touch $@
+
+# Grafana's own types of dashboards, with which a slow test reads ours.
+$(GRAFANA): requirements/grafana.txt
+	@$(PYTHON) -m venv --clear .venv-grafana
+	@.venv-grafana/bin/python -m pip install -qq --no-deps --no-compile -r requirements/grafana.txt
 	@touch $@
 
 demo: setup
@@ -138,11 +145,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv agents mcp browser; do \
+	for name in cpu bench docs openenv agents mcp browser grafana; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana build runs examples/calculator/build

@@ -5,11 +5,15 @@ turn: the bare engine (vLLM's AsyncLLM in the caller's process), the same engine
 behind the scheduler, and the OpenAI server before either, with a client in the same process over
 HTTP. Ratios are medians over alternating rounds, so that slow phases of the machine cancel out.
 Added latency is against the bare engine's.
+
+`--statistics` measures one thing only: the processor time of a request through a bare engine that
+collects vLLM's statistics (`engine.metrics`), and through one that does not, in turn.
 """
 
 import asyncio
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -23,7 +27,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import as_in_a_worker, make_model
+from benchmarks.models import as_in_a_worker, cpu_seconds, make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
@@ -95,6 +99,28 @@ async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
         await long
         ratios.append(beside / alone)
     return ratios
+
+
+async def of_statistics(config: Config, rounds: int, seconds: float) -> list[Claim]:
+    """Processor time of a request, engine process and caller together, in ms."""
+    collecting = config.engine.model_copy(update={"metrics": True})
+    engines = [VllmEngine(config.model, each) for each in (collecting, config.engine)]
+    spent: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for engine, into in zip(engines, spent, strict=True):
+
+            async def ask(prompt: list[int], name: str, engine: VllmEngine = engine) -> None:
+                await engine.generate(prompt, SAMPLING, name)
+
+            measured, before = Measured(), sum(cpu_seconds(os.getpid()).values())
+            await measure(ask, 64, seconds, measured)
+            after = sum(cpu_seconds(os.getpid()).values())
+            if number:  # the first round warms up
+                into.append((after - before) / len(measured.latencies) * 1e3)
+    for engine in engines:
+        await engine.shutdown()
+    name = "processor time of a request, vLLM's statistics collected"
+    return [Claim(name, "ms", spent[0], "not collected", spent[1], quotients(*spent))]
 
 
 async def run(
@@ -196,6 +222,7 @@ def main() -> None:
     made.add_argument("--callers", type=int, nargs="*", default=CALLERS)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--seconds", type=float, default=1.0)
+    made.add_argument("--statistics", action="store_true", help="measure engine.metrics only")
     options = made.parse_args()
     as_in_a_worker()
     callers, rounds, seconds = options.callers, options.rounds, options.seconds
@@ -210,7 +237,11 @@ def main() -> None:
                 "serving": {"port": 0},
             }
         )
-        report(asyncio.run(run(config, callers, rounds, seconds)), options)
+        if options.statistics:
+            claims = asyncio.run(of_statistics(config, rounds, seconds))
+        else:
+            claims = asyncio.run(run(config, callers, rounds, seconds))
+        report(claims, options)
 
 
 if __name__ == "__main__":

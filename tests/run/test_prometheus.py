@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import subprocess
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ def queries(dashboard: Mapping[str, Any]) -> Iterator[str]:
             yield target["expr"]
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
-            yield variable["definition"]
+            yield variable["query"]["query"]
 
 
 def names_asked() -> set[str]:
@@ -140,7 +141,7 @@ async def test_a_run_whose_loop_is_stuck_still_shows_its_last_step(
         rows.append(step(2))
         found = values(get(port))  # on the loop, which therefore answers nobody
         assert found["turnwise_step"] == 2
-        assert "turnwise_worker_metrics worker-0" not in found
+        assert found["turnwise_worker_metrics worker-0"] == 0, "and says what is missing"
 
 
 async def test_without_a_port_nothing_is_served() -> None:
@@ -176,6 +177,40 @@ def test_the_dashboard_is_one_that_grafana_can_import() -> None:
             )
 
 
+@pytest.mark.slow  # makes a virtual environment
+def test_grafanas_own_types_know_all_of_the_dashboard() -> None:
+    """What they do not know would be gone after reading and writing."""
+    subprocess.run(["make", "-s", ".venv-grafana/.installed"], cwd=ROOT, check=True, timeout=900)
+    read_and_write = """
+import json, sys
+from grafana_foundation_sdk.cog import encoder, plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+plugins.register_default_plugins()
+print(json.dumps(Dashboard.from_json(json.load(sys.stdin)), cls=encoder.JSONEncoder))
+"""
+    python = ROOT / ".venv-grafana" / "bin" / "python"
+    text = DASHBOARD.read_text()
+    done = subprocess.run(
+        [python, "-c", read_and_write], input=text, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert lost(json.loads(text), json.loads(done.stdout)) == []
+    wrong = {"title": "Turnwise", "panels": [{"type": "row", "titel": "Training"}]}
+    assert lost(wrong, {"title": "Turnwise", "panels": [{"type": "row"}]}) == ["/panels/0/titel"]
+
+
+def lost(ours: Any, theirs: Any, place: str = "") -> list[str]:
+    """The places of values that are not in `theirs`, which may have more keys."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        gone = [f"{place}/{key}" for key in ours.keys() - theirs.keys()]
+        kept = ours.keys() & theirs.keys()
+        return gone + [p for key in kept for p in lost(ours[key], theirs[key], f"{place}/{key}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [p for i, pair in pairs for p in lost(*pair, f"{place}/{i}")]
+    return [] if ours == theirs else [place]
+
+
 def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
     """`test_live_run.py` asks a real run for everything."""
     counted = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
@@ -189,6 +224,7 @@ def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
         "turnwise_groups_in_flight",
         "turnwise_turns_total",
         "turnwise_worker_load",
+        "turnwise_worker_metrics",
         "turnwise_worker_up",
     }
     assert counted - asked == {

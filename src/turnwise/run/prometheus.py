@@ -18,7 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.serving.openai.metrics import EngineMetrics, process_metrics, scheduler_metrics
+from turnwise.serving.openai.metrics import (
+    EngineMetrics,
+    answered,
+    process_metrics,
+    scheduler_metrics,
+)
 from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -159,7 +164,7 @@ class RunCollector:
         self._engines = EngineMetrics(scheduler)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; the engines' are missing while the event loop does not answer."""
+        """Yield all metrics; without the engines' own while the event loop does not answer."""
         yield from self._steps.collect()
         groups = GaugeMetricFamily("turnwise_groups_in_flight", "Groups that are being sampled")
         groups.add_metric([], self._in_flight())
@@ -169,7 +174,7 @@ class RunCollector:
             yield from asked.result(_ENGINE_SECONDS)
         except LateError:
             asked.cancel()
-            logger.debug("the event loop did not collect the engines' metrics")
+            yield answered(dict.fromkeys(list(self._scheduler.workers), False))
         yield from process_metrics()
         yield from scheduler_metrics(self._scheduler)
 

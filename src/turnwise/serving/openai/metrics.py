@@ -68,18 +68,23 @@ class EngineMetrics:
                     collected[name] = task.result()
                 else:
                     logger.debug("%s has no metrics: %s", name, error)
-        answered = GaugeMetricFamily(
-            "turnwise_worker_metrics", "1 if its engine's metrics are included", labels=["worker"]
-        )
-        for name in engines:
-            answered.add_metric([name], float(name in collected))
-        return [*merged(collected), answered]
+        return [*merged(collected), answered({name: name in collected for name in engines})]
 
     def _engines(self) -> Mapping[str, _Measured]:
         if isinstance(self._generator, Scheduler):
             return {worker.name: worker.engine for worker in self._generator.workers.values()}
         alone = self._generator
         return {alone.name: alone} if isinstance(alone, _Measured) else {}
+
+
+def answered(by_worker: Mapping[str, bool]) -> Metric:
+    """Return `turnwise_worker_metrics`: 0 for each worker whose metrics are missing."""
+    gauge = GaugeMetricFamily(
+        "turnwise_worker_metrics", "1 if its engine's metrics are included", labels=["worker"]
+    )
+    for name, included in by_worker.items():
+        gauge.add_metric([name], float(included))
+    return gauge
 
 
 def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
