@@ -112,11 +112,12 @@ def test_files_that_killed_engines_left_in_shared_memory_are_found(tmp_path: Pat
     with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert left_over(tmp_path) == [tmp_path / LEFT]
         found = check_shared_memory(tmp_path)[-1]
-        assert found.mend == f"rm '{tmp_path / LEFT}'", "and not the file that is in use"
-    assert left_over(tmp_path) == [tmp_path / LEFT, mapped]
-    found = check_shared_memory(tmp_path)[-1]
-    assert (found.state, found.mend) == ("warning", f"rm {tmp_path}/*-cpushm_*")
-    assert "2 files" in found.detail
+        assert (found.state, found.mend) == ("warning", "turnwise doctor --clean")
+        assert found.detail == "1 file of killed engines, 0.00391 MiB"
+        found = check_shared_memory(tmp_path, clean=True)[-1]
+        assert (found.state, found.detail[:14]) == ("ok", "removed 1 file")
+        assert sorted(p.name for p in tmp_path.iterdir()) == [mapped.name, "another"]
+    assert left_over(tmp_path) == [mapped]
 
 
 def test_a_machine_without_shared_memory_is_broken(tmp_path: Path) -> None:
@@ -165,12 +166,35 @@ def test_each_mistake_is_one_broken_line(
     assert said in found.detail
 
 
-def test_a_port_that_is_taken_is_a_warning(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named_with_its_key(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = ConfigChecks(parse_config(tree(tmp_path) | {"serving": {"port": port}})).ports()
-    assert found.state == "warning"
-    assert str(port) in found.detail
+        ports = {"serving": {"port": port}, "metrics": {"port": port}}
+        serving, metrics = ConfigChecks(parse_config(tree(tmp_path) | ports)).ports()
+    assert serving.state == "warning", "training needs no port"
+    assert f"127.0.0.1:{port} (serving.port) cannot be used: " in serving.detail
+    assert metrics.state == "broken"
+    assert metrics.mend == "turnwise train FILE metrics.port=0"
+    (found,) = ConfigChecks(parse_config(tree(tmp_path) | ports)).ports()
+    assert (found.state, found.detail.count(f"127.0.0.1:{port} is free")) == ("ok", 2)
+
+
+def test_servers_that_a_configuration_needs_are_asked(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        named = {
+            "environment": f"openenv:ws://127.0.0.1:{port}",
+            "rollout": {
+                "agent": f"http://127.0.0.1:{port}/run",
+                "tools": [{"mcp": {"command": "date"}}, {"mcp": {"url": f"http://[::1]:{port}"}}],
+            },
+        }
+        environment, agent, tools = ConfigChecks(parse_config(tree(tmp_path) | named)).servers()
+    assert environment.detail == f"127.0.0.1:{port} (environment) answers"
+    assert agent.detail == f"127.0.0.1:{port} (rollout.agent) answers"
+    assert tools.state == "broken"
+    assert f"::1:{port} (rollout.tools.1.mcp.url): " in tools.detail
+    assert ConfigChecks(parse_config(tree(tmp_path))).servers() == []
 
 
 def played(problem: str, reward: float) -> Trajectory:
@@ -199,14 +223,16 @@ def test_sizes_are_for_people() -> None:
 def test_a_broken_configuration_is_a_line_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_checks, "machine_checks", lambda address: [])
+    asked: list[Any] = []
+    monkeypatch.setattr(machine_checks, "machine_checks", lambda *given: asked.append(given) or [])
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree(tmp_path) | {"samplng": {}}))
-    done = CliRunner().invoke(app, ["doctor", str(file)])
+    done = CliRunner().invoke(app, ["doctor", str(file), "--clean"])
     assert done.exit_code == 1
     assert "broken   configuration" in done.stdout
     assert "did you mean sampling?" in done.stdout
     assert "1 broken, 0 to look at" in done.stdout
+    assert asked == [(None, True)], "no address of Ray, and to clean"
 
 
 @pytest.mark.slow  # starts Ray twice, and an engine

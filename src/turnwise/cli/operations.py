@@ -70,13 +70,16 @@ def doctor(
     rollout: Annotated[
         bool, typer.Option("--rollout", help="Also start an engine and play some problems.")
     ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what killed engines left in shared memory.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check that everything is ready; name the command that mends what is not."""
     command, found = Command(debug), list["Finding"]()
     if rollout and file is None:
         raise typer.BadParameter("--rollout plays the problems of a FILE")
-    run_command(lambda: _examine(file, overrides or [], rollout, command, found), command)
+    run_command(lambda: _examine(file, overrides or [], rollout, clean, command, found), command)
     if any(finding.state == "broken" for finding in found):
         raise typer.Exit(1)
 
@@ -116,6 +119,7 @@ async def _examine(
     file: Path | None,
     overrides: list[str],
     rollout: bool,
+    clean: bool,
     command: Command,
     found: "list[Finding]",
 ) -> None:
@@ -135,7 +139,7 @@ async def _examine(
             report(Finding("configuration", "ok", str(file)))
         except TurnwiseError as error:
             report(Finding("configuration", "broken", str(error)))
-    checks = machine_checks(None if config is None else config.ray_address)
+    checks = machine_checks(None if config is None else config.ray_address, clean)
     if config is not None:
         checks += ConfigChecks(config).all
     findings = examine(checks)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -9,17 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from turnwise.config import Config
 from turnwise.core.sources import check_data, check_model, check_tokenizer
-from turnwise.errors import InputError, first_line
-from turnwise.run.doctor import Check, Finding, size
+from turnwise.errors import InputError
+from turnwise.run.doctor import Check, Finding, State, size
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+_CONNECT_SECONDS = 5.0
 _LEAST = 2**30
 """Free space that any run needs."""
 _STATE = 4
@@ -48,6 +52,7 @@ class ConfigChecks:
             Check("memory", self.memory, 120.0),
             Check("disk", self.disk),
             Check("ports", self.ports),
+            Check("servers", self.servers),
         ]
 
     def model(self) -> Finding:
@@ -132,15 +137,49 @@ class ConfigChecks:
             return Finding("disk", "broken", said, "set output_dir=FOLDER or training.keep_last=1")
         return Finding("disk", "ok", said)
 
-    def ports(self) -> Finding:
-        """Check that the address of `turnwise serve` is free."""
-        host, port = self.config.serving.host, self.config.serving.port
-        try:
-            listen(host, port).close()
-        except InputError as error:
-            said = f"{first_line(error)} (turnwise serve; training uses free ports)"
-            return Finding("ports", "warning", said, "turnwise serve FILE serving.port=0")
-        return Finding("ports", "ok", f"{host}:{port} is free (serving.port)")
+    def ports(self) -> Sequence[Finding]:
+        """Check that the ports of `turnwise serve` and of a run's metrics are free."""
+        host, config = self.config.serving.host, self.config
+        findings, free = list[Finding](), list[str]()
+        uses: tuple[tuple[str, int | None, State, str], ...] = (
+            ("serving.port", config.serving.port, "warning", "turnwise serve FILE serving.port=0"),
+            ("metrics.port", config.metrics.port, "broken", "turnwise train FILE metrics.port=0"),
+        )
+        for key, port, state, mend in uses:
+            try:
+                if port:  # 0 takes a free one
+                    listen(host, port).close()
+                    free.append(f"{host}:{port} is free ({key})")
+            except InputError as error:
+                said = f"{host}:{port} ({key}) cannot be used: {error.__cause__}"
+                findings.append(Finding("ports", state, said, mend))
+        if not findings:
+            findings.append(Finding("ports", "ok", ", ".join(free) or "free ones are chosen"))
+        return findings
+
+    def servers(self) -> Sequence[Finding]:
+        """Check that the servers answer that the environment, the agent and the tools need."""
+        rollout, findings = self.config.rollout, list[Finding]()
+        named = {
+            "environment": (self.config.environment or "").partition(":")[2],
+            "rollout.agent": rollout.agent or "",
+        }
+        for number, tool in enumerate(rollout.tools):
+            if tool.mcp is not None and tool.mcp.url is not None:
+                named[f"rollout.tools.{number}.mcp.url"] = tool.mcp.url
+        for key, url in named.items():
+            parts = urlsplit(url)
+            if parts.scheme not in _PORTS or not parts.hostname:
+                continue
+            address = parts.hostname, parts.port or _PORTS[parts.scheme]
+            said = f"{address[0]}:{address[1]} ({key})"
+            try:
+                socket.create_connection(address, _CONNECT_SECONDS).close()
+                findings.append(Finding("servers", "ok", f"{said} answers"))
+            except OSError as error:
+                mend = f"start the server, or change {key}"
+                findings.append(Finding("servers", "broken", f"{said}: {error}", mend))
+        return findings
 
 
 def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:

@@ -36,11 +36,12 @@ _RAY = (
 _RAY_SECONDS = 90.0
 
 
-def machine_checks(ray_address: str | None = None) -> list[Check]:
+def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
     """Return the checks of this machine.
 
     Args:
         ray_address: A cluster's address, as `ray_address` of the configuration.
+        clean: Remove what killed engines left in shared memory.
 
     Example:
         for finding in examine(machine_checks()):
@@ -50,7 +51,7 @@ def machine_checks(ray_address: str | None = None) -> list[Check]:
         Check("python", check_python),
         Check("packages", check_packages),
         Check("devices", check_devices, 60.0),
-        Check("shared memory", check_shared_memory),
+        Check("shared memory", lambda: check_shared_memory(clean=clean)),
         Check(
             "ray",
             lambda: check_ray(ray_address),
@@ -141,8 +142,12 @@ def check_devices() -> Finding:
     return Finding("devices", "ok", f"no GPU; {host} of memory free")
 
 
-def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Sequence[Finding]:
-    """Check the size of shared memory, and find files that killed engines have left there."""
+def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> Sequence[Finding]:
+    """Check the size of shared memory, and find files that killed engines have left there.
+
+    Args:
+        clean: Remove these files.
+    """
     name = "shared memory"
     if not folder.is_dir():
         return [Finding(name, "broken", f"there is no {folder}", f"mount -t tmpfs shm {folder}")]
@@ -153,16 +158,19 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Sequence[Finding]:
         mend = f"mount -o remount,size=8G {folder} (in a container: docker run --shm-size=8g)"
         findings = [Finding(name, "warning", said, mend)]
     if left := left_over(folder):
-        taken = sum(path.stat().st_size for path in left)
-        said = f"{len(left)} files of killed engines, {size(taken)}"
-        all_of_them = len(left) == len([*folder.glob(_LEFT_OVER)])
-        names = f"{folder}/{_LEFT_OVER}" if all_of_them else " ".join(f"'{p}'" for p in left)
-        findings.append(Finding(name, "warning", said, f"rm {names}"))
+        taken = sum(path.stat().st_blocks for path in left) * 512
+        said = f"{len(left)} file{'s' if len(left) > 1 else ''} of killed engines, {size(taken)}"
+        if clean:
+            for path in left:
+                path.unlink(missing_ok=True)
+            findings.append(Finding(name, "ok", f"removed {said}"))
+        else:
+            findings.append(Finding(name, "warning", said, "turnwise doctor --clean"))
     return findings
 
 
 def left_over(folder: Path) -> list[Path]:
-    """Return our files of engines' shards that no process has mapped, in order."""
+    """Return this user's files of engines' shards that no process here has mapped, in order."""
     mapped = set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
