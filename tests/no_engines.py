@@ -54,6 +54,7 @@ TIER = (
     "training/test_samples.py",
     "trajectory",
     "trl/test_mapping.py",
+    "viewer/test_template_diff.py",
     "viewer/test_viewer.py",
 )
 """Folders and files of the tier, below tests/."""

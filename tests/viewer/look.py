@@ -125,6 +125,10 @@ def look_at_a_trajectory(page: "Page") -> None:
     expect(chosen).not_to_have_attribute("data-at", before)
     for measure in page.get_by_label("Colour by").locator("option").all():
         page.get_by_label("Colour by").select_option(measure.get_attribute("value"))
+    page.get_by_role("tab", name="Template").click()
+    panel = page.get_by_role("tabpanel", name="Template")
+    expect(panel).to_contain_text("There is no rendering to compare with: the tokenizer in")
+    page.go_back()
     page.get_by_role("tab", name="Timeline").click()
     expect(page.locator(".timeline tbody tr")).to_have_count(3)
     expect(page.locator(".timeline")).to_contain_text("worker-1")

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
+from turnwise.trajectory import Trajectory
 from turnwise.viewer.run_files import RunFiles, parse
 from turnwise.viewer.server import static_files
 
@@ -25,10 +26,11 @@ _MODULES = (
     "list.js",
     "chart.js",
     "overview.js",
+    "tree.js",
     "chat.js",
     "tokens.js",
+    "template.js",
     "timeline.js",
-    "tree.js",
     "trajectory.js",
     "steps.js",
     "app.js",
@@ -76,7 +78,11 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
         "tokens": run.vocabulary(file, chosen),
     }
     for i in chosen:
-        answers[f"{prefix}/files/{file}/{i}"] = parse(run.line(file, i))
+        line = run.line(file, i)
+        answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        for branch in Trajectory.from_json(line.decode()).branches():
+            compared = run.compare_with_template(file, i, branch.leaf)
+            answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")

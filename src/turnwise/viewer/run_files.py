@@ -20,6 +20,7 @@ from turnwise.errors import InputError
 from turnwise.run.alarms import alarms_of_run
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
+from turnwise.viewer.template_diff import Renderer
 from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
 _EXCERPT = 160
@@ -64,6 +65,7 @@ class RunFiles:
     _indices: dict[str, FileIndex] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _texts: TokenTexts | None = None
+    _renderer: Renderer | None = None
 
     def __post_init__(self) -> None:
         if not (self.path / "config.yaml").is_file():
@@ -91,11 +93,14 @@ class RunFiles:
 
     def config(self) -> dict[str, object]:
         """Return the configuration by dotted key."""
+        return dict(_flat(self._config()))
+
+    def _config(self) -> JsonObject:
         try:
             tree = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise InputError(f"{self.path / 'config.yaml'} cannot be read: {error}") from error
-        return dict(_flat(tree)) if isinstance(tree, dict) else {}
+        return tree if isinstance(tree, dict) else {}
 
     def alarms(self) -> JsonObject:
         """Return the run's alarms, and the reason if they cannot be found."""
@@ -198,10 +203,32 @@ class RunFiles:
         for index in indices:
             for turn in parse(self.line(name, index))["turns"]:
                 ids.update(turn["added_token_ids"], turn["completion_token_ids"])
+        return self._token_texts().of(ids)
+
+    def _token_texts(self) -> TokenTexts:
         with self._lock:
             if self._texts is None:
                 self._texts = TokenTexts(find_tokenizer(self.path, self.config()))
-        return self._texts.of(ids)
+        return self._texts
+
+    def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
+        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it.
+
+        The first call imports the tokenizer's library, which takes seconds.
+
+        Raises:
+            KeyError, IndexError: when there is no such file, line or turn.
+        """
+        trajectory = Trajectory.from_json(self.line(name, index).decode())
+        with self._lock:
+            if self._renderer is None:
+                model = self._config().get("model")
+                tokenizer = find_tokenizer(self.path, self.config())
+                self._renderer = Renderer(tokenizer, model if isinstance(model, dict) else {})
+        compared = self._renderer.compare(trajectory, leaf)
+        ids = {*compared.get("closing", ())}
+        ids.update(*(rendered for _, _, rendered, _ in compared.get("pieces", ())))
+        return compared | {"texts": self._token_texts().of(ids)}
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:

@@ -99,6 +99,10 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def values(run: str, file: str, index: int) -> JsonObject:
         return runs[run].token_values(file, index)
 
+    @app.get("/api/runs/{run}/files/{file}/{index}/template/{leaf}")
+    def template(run: str, file: str, index: int, leaf: int) -> JsonObject:
+        return runs[run].compare_with_template(file, index, leaf)
+
     return Guard(app, token, port)
 
 

@@ -1,6 +1,7 @@
 // What was said, with calls and results.
 
 import { counted, h, mean, short } from "./dom.js";
+import { pathLength } from "./tree.js";
 
 function contentOf(message) {
   const content = message.content;
@@ -40,33 +41,54 @@ export function turnNote(turn) {
   return parts.join(" · ");
 }
 
+// The turn whose whole path a turn begins with, or null.
+function continuedBy(turns, index) {
+  const { parent, prefix_length: prefix } = turns[index];
+  return parent !== null && parent !== undefined && prefix === pathLength(turns[parent]) ? parent : null;
+}
+
+// Whether a message can be the answer with this text, and is not an edited one.
+function isAnswer(message, text) {
+  const calls = (message?.tool_calls ?? []).map((call) => (call.function ?? call).name);
+  return message?.role === "assistant" && [contentOf(message).trim(), ...calls].every((part) => text.includes(part));
+}
+
+// Messages of a branch whose turns hold their own, as pairs of a message and the turn that sampled it.
+// A turn holds all messages that led to it, or those since the turn that it continues.
+function messagesByTurn(trajectory, leaf, textOf) {
+  const { turns } = trajectory;
+  const chain = [leaf];
+  while (continuedBy(turns, chain[0]) !== null) chain.unshift(continuedBy(turns, chain[0]));
+  const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+  let said = [];
+  for (const index of chain) {
+    const own = turns[index].messages;
+    const whole = said.length > 0 && own.length >= said.length && same(own[0], said[0][0]);
+    said = [...said, ...(whole ? own.slice(said.length) : own).map((message) => [message, null])];
+    const content = textOf(turns[index].completion_token_ids);
+    const recorded = [trajectory.messages, ...turns.map((turn) => turn.messages)].find((all) => isAnswer(all[said.length], content) && said.every(([message], at) => same(message, all[at])));
+    said.push([recorded ? recorded[said.length] : { role: "assistant", content }, index]);
+  }
+  return said;
+}
+
 // The conversation of one branch: `path` has the indices of its turns.
 export function chatView(trajectory, path, textOf, openTurn) {
-  const turns = trajectory.turns;
-  const leaf = turns[path.at(-1)];
-  const own = leaf?.messages?.length ? leaf.messages : null;
-  const messages = own ?? trajectory.messages;
-  const answers = messages.filter((message) => message.role === "assistant").length;
-  const aligned = !own && answers === path.length;
-  let answer = 0;
-  const cards = messages.map((message) => {
-    let notes = null;
-    if (message.role === "assistant" && aligned) {
-      const index = path[answer++];
-      notes = turnLink(index, turns[index], openTurn);
-    }
-    return messageCard(message, notes);
-  });
-  if (own) {
-    const index = path.at(-1);
-    cards.push(messageCard({ role: "assistant", content: textOf(turns[index].completion_token_ids) }, turnLink(index, turns[index], openTurn)));
-  } else if (!aligned) {
-    cards.push(h("p", { class: "quiet small" }, "The messages are those of the whole trajectory; its turns sampled:"));
-    for (const index of path) {
-      cards.push(messageCard({ role: "assistant", content: textOf(turns[index].completion_token_ids) }, turnLink(index, turns[index], openTurn)));
-    }
+  const { turns } = trajectory;
+  const note = (index) => (index === null ? null : turnLink(index, turns[index], openTurn));
+  const feed = (cards) => h("div", { role: "feed", "aria-label": "Conversation" }, cards);
+  if (turns.some((turn) => turn.messages?.length)) {
+    return feed(messagesByTurn(trajectory, path.at(-1), textOf).map(([message, index]) => messageCard(message, note(index))));
   }
-  return h("div", { role: "feed", "aria-label": "Conversation" }, cards);
+  // Answers of an opening conversation come first.
+  const answers = trajectory.messages.flatMap((message, at) => (message.role === "assistant" ? [at] : [])).slice(-turns.length);
+  if (answers.length === turns.length) {
+    const upTo = path.at(-1) === turns.length - 1 ? trajectory.messages.length : answers[path.at(-1)] + 1;
+    return feed(trajectory.messages.slice(0, upTo).map((message, at) => messageCard(message, note(answers.includes(at) ? answers.indexOf(at) : null))));
+  }
+  return feed([...trajectory.messages.map((message) => messageCard(message, null)),
+    h("p", { class: "quiet small" }, "The messages are those of the whole trajectory; its turns sampled:"),
+    ...path.map((index) => messageCard({ role: "assistant", content: textOf(turns[index].completion_token_ids) }, note(index)))]);
 }
 
 function turnLink(index, turn, openTurn) {

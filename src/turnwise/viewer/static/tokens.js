@@ -49,7 +49,7 @@ export function tokensOf(trajectory, path, texts, values) {
 }
 
 // Shown text: line breaks and other invisible characters are visible, and a token is never empty.
-function glyphs(text) {
+export function glyphs(text) {
   const shown = text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, (character) => `⟨${character.codePointAt(0).toString(16)}⟩`);
   return shown === "" ? "∅" : shown;
 }

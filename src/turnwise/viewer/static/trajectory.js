@@ -4,6 +4,7 @@ import { chip, h, short } from "./dom.js";
 import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
 import { branchesOf, branchOf, treeView } from "./tree.js";
 import { chatView } from "./chat.js";
+import { templateView } from "./template.js";
 import { timelineView } from "./timeline.js";
 import { TokenView, tokensOf } from "./tokens.js";
 
@@ -11,16 +12,22 @@ export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
   const [trajectory, texts, values, listed, timeline] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file)), keep(`${trajectoryPath(run, file)}/timeline`)]);
-  const known = ["chat", "tokens", ...(timeline.calls[index]?.length ? ["timeline"] : [])];
+  const known = ["chat", "tokens", "template", ...(timeline.calls[index]?.length ? ["timeline"] : [])];
   const tabOf = (query) => (known.includes(query.tab) ? query.tab : "chat");
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
   const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: tabOf(place.query) };
   const textOf = (ids) => ids.map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
   const address = (query) => link(run, file, index, query);
-  const content = h("div", { class: "body", role: "tabpanel" });
+  const content = h("div", { class: "body", role: "tabpanel", id: "view" });
   const side = h("div");
-  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "View" });
+  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "View", onkeydown: (event) => {
+    const offset = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!offset) return;
+    event.preventDefault();
+    go(address({ tab: known[(known.indexOf(state.tab) + offset + known.length) % known.length], turn: state.turn }));
+    tabs.querySelector("[aria-selected=true]").focus();
+  } });
   const count = listed.trajectories.length;
   const neighbour = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: `${label} (${offset > 0 ? "j" : "k"})`, disabled: index + offset < 0 || index + offset >= count || exported && count === 1,
     onclick: () => go(link(run, file, index + offset, { tab: state.tab })) }, symbol);
@@ -29,12 +36,20 @@ export async function showTrajectory(main, runs, place, go) {
   function draw(query) {
     const branch = branchOf(branches, state.turn);
     side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
-    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", "aria-selected": String(state.tab === name),
+    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
       onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
+    content.setAttribute("aria-labelledby", `tab-${state.tab}`);
     if (!turns.length) {
       content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
     } else if (state.tab === "chat") {
       content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 })));
+    } else if (state.tab === "template") {
+      const tokens = tokensOf(trajectory, branch.path, texts, values);
+      const waiting = h("p", { class: "quiet", role: "status" }, "Rendering; the tokenizer is loaded once, in seconds …");
+      content.replaceChildren(waiting);
+      keep(`${base}/template/${branch.leaf}`).then(
+        (compared) => waiting.replaceWith(templateView(tokens, compared, (token) => go(address({ tab: "tokens", turn: token.turn, token: token.at })))),
+        (error) => waiting.replaceWith(h("p", { class: "error" }, error.message)));
     } else if (state.tab === "timeline") {
       content.replaceChildren(timelineView(timeline.calls, index, listed.trajectories));
     } else {

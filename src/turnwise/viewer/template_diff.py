@@ -1,0 +1,250 @@
+"""The ids of a branch against those that the chat template renders from its messages.
+
+A branch keeps the ids that the model sampled. A program that renders the messages again at each
+turn would have other ids wherever the template writes an answer differently than the model did.
+The tokenizer is loaded at the first use, from the run's files or a local cache; no code of a model
+is run, and nothing is downloaded.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, first_line
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.viewer.differences import differences
+
+TOOLS_UNKNOWN = (
+    "The first prompt is taken as the engine had it, because descriptions of tools are not in the "
+    "run's files; the rest is rendered."
+)
+HISTORY_CHANGED = (
+    "The template changes the messages of the first prompt once there is an answer. Descriptions "
+    "of tools, which are not in the run's files, are missing from its rendering."
+)
+
+
+@dataclass(slots=True)
+class Renderer:
+    """The chat template of a run, loaded when it is first needed; threads may share it.
+
+    Args:
+        tokenizer: The run's `tokenizer.json`; None if it has none.
+        model: The section `model` of the run's configuration.
+
+    Example:
+        renderer = Renderer(Path("runs/demo/checkpoints/step-0010/tokenizer.json"), {})
+        print(renderer.compare(trajectory, leaf=2)["identical"])
+    """
+
+    tokenizer: Path | None
+    model: JsonObject = field(default_factory=dict)
+    _template: ChatTemplate | None = None
+    _error: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def compare(self, trajectory: Trajectory, leaf: int) -> JsonObject:
+        """Compare the branch that ends with a turn with the rendering of its messages.
+
+        Returns:
+            `error`, a sentence, if it cannot be rendered; otherwise null, and `identical`, the
+            numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered ids,
+            whether the texts are equal]`, the ids that the template adds at the end (`closing`),
+            and a `note`.
+
+        Raises:
+            IndexError: when there is no such turn.
+        """
+        if not 0 <= leaf < len(trajectory.turns):
+            raise IndexError(leaf)
+        try:
+            with self._lock:
+                template = self._loaded()
+                return _compare(template, trajectory, leaf)
+        except InputError as error:
+            return {"error": str(error)}
+
+    def _loaded(self) -> ChatTemplate:
+        """Return the template.
+
+        Raises:
+            InputError: naming what is missing, each time.
+        """
+        if self._template is None and not self._error:
+            try:
+                self._template = _load(self.tokenizer, self.model)
+            except InputError as error:
+                self._error = str(error)
+        if self._template is None:
+            raise InputError(self._error)
+        return self._template
+
+
+def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
+    if path is None:
+        raise InputError(
+            "the run's tokenizer was not found in its checkpoints, model.tokenizer or model.path"
+        )
+    try:
+        from transformers import AutoTokenizer  # seconds to import
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False
+        )
+        return ChatTemplate(
+            tokenizer,
+            escape_special_tokens=bool(model.get("escape_special_tokens")),
+            **(model.get("template_args") or {}),
+        )
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises anything
+        raise InputError(
+            f"the tokenizer in {path.parent} cannot be loaded: {first_line(error)}"
+        ) from error
+
+
+def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:
+    ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
+    try:
+        rendered, note = _rendered(template, trajectory, leaf)
+    except InputError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise InputError(f"the template refuses the messages: {first_line(error)}") from error
+    found = differences(ids, rendered)
+    closing: list[int] = []
+    if found and found[-1].start == len(ids):  # nobody went on after the last turn
+        closing = rendered[found.pop().other_start :]
+    pieces = []
+    for place in found:
+        own, other = ids[place.start : place.end], rendered[place.other_start : place.other_end]
+        same_text = template.decode_all(own) == template.decode_all(other)
+        pieces.append([place.start, place.end, other, same_text])
+    return {
+        "error": None,
+        "identical": not pieces,
+        "sampled": len(ids),
+        "rendered": len(rendered) - len(closing),
+        "pieces": pieces,
+        "closing": closing,
+        "note": note,
+    }
+
+
+def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
+    """Return the ids of a branch's messages, and a note for people; "" if there is none.
+
+    Descriptions of tools are not known. They are part of the prompt of the branch's first turn, so
+    this prompt is used as it is where the rendering of its messages has not changed since.
+    """
+    stops = {*template.tokenizer.all_special_ids, *template.stop_token_ids}
+
+    def decode(ids: Sequence[int]) -> str:
+        return template.decode_all(ids[:-1] if ids and ids[-1] in stops else ids)
+
+    first = first_of_branch(trajectory, leaf)
+    opening = messages_before(trajectory, first, decode)
+    whole = conversation_of(trajectory, leaf, decode)
+    if opening is None or whole is None:
+        raise InputError("the messages of this branch are not recorded one by one")
+    text = template.render_text(whole, add_generation_prompt=False)
+    prompt = trajectory.prompt_token_ids(first)
+    if template.render(opening) == prompt:
+        return template.encode(text), ""
+    before = template.render_text(opening, add_generation_prompt=False)
+    with_answer = template.render_text(opening)
+    if text.startswith(before) and with_answer.startswith(before):
+        begins = template.encode(with_answer[len(before) :])  # the answer, in the template
+        if prompt[len(prompt) - len(begins) :] == begins:
+            kept = prompt[: len(prompt) - len(begins)]
+            return [*kept, *template.encode(text[len(before) :])], TOOLS_UNKNOWN
+    return template.encode(text), HISTORY_CHANGED
+
+
+def first_of_branch(trajectory: Trajectory, leaf: int) -> int:
+    """Return the turn with which a branch began: all later ones continue the turn before them."""
+    while (before := _continued(trajectory, leaf)) is not None:
+        leaf = before
+    return leaf
+
+
+def conversation_of(
+    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
+) -> list[Message] | None:
+    """Return the messages up to the answer of a turn; None if they are not known."""
+    if not _by_turn(trajectory):
+        messages, answers = trajectory.messages, _answers(trajectory)
+        if index == len(trajectory.turns) - 1 and answers:
+            return messages[: answers[-1] + 1]
+        return messages[: answers[index] + 1] if len(answers) == len(trajectory.turns) else None
+    before = messages_before(trajectory, index, decode)
+    assert before is not None
+    return [*before, _answer(trajectory, index, before, decode)]
+
+
+def messages_before(
+    trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
+) -> list[Message] | None:
+    """Return the messages that led to a turn; None if they are not known."""
+    if not _by_turn(trajectory):
+        answers = _answers(trajectory)
+        if len(answers) == len(trajectory.turns):
+            return trajectory.messages[: answers[index]]
+        return trajectory.messages[: answers[0]] if answers and index == 0 else None
+    chain = [index]
+    while (above := _continued(trajectory, chain[-1])) is not None:
+        chain.append(above)
+    before: list[Message] = []
+    for at in reversed(chain):
+        own = trajectory.turns[at].messages
+        if not before or own[: len(before)] == before:
+            before = list(own)
+        else:  # the messages since the turn before
+            earlier = _continued(trajectory, at)
+            assert earlier is not None
+            before = [*before, _answer(trajectory, earlier, before, decode), *own]
+    return before
+
+
+def _answer(
+    trajectory: Trajectory,
+    index: int,
+    before: Sequence[Message],
+    decode: Callable[[Sequence[int]], str],
+) -> Message:
+    """Return a turn's answer as a message: as recorded, else its text."""
+    text = decode(trajectory.turns[index].completion_token_ids)
+    for messages in (trajectory.messages, *(turn.messages for turn in trajectory.turns)):
+        following = messages[len(before) : len(before) + 1]
+        if following and messages[: len(before)] == before and _says(following[0], text):
+            return following[0]
+    return {"role": "assistant", "content": text}
+
+
+def _says(message: Message, text: str) -> bool:
+    """Return whether a message can be the answer with this text, and is not an edited one."""
+    names = [(call.get("function") or call)["name"] for call in message.get("tool_calls") or ()]
+    wanted = [str(message.get("content") or "").strip(), *names]
+    return message["role"] == "assistant" and all(each in text for each in wanted)
+
+
+def _answers(trajectory: Trajectory) -> list[int]:
+    """Return the places of the answers; those of an opening conversation are left out."""
+    roles = [message["role"] for message in trajectory.messages]
+    answers = [at for at, role in enumerate(roles) if role == "assistant"]
+    return answers[-len(trajectory.turns) :]
+
+
+def _by_turn(trajectory: Trajectory) -> bool:
+    return any(turn.messages for turn in trajectory.turns)
+
+
+def _continued(trajectory: Trajectory, index: int) -> int | None:
+    """Return the turn whose whole path a turn begins with; None if there is none."""
+    turn = trajectory.turns[index]
+    if turn.parent is None or turn.prefix_length != trajectory.turns[turn.parent].path_length:
+        return None
+    return turn.parent
