@@ -54,6 +54,16 @@ async def run(
     return await runner.run_group(engine, load_training(config)[0], config.sampling, agent[-6:])
 
 
+def check_times(group: Group, trajectory: Trajectory) -> None:
+    """Each turn has its times, though a client asked for it; the engine keeps no statistics."""
+    calls = group.calls[trajectory.sample_index]
+    assert [call.turn for call in calls] == [*range(len(trajectory.turns))]
+    for call in calls:
+        assert call.first_token is not None
+        assert call.asked < call.first_token <= call.ended
+        assert (call.queued, call.tools) == (None, None)
+
+
 @pytest.mark.parametrize(
     "agent", ["tests.plain_agents:calculator", COMMAND], ids=["function", "command"]
 )
@@ -75,6 +85,7 @@ async def test_an_agent_that_knows_nothing_of_us_makes_exact_trajectories(
         assert trajectory.messages[-1]["role"] == "assistant"
         assert audit(trajectory).first_violation is None
         assert len(trajectory.branches()) == 1
+        check_times(group, trajectory)
     assert len(server.sessions) == 0
 
 
@@ -93,6 +104,7 @@ async def test_sub_agents_turns_are_exact_branches_of_one_trajectory(
         assert trajectory.reward in (0.0, 1.0)
         trained = sum(sum(sample.response_mask) for sample in trajectory.samples())
         assert trained == trajectory.sampled_tokens
+        check_times(group, trajectory)
     assert len(server.sessions) == 0
 
 

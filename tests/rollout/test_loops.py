@@ -163,6 +163,9 @@ async def test_calls_of_one_turn_run_together_and_keep_their_order(
     assert trajectory.events == {"tool_call": 3}
     sampled = [template.encode(turn) for turn in said]
     assert [turn.completion_token_ids for turn in trajectory.turns] == sampled
+    first, last = group.calls[0]
+    assert first.tools > 0
+    assert last.tools == 0
 
 
 async def test_the_ids_are_those_that_the_template_renders(

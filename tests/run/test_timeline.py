@@ -27,8 +27,8 @@ def run(tmp_path: Path) -> Path:
     """A run of one step: two trajectories, whose first turns overlap on one worker."""
     write_jsonl(tmp_path / "trajectories" / "step-0004.jsonl", [played(1, 2), played(2, 1)])
     times: list[list[list[Any]]] = [
-        [[0, 100.0, 100.5, 101.0, "worker-0"], [1, 103.0, None, 104.0, "worker-1"]],
-        [[0, 100.25, 100.5, 102.0, "worker-0"]],
+        [[0, 100.0, 100.5, 101.0, "worker-0", None, 1.5], [1, 103.0, None, 104.0, "worker-1"]],
+        [[0, 100.25, 100.5, 102.0, "worker-0", 0.125, 0.0]],
     ]
     (tmp_path / "timeline").mkdir()
     lines = "".join(json.dumps(turns) + "\n" for turns in times)
@@ -54,9 +54,11 @@ def test_each_trajectory_and_each_worker_has_its_rows(run: Path, tmp_path: Path)
     assert spans == {
         (1, 1, "until the first token"): (0.0, 500_000.0),
         (1, 1, "turn 0"): (500_000.0, 500_000.0),
-        (1, 1, "between turns"): (1_000_000.0, 2_000_000.0),
+        (1, 1, "tools"): (1_000_000.0, 1_500_000.0),
+        (1, 1, "between turns"): (2_500_000.0, 500_000.0),
         (1, 1, "turn 1"): (3_000_000.0, 1_000_000.0),
-        (1, 2, "until the first token"): (250_000.0, 250_000.0),
+        (1, 2, "queued"): (250_000.0, 125_000.0),
+        (1, 2, "until the first token"): (375_000.0, 125_000.0),
         (1, 2, "turn 0"): (500_000.0, 1_500_000.0),
         (2, 1, "rows:1 #0 turn 0"): (0.0, 1_000_000.0),
         (2, 2, "rows:2 #0 turn 0"): (250_000.0, 1_750_000.0),

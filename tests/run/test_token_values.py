@@ -11,8 +11,8 @@ import torch
 
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
+from turnwise.engine.protocol import TurnTimes
 from turnwise.rollout import Group
-from turnwise.rollout.group import TurnTimes
 from turnwise.run.run_dir import RunDir
 from turnwise.run.token_values import columns_of, read_columns, write_columns
 from turnwise.training.batching import plan_micro_batches
@@ -131,7 +131,10 @@ def test_only_the_files_of_the_latest_steps_are_kept(
         folder.write_token_values(step, {"turn": np.zeros(1, np.int32)})
     folder.close()
     lines = (folder.path / "timeline" / "step-10000.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [[[0, 1.0, 2.0, 3.0, "worker-0"]], []]
+    assert [json.loads(line) for line in lines] == [
+        [[0, 1.0, 2.0, 3.0, "worker-0", None, None]],
+        [],
+    ]
     for kind in ("trajectories/step", "trajectories/eval", "training/step", "timeline/step"):
         names = {path.stem for path in folder.path.glob(f"{kind}-*")}
         assert names == {f"{kind.rpartition('/')[2]}-{step:04d}" for step in steps[-left:]}

@@ -98,7 +98,9 @@ async def test_metrics_show_every_engines_own_statistics(
             assert sorted(before) == sorted(names)
             for engine, count in zip(manager.engines, (7, 13), strict=True):
                 exact = SamplingConfig(max_tokens=count, ignore_eos=True)
-                await engine.generate([5, 6, 7], exact, f"counted-{engine.name}")
+                counted = await engine.generate([5, 6, 7], exact, f"counted-{engine.name}")
+                assert counted.queued is not None
+                assert counted.queued >= 0
             after = await values(http, "vllm:generation_tokens", names)
             assert [after[name] - before[name] for name in names] == [7, 13]
             assert sorted(await values(http, "turnwise_worker_up", names)) == sorted(names)

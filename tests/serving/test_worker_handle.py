@@ -51,7 +51,11 @@ def reference_logprobs(model: Any, completion: Completion, sampling: SamplingCon
 async def test_logprobs_are_those_that_the_trainer_computes(
     engine: WorkerHandle, reference: Any, sampling: SamplingConfig
 ) -> None:
+    before = time.time()
     completion = await engine.generate(PROMPT, sampling, "logprobs")
+    assert completion.queued is None
+    assert completion.first_token_at is not None
+    assert before < completion.first_token_at < time.time()
     expected = reference_logprobs(reference, completion, sampling)
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
     assert completion.weight_versions == [0] * len(completion.token_ids)

@@ -30,6 +30,7 @@ from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
 from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import TurnTimes
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
@@ -135,6 +136,8 @@ class Session:
     group: str = ""
     """Sessions of one group begin with the same prompt."""
     trajectory: Trajectory = field(default_factory=lambda: Trajectory(""))
+    calls: list[TurnTimes] | None = None
+    """Times of the turns, for the timeline of a rollout; None in clients' sessions."""
     private: bool = False
     """True for the session of a rollout, whose random id is a secret of its agent."""
     agent_rewards: bool = False
@@ -228,6 +231,7 @@ class Session:
         answer: Callable[[], Answer],
         prompt: NextPrompt,
         adapter: str = "",
+        times: TurnTimes | None = None,
     ) -> None:
         """Add a turn.
 
@@ -236,6 +240,7 @@ class Session:
             answer: Function that reads the answer's text; called once, later.
             prompt: The result of `next_prompt` for the request.
             adapter: Name of the adapter that sampled; "" for the policy.
+            times: When it was sampled, with any number as the turn's; None if it is not known.
         """
         if self.closed:
             self.lost_turns += 1
@@ -255,6 +260,8 @@ class Session:
             messages=new,
             adapter=adapter,
         )
+        if self.calls is not None and times is not None:
+            self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
         prefixes = asked.prefixes
         recorded = _RecordedTurn(
             index=len(self.trajectory.turns) - 1,

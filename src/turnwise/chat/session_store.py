@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from turnwise.chat.session import Session
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.spans import trace_headers
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory
 
@@ -106,13 +107,19 @@ class SessionStore:
         group: str = "",
         agent_rewards: bool = False,
         max_response_tokens: int | None = None,
+        calls: list[TurnTimes] | None = None,
     ) -> Session:
-        """Begin the session of a rollout: a training session that fills `trajectory`."""
+        """Begin the session of a rollout: a training session that fills `trajectory`.
+
+        Args:
+            calls: The list to which the times of its turns are added; None records none.
+        """
         session = Session(
             secrets.token_hex(16),
             sampling,
             group,
             trajectory,
+            calls,
             private=True,
             agent_rewards=agent_rewards,
             max_response_tokens=max_response_tokens,
@@ -144,6 +151,7 @@ class SessionStore:
             parent.sampling,
             parent.group,
             parent.trajectory,
+            parent.calls,
             private=parent.private,
             agent_rewards=parent.agent_rewards,
             clock=parent.clock,

@@ -43,9 +43,10 @@ class EngineConfig(Section):
     matched module with arguments of their choice: match only modules that contain nothing but
     processors. Null allows none."""
     metrics: bool | None = None
-    """Collect vLLM's statistics, which /metrics reports as vllm:* with a worker label; costs about
-    0.2 ms of processor time per request (`python -m benchmarks.serving --statistics`). Null
-    collects them in `turnwise serve`, and with serving.worker_servers or metrics.port."""
+    """Collect vLLM's statistics, which /metrics reports as vllm:* with a worker label, and the time
+    of each turn in the engine's queue, for a run's timeline; costs about 0.2 ms of processor time
+    per request (`python -m benchmarks.serving --statistics`). Null collects them in
+    `turnwise serve`, and with serving.worker_servers or metrics.port."""
     start_timeout: Seconds = 300.0
     """Deadline in seconds for starting an engine."""
     request_timeout: Seconds = 120.0

@@ -4,9 +4,10 @@ Engines know nothing of text, messages or tools. Every call has a deadline; a ca
 raises `DeadlineError` with the engine's name, and a dead engine raises `EngineError`.
 """
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
@@ -78,6 +79,13 @@ class Chunk:
     """One per prompt token in the last chunk, if requested; None otherwise."""
     alternatives: list[list[tuple[int, float, int]]] = field(default_factory=list)
     """For each token, if requested, (id, log-prob, rank from 1) of it and of the likeliest."""
+    first_token_age: float | None = field(default=None, compare=False)
+    """Seconds since the request's first token; None if the engine does not measure it."""
+    queued: float | None = field(default=None, compare=False)
+    """Seconds that the request waited in vLLM's queue; None without vLLM's statistics
+    (`engine.metrics`)."""
+    worker: str = field(default="", compare=False)
+    """In a scheduler's last chunk, the name of the worker that sampled the last token."""
 
     def __add__(self, following: "Chunk") -> "Chunk":
         """Join two chunks; the finish reason is that of the second."""
@@ -90,6 +98,9 @@ class Chunk:
             following.cached_tokens or self.cached_tokens,
             following.prompt_logprobs,
             self.alternatives + following.alternatives,
+            following.first_token_age,
+            following.queued,
+            following.worker,
         )
 
 
@@ -117,7 +128,9 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     """One per prompt token if requested, and None for the first; None if not requested."""
     first_token_at: float | None = field(default=None, compare=False)
-    """Time of the first token, in seconds since the epoch; None if all tokens came at once."""
+    """Time of the first token, in seconds since the epoch; None if it is not known."""
+    queued: float | None = field(default=None, compare=False)
+    """As in `Chunk`."""
     worker: str = field(default="", compare=False)
     """Name of the worker that sampled the last token; "" if there is only an engine."""
 
@@ -127,6 +140,27 @@ class Completion:
                 f"an engine returned {len(self.token_ids)} tokens with {len(self.logprobs)} "
                 f"log-probs and weight versions for {len(self.weight_versions)} of them"
             )
+
+
+class TurnTimes(NamedTuple):
+    """When a turn was sampled, in seconds since the epoch, and by which worker.
+
+    Example:
+        for call in group.calls[0]:
+            print(call.turn, call.ended - call.asked, call.worker)
+    """
+
+    turn: int
+    """Index of the turn in its trajectory."""
+    asked: float
+    first_token: float | None
+    """None if it is not known."""
+    ended: float
+    worker: str
+    queued: float | None = None
+    """Seconds in vLLM's queue; None without vLLM's statistics (`engine.metrics`)."""
+    tools: float | None = None
+    """Seconds of tools and environment after the turn; None if they ran in an agent."""
 
 
 class WeightUpdate(Protocol):
@@ -298,4 +332,7 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
         last.finish_reason,
         last.cached_tokens,
         last.prompt_logprobs,
+        None if last.first_token_age is None else time.time() - last.first_token_age,
+        last.queued,
+        last.worker,
     )

@@ -6,6 +6,7 @@ and top-k), the one that the tokens were drawn from.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -176,6 +177,7 @@ class VllmEngine(UpdatableEngine):
         vllm = self._vllm
         prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
         sampled = 0
+        first: float | None = None
         prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
         stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
@@ -198,7 +200,11 @@ class VllmEngine(UpdatableEngine):
                         if finished
                         else vllm.weight_versions_so_far(self._llm, request_id)
                     )
-                    chunk = make_chunk(output, labels or (), sampled, prompt_logprobs)
+                    now = time.monotonic()
+                    if first is None and piece.token_ids:
+                        first = now
+                    age = None if first is None else now - first
+                    chunk = make_chunk(output, labels or (), sampled, prompt_logprobs, age)
                     if is_unsampled(chunk.logprobs):
                         name = f"request {request_id} on {self.name}"
                         raise failed(name, await self._processor_failure(request_id))

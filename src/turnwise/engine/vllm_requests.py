@@ -57,12 +57,14 @@ def make_chunk(
     labels: Iterable["WeightVersionSpan"],
     start: int,
     prompt_logprobs: list[float | None] | None,
+    first_token_age: float | None = None,
 ) -> Chunk:
     """Convert one output of vLLM.
 
     Args:
         labels: Spans of weight versions from the completion's start.
         start: Tokens of the completion before this output.
+        first_token_age: As in `Chunk`.
 
     Raises:
         EngineError: when the request failed, or the output is not complete.
@@ -92,6 +94,7 @@ def make_chunk(
         raise EngineError(
             f"vLLM reported the weights of {len(versions)} of {len(token_ids)} tokens"
         )
+    stats = output.metrics
     return Chunk(
         token_ids,
         logprobs,
@@ -101,6 +104,8 @@ def make_chunk(
         output.num_cached_tokens or 0,
         prompt_logprobs,
         alternatives,
+        first_token_age,
+        None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts),
     )
 
 

@@ -16,12 +16,11 @@ from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Completion, Generator, Route
+from turnwise.engine.protocol import Completion, Generator, Route, TurnTimes
 from turnwise.errors import TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.error_log import ErrorLog
-from turnwise.rollout.group import TurnTimes
 from turnwise.rollout.problems import Row
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.tools.toolbox import Toolbox
@@ -31,6 +30,9 @@ from turnwise.trajectory.chat_template import Tools
 _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
+
+_BETWEEN = ("tools", "environment")
+"""Phases whose seconds belong to the turn before them."""
 
 
 class SessionServer(Protocol):
@@ -149,7 +151,11 @@ class RolloutContext:
                 yield
         finally:
             self.clock.moved()
-            self.seconds[phase] += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.seconds[phase] += seconds
+            last = self.calls[-1] if self.calls and phase in _BETWEEN else None
+            if last is not None and last.tools is not None:
+                self.calls[-1] = last._replace(tools=last.tools + seconds)
 
     async def first_prompt(
         self, messages: Sequence[Message], *, tools: Tools | None = None
@@ -256,7 +262,8 @@ class RolloutContext:
             messages=messages,
         )
         first = completion.first_token_at
-        self.calls.append(TurnTimes(turn, asked, first, time.time(), completion.worker))
+        worker, queued = completion.worker, completion.queued
+        self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
         self.fork_reason = None
         self.episode.turn_ended(turn)
         return completion

@@ -3,31 +3,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import StepError
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"
 """Reason of a trajectory, and of a group, whose prompt is too long."""
-
-
-class TurnTimes(NamedTuple):
-    """When a turn was sampled, in seconds since the epoch, and by which worker.
-
-    Example:
-        for call in group.calls[0]:
-            print(call.turn, call.ended - call.asked, call.worker)
-    """
-
-    turn: int
-    """Index of the turn in its trajectory."""
-    asked: float
-    first_token: float | None
-    """None if the engine gave all tokens of the turn at once."""
-    ended: float
-    worker: str
 
 
 @dataclass(slots=True)
@@ -56,8 +39,7 @@ class Group:
     elapsed: float = 0.0
     """Seconds from the group's start to its end, including the wait for a free slot."""
     calls: dict[int, list[TurnTimes]] = field(default_factory=dict)
-    """Times of the turns of each trajectory, by its `sample_index`; of turns that an HTTP client
-    asked for, there are none."""
+    """Times of the turns of each trajectory, by its `sample_index`."""
     prompt: str | None = None
     """Text of a prompt that was given as token ids, otherwise None."""
 

@@ -27,7 +27,7 @@ from turnwise.core.user_code import (
     describe_user_error,
     run_abandonable,
 )
-from turnwise.engine.protocol import Generator, Route
+from turnwise.engine.protocol import Generator, Route, TurnTimes
 from turnwise.errors import (
     DeadlineError,
     EngineError,
@@ -41,7 +41,7 @@ from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
-from turnwise.rollout.group import TOO_LONG, Group, TurnTimes
+from turnwise.rollout.group import TOO_LONG, Group
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.rollout.group import TurnTimes
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.run.trackers import Trackers

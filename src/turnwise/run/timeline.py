@@ -1,9 +1,9 @@
 """A step's turns as a file for trace viewers: `turnwise trace timeline`.
 
 The file has the JSON format of Chrome's trace events, which Perfetto opens. Its first process has
-a row for each trajectory: waiting for the first token, sampling, and what lies between two turns
-(tools, the environment). The second process has the turns of each worker, in as many rows as
-overlap.
+a row for each trajectory: the engine's queue (with `engine.metrics`), the wait for the first token,
+sampling, tools and environment, and what else lies between two turns. The second process has the
+turns of each worker, in as many rows as overlap.
 """
 
 import json
@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError
 from turnwise.run.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
@@ -19,8 +20,6 @@ from turnwise.trajectory import Trajectory
 _TRAJECTORIES, _WORKERS = 1, 2
 """Ids of the two processes."""
 _MICROSECONDS = 1e6
-_Turn = tuple[int, float, float | None, float, str]
-"""Number of the turn, times of the request, the first token and the end, and the worker."""
 
 
 def write_timeline(run: Path, step: int | None, target: Path) -> int:
@@ -44,8 +43,9 @@ def write_timeline(run: Path, step: int | None, target: Path) -> int:
     times = source.parent.parent / "timeline" / source.name
     if not times.is_file():
         raise InputError(f"{run} has no {times.relative_to(run)}: times of its turns")
-    calls: list[list[_Turn]] = [
-        json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()
+    calls = [
+        [TurnTimes(*turn) for turn in json.loads(line)]
+        for line in times.read_text(encoding="utf-8").splitlines()
     ]
     events = [*_events([*read_trajectories(source)], calls)]
     try:
@@ -56,10 +56,10 @@ def write_timeline(run: Path, step: int | None, target: Path) -> int:
 
 
 def _events(
-    trajectories: Sequence[Trajectory], calls: Sequence[Sequence[_Turn]]
+    trajectories: Sequence[Trajectory], calls: Sequence[Sequence[TurnTimes]]
 ) -> Iterator[JsonObject]:
     """Yield the events, with times from the first request on."""
-    began = min((asked for turns in calls for _, asked, *_ in turns), default=0.0)
+    began = min((turn.asked for turns in calls for turn in turns), default=0.0)
 
     def span(
         place: tuple[int, int], name: str, start: float, end: float, **shown: object
@@ -73,7 +73,8 @@ def _events(
     for row, (trajectory, turns) in enumerate(zip(trajectories, calls, strict=True), start=1):
         title, place = f"{trajectory.problem_id} #{trajectory.sample_index}", (_TRAJECTORIES, row)
         yield _name("thread_name", place, title)
-        for number, asked, first, ended, worker in turns:
+        for times in turns:
+            number, first, worker = times.turn, times.first_token, times.worker
             turn = trajectory.turns[number] if number < len(trajectory.turns) else None
             tokens = (
                 {}
@@ -83,24 +84,26 @@ def _events(
                     "sampled": len(turn.completion_token_ids),
                 }
             )
+            begun, shown = times.asked, {"turn": number, "worker": worker}
+            if times.queued:
+                begun += times.queued
+                yield span(place, "queued", times.asked, begun, **shown)
             if first is not None:
-                yield span(place, "until the first token", asked, first, turn=number, worker=worker)
-            yield span(
-                place,
-                f"turn {number}",
-                asked if first is None else first,
-                ended,
-                worker=worker,
-                **tokens,
-            )
-            by_worker.setdefault(worker, []).append((asked, ended, f"{title} turn {number}"))
-        for (_, _, _, ended, _), (_, asked, *_) in pairwise(turns):
-            if asked > ended:
-                yield span(place, "between turns", ended, asked)
+                yield span(place, "until the first token", begun, max(begun, first), **shown)
+                begun = max(begun, first)
+            yield span(place, f"turn {number}", begun, times.ended, worker=worker, **tokens)
+            if times.tools:
+                yield span(place, "tools", times.ended, times.ended + times.tools, turn=number)
+            served = (times.asked, times.ended, f"{title} turn {number}")
+            by_worker.setdefault(worker, []).append(served)
+        for before, after in pairwise(turns):
+            ended = before.ended + (before.tools or 0.0)
+            if after.asked > ended:
+                yield span(place, "between turns", ended, after.asked)
     lane = 0
-    for worker, served in sorted(by_worker.items()):
+    for worker, calls_of_worker in sorted(by_worker.items()):
         free: list[tuple[int, float]] = []
-        for asked, ended, name in sorted(served):
+        for asked, ended, name in sorted(calls_of_worker):
             at = next((i for i, (_, until) in enumerate(free) if until <= asked), len(free))
             if at == len(free):
                 lane += 1

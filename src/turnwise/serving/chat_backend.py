@@ -16,7 +16,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
-from turnwise.engine.protocol import Generator
+from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
     DeadlineError,
     EngineError,
@@ -138,6 +138,7 @@ class ChatBackend:
         group: str = "",
         sampling_params: Mapping[str, object] | None = None,
         clock: StallClock | None = None,
+        calls: list[TurnTimes] | None = None,
     ) -> None:
         """Run one conversation with an instance of the scheduler class, as user code.
 
@@ -148,6 +149,7 @@ class ChatBackend:
             group: Name shared by trajectories that begin with the same prompt.
             sampling_params: Passed to `generate_sequences`.
             clock: Held while a request is in flight.
+            calls: The list to which the times of the turns are added; None records none.
 
         Raises:
             TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
@@ -159,6 +161,7 @@ class ChatBackend:
             sampling=sampling,
             group=group,
             max_response_tokens=self.config.rollout.max_response_tokens,
+            calls=calls,
         )
         session.clock = clock
         name = f"the chat scheduler {self.config.rollout.chat_scheduler or self.scheduler.__name__}"

@@ -124,8 +124,7 @@ class Scheduler:
                         chunks.append(chunk)
             except _MustRestart:
                 continue
-            completion = await collect(_each(chunks), request_id)
-            return replace(completion, first_token_at=turn.first_token_at, worker=turn.worker)
+            return await collect(_each(chunks), request_id)
 
     async def stream(
         self,
@@ -178,10 +177,11 @@ class Scheduler:
                     async with aclosing(stream) as chunks:
                         async for chunk in chunks:
                             self._note(turn, worker, chunk)
-                            if chunk.finish_reason != "abort":
+                            if chunk.finish_reason is None:
                                 yield chunk
-                                if chunk.finish_reason is not None:
-                                    return
+                            elif chunk.finish_reason != "abort":
+                                yield _with_times(chunk, turn, worker)
+                                return
                             elif chunk.token_ids:
                                 yield unfinished(chunk)
                     turn.aborts += 1  # aborted by a weight update: the tokens are kept
@@ -193,15 +193,18 @@ class Scheduler:
                 turn.restart()
                 raise _MustRestart
             if rest.max_tokens == 0:
-                yield Chunk([], [], [], "length")
+                yield _with_times(Chunk([], [], [], "length"), turn, worker)
                 return
             turn.rest = rest
 
     def _note(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
         turn.sampled += chunk.token_ids
-        if turn.first_token_at is None and chunk.finish_reason is None and chunk.token_ids:
-            turn.first_token_at = time.time()
-        turn.worker = worker.name
+        if turn.first_token_at is None and chunk.token_ids:
+            if chunk.first_token_age is not None:
+                turn.first_token_at = time.time() - chunk.first_token_age
+            elif chunk.finish_reason is None:
+                turn.first_token_at = time.time()
+            turn.queued = chunk.queued
         worker.tokens += len(chunk.token_ids)
         if turn.is_suspect:
             self._quarantine.moved()
@@ -316,6 +319,13 @@ class Scheduler:
                 return await asyncio.shield(worker.lost)
         except TimeoutError:
             return True
+
+
+def _with_times(last: Chunk, turn: Turn, worker: Worker) -> Chunk:
+    """Return the last chunk of a turn with the times of the whole turn."""
+    first = turn.first_token_at
+    age = None if first is None else max(0.0, time.time() - first)
+    return replace(last, first_token_age=age, queued=turn.queued, worker=worker.name)
 
 
 async def _each(chunks: Sequence[Chunk]) -> AsyncIterator[Chunk]:

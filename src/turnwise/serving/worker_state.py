@@ -49,9 +49,9 @@ class Turn:
     aborts: int = 0
     """Number of weight updates that interrupted it."""
     first_token_at: float | None = None
-    """Time of its first token, in seconds since the epoch; None if all tokens came at once."""
-    worker: str = ""
-    """Name of the worker that sampled its last token."""
+    """Time of its first token, in seconds since the epoch; None if it is not known."""
+    queued: float | None = None
+    """Seconds in the first worker's queue; None if they are not known."""
 
     def __post_init__(self) -> None:
         self.rest = self.sampling
@@ -70,6 +70,7 @@ class Turn:
     def restart(self) -> None:
         """Discard the sampled tokens."""
         self.sampled.clear()
+        self.first_token_at = None
         self.rest = self.sampling
 
 

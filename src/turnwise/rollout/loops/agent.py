@@ -67,6 +67,7 @@ class HttpAgentLoop:
             sampling=context.sampling,
             group=context.route.group if context.route is not None else "",
             agent_rewards=rollout.agent_rewards,
+            calls=context.calls,
         )
         session.clock = context.clock
         try:

@@ -41,6 +41,7 @@ class ChatSchedulerLoop:
                 context.sampling,
                 group=context.route.group if context.route is not None else "",
                 clock=context.clock,
+                calls=context.calls,
             )
 
 

@@ -1,5 +1,6 @@
 """The current request, for the code on both sides of vLLM's application."""
 
+import time
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class RequestContext:
     """Answers as the client got them, by the index; only of streamed chats with tools."""
     adapter: str = ""
     """Name of the adapter that samples; "" for the policy."""
+    began: float = field(default_factory=time.time)
+    """Time when the request came, in seconds since the epoch."""
 
     def move_to(self, session: Session, store: SessionStore) -> None:
         """Make another session the request's, and hold it until the end of the request."""

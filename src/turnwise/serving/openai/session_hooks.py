@@ -6,6 +6,7 @@ conversation continues a turn or contains its own ids, and sets the request's sa
 
 import json
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import Chunk
+from turnwise.engine.protocol import Chunk, TurnTimes
 from turnwise.errors import TrajectoryError
 from turnwise.serving.openai.on_policy import (
     bound_choices,
@@ -229,16 +230,20 @@ class SessionHooks:
         logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
         versions = [version for chunk in chunks for version in chunk.weight_versions]
         context.finished[tuple(token_ids)] = logprobs, versions
+        now, last = time.time(), chunks[-1]
+        first = None if last.first_token_age is None else now - last.first_token_age
+        times = TurnTimes(0, context.began, first, now, last.worker, last.queued)
         context.session.record(
             prompt,
             token_ids,
             logprobs,
             versions,
-            str(chunks[-1].finish_reason),
+            str(last.finish_reason),
             asked=context.asked,
             answer=lambda: self._parse(context, token_ids),
             prompt=context.prompt,
             adapter=context.adapter,
+            times=times,
         )
 
     def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:
