@@ -85,10 +85,17 @@ def test_trajectories_are_chosen_by_problem_and_by_what_was_said(
 def test_a_summary_has_rewards_lengths_and_outcomes() -> None:
     assert summary(PLAYED) == [
         "3 trajectories of 2 problems  reward 0.500 ± 0.408 (0 to 1)  1.0 turns, 2 tokens",
+        "groups: spread of rewards 0.500 on average, 0 of 1 with equal rewards",
         "reward parts: right 1.000, short 0.500",
         "ended: completed 3",
-        "events: tool_error 2",
+        "tools: error 2",
     ]
+    longer = played(17, 0.5, "I pass.", events=Counter(tool_call=3, tool_error=1, lost_turn=1))
+    longer.add_turn([1, 2, 3, 4], [5], [-0.1], [0], "stop")
+    first, groups, _, tools, events = summary([PLAYED[2], longer])
+    assert first.endswith("1.5 turns, 2 tokens (2 to 3)")
+    assert groups == "groups: spread of rewards 0.000 on average, 1 of 1 with equal rewards"
+    assert (tools, events) == ("tools: call 3, error 1", "events: lost_turn 1")
     assert summary([]) == ["no trajectories"]
 
 

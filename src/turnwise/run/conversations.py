@@ -16,6 +16,8 @@ from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
+_TOOL = "tool_"
+"""Beginning of the events that are outcomes of tool calls."""
 _MOST = 20
 """Trajectories shown at once."""
 
@@ -100,7 +102,9 @@ def summary(trajectories: Sequence[Trajectory]) -> list[str]:
     spread = f" ± {statistics.pstdev(rewards):.3f}" if len(rewards) > 1 else ""
     problems = len({trajectory.problem_id for trajectory in trajectories})
     turns = statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
-    tokens = statistics.fmean(trajectory.sampled_tokens for trajectory in trajectories)
+    lengths = [trajectory.sampled_tokens for trajectory in trajectories]
+    shortest, longest = min(lengths), max(lengths)
+    between = f" ({shortest:,} to {longest:,})" if shortest < longest else ""
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.reward_parts.items():
@@ -109,8 +113,14 @@ def summary(trajectories: Sequence[Trajectory]) -> list[str]:
         f"{_counted(len(trajectories), 'trajectory', 'trajectories')} of "
         f"{_counted(problems, 'problem', 'problems')}  "
         f"reward {statistics.fmean(rewards):.3f}{spread} ({min(rewards):g} to {max(rewards):g})  "
-        f"{turns:.1f} turns, {tokens:,.0f} tokens"
+        f"{turns:.1f} turns, {statistics.fmean(lengths):,.0f} tokens{between}"
     ]
+    if spreads := _spreads(trajectories):
+        equal = sum(spread == 0 for spread in spreads)
+        lines.append(
+            f"groups: spread of rewards {statistics.fmean(spreads):.3f} on average, "
+            f"{equal:,} of {len(spreads):,} with equal rewards"
+        )
     if len(parts) > 1:
         means = (f"{name} {statistics.fmean(values):.3f}" for name, values in sorted(parts.items()))
         lines.append(f"reward parts: {', '.join(means)}")
@@ -122,11 +132,26 @@ def summary(trajectories: Sequence[Trajectory]) -> list[str]:
         for turn in trajectory.turns
         if turn.fork_reason
     )
-    for name, counts in (("ended", ended), ("events", events), ("branches", forks)):
+    tools = Counter({k[len(_TOOL) :]: n for k, n in events.items() if k.startswith(_TOOL)})
+    others = Counter({k: n for k, n in events.items() if not k.startswith(_TOOL)})
+    for name, counts in (
+        ("ended", ended),
+        ("tools", tools),
+        ("events", others),
+        ("branches", forks),
+    ):
         if counts:
             each = ", ".join(f"{reason} {count:,}" for reason, count in counts.most_common())
             lines.append(f"{name}: {each}")
     return lines
+
+
+def _spreads(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return the standard deviation of the rewards of each group of several trajectories."""
+    groups: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
+    return [statistics.pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
 
 
 def show(
