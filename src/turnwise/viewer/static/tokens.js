@@ -61,10 +61,13 @@ function widthOf(text) {
 }
 
 export class TokenView {
-  // `select(position)` is called when a token is chosen, so that the address can name it.
-  constructor(tokens, choice, select) {
+  // `select(token)` is called when a token is chosen, so that the address can name it; `proof(token)`
+  // returns lines on the call that the token belongs to, and `address(token)` a link to it.
+  constructor(tokens, choice, { select, proof, address }) {
     this.tokens = tokens;
     this.select = select;
+    this.proof = proof;
+    this.address = address;
     this.current = null;
     this.wanted = null;
     this.measure = choice in MEASURES && this.has(choice) ? choice : "logprob";
@@ -74,9 +77,10 @@ export class TokenView {
       this.largest[name] = tokens.reduce((most, token) => Math.max(most, Math.abs(token[name] ?? 0)), 0);
     }
     this.box = h("div", { tabindex: "0", role: "listbox", "aria-label": "Tokens. Arrow keys move, Home and End jump." });
-    this.live = h("div", { class: "detail panel", "aria-live": "polite" });
+    this.live = h("section", { class: "detail panel", "aria-label": "Token" });
+    this.spoken = h("p", { class: "unseen", role: "status" });
     this.legend = h("span", { class: "legend" });
-    this.element = h("div", null, this.toolbar(), h("div", { class: "tokens" }, this.box, this.live));
+    this.element = h("div", null, this.toolbar(), h("div", { class: "tokens" }, this.box, this.live), this.spoken);
     this.list = new VirtualList(this.box, ROW, (row) => this.renderRow(row));
     this.box.addEventListener("pointerover", (event) => {
       const at = event.target.dataset?.at;
@@ -200,6 +204,8 @@ export class TokenView {
     shown?.setAttribute("aria-selected", "true");
     this.box.setAttribute("aria-activedescendant", `token-${position}`);
     this.describe(position);
+    const token = this.tokens[position];
+    this.spoken.textContent = `${token.text}: token ${position}, turn ${token.turn}, ${token.sampled ? `sampled, probability ${(100 * Math.exp(token.logprob)).toFixed(1)} %` : "context"}`;
     this.select(this.tokens[position]);
   }
 
@@ -236,8 +242,14 @@ export class TokenView {
     const trained = [["trainer_logprob", "trainer's log-prob"], ["difference", "|engine − trainer|"], ["advantage", "advantage"], ["weight", "loss weight"], ["ratio", "ratio"], ["clipped", "clipped"], ["entropy", "entropy"], ["staleness", "staleness"]];
     for (const [name, label] of trained) if (token[name] !== undefined) lines.push([label, precise(token[name])]);
     if (token.sampled) lines.push(["trained", token.trained === undefined ? "not recorded" : token.trained ? "yes" : "no"]);
-    this.live.replaceChildren(h("h2", null, "Token"), h("div", { class: "glyph" }, glyphs(token.text)),
-      h("dl", null, lines.map(([name, value]) => [h("dt", null, name), h("dd", null, typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : value)])));
+    const list = (pairs) => h("dl", null, pairs.map(([name, value]) => [h("dt", null, name), h("dd", null, typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : value)]));
+    this.live.replaceChildren(h("div", { class: "row spread" }, h("h2", null, "Token"), h("a", { class: "small", href: this.address(token) }, "Link to it")),
+      h("div", { class: "glyph" }, glyphs(token.text)), list(lines), h("h3", null, "Proof"), list(this.proof(token)));
+  }
+
+  // Describe the chosen token again, after more is known of it.
+  refresh() {
+    this.describe(this.current);
   }
 
   paintLegend() {

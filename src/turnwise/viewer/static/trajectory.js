@@ -1,6 +1,6 @@
 // One trajectory: its tree, its conversation and its tokens.
 
-import { chip, h, short } from "./dom.js";
+import { chip, counted, h, short } from "./dom.js";
 import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
 import { branchesOf, branchOf, treeView } from "./tree.js";
 import { chatView } from "./chat.js";
@@ -32,6 +32,19 @@ export async function showTrajectory(main, runs, place, go) {
   const neighbour = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: `${label} (${offset > 0 ? "j" : "k"})`, disabled: index + offset < 0 || index + offset >= count || exported && count === 1,
     onclick: () => go(link(run, file, index + offset, { tab: state.tab })) }, symbol);
   const exact = h("span");
+  let report = null;
+  let tokenView = null;
+
+  // Lines on the call of the engine that a token belongs to.
+  function proofOf(token) {
+    const turn = turns[token.turn];
+    const worker = timeline.calls[index]?.find(([number]) => number === token.turn)?.[4];
+    const [prompt, , checksum] = turn.record;
+    return [["call", token.sampled ? `sampled by that of turn ${token.turn}` : `in the prompt of turn ${token.turn}`],
+      ["engine", worker || "not recorded"], ...(token.sampled ? [["weights", `version ${token.version}`]] : []),
+      ["call's record", `${counted(prompt, "prompt id", "prompt ids")}, ${turn.completion_token_ids.length.toLocaleString("en")} sampled, checksum ${checksum.toString(16)}`],
+      ["audit", !report ? "running" : report.violations ? "fails" : "id, context, log-prob and version are those of the record"]];
+  }
 
   function draw(query) {
     const branch = branchOf(branches, state.turn);
@@ -54,10 +67,9 @@ export async function showTrajectory(main, runs, place, go) {
       content.replaceChildren(timelineView(timeline.calls, index, listed.trajectories));
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
-      const view = new TokenView(tokens, query.color, (token) => {
-        const color = view.measure === "logprob" ? {} : { color: view.measure };
-        history.replaceState(null, "", address({ tab: "tokens", turn: token.turn, token: token.at, ...color }));
-      });
+      const addressOf = (token) => address({ tab: "tokens", turn: token.turn, token: token.at, ...(view.measure === "logprob" ? {} : { color: view.measure }) });
+      const view = new TokenView(tokens, query.color, { select: (token) => history.replaceState(null, "", addressOf(token)), proof: proofOf, address: addressOf });
+      tokenView = view;
       content.replaceChildren(view.element);
       const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));
       if (wanted && query.token !== undefined) view.choose(wanted.position);
@@ -80,7 +92,9 @@ export async function showTrajectory(main, runs, place, go) {
       exact));
   main.replaceChildren(head, h("div", { class: "trajectory" }, side, h("div", { class: "stack" }, tabs, content)));
   draw(place.query);
-  fetchNow(`${base}/audit`).then((report) => {
+  fetchNow(`${base}/audit`).then((found) => {
+    report = found;
+    tokenView?.refresh();
     exact.replaceWith(report.violations ? chip("not exact", report.first_violation, true) : chip("exact", `${report.tokens_exact.toLocaleString("en")} of ${report.tokens_sampled.toLocaleString("en")} sampled tokens`));
   }, () => exact.replaceWith(chip("exactness", "not known")));
   return {
