@@ -226,7 +226,8 @@ def test_turns_have_their_times(client: TestClient, folder: Path) -> None:
     calls: list[list[TurnTimes]] = [[], [TurnTimes(0, 1.0, None, 3.0, "worker-0")]]
     lines = "".join(f"{json.dumps(each)}\n" for each in calls)
     (folder / "timeline" / "step-0001.jsonl").write_text(lines)
-    assert client.get(f"{STEP}/timeline").json()["calls"][1] == [[0, 1.0, None, 3.0, "worker-0"]]
+    times = [0, 1.0, None, 3.0, "worker-0", None, None]
+    assert client.get(f"{STEP}/timeline").json()["calls"] == [[], [times]]
 
 
 def test_tokens_of_pieces_have_their_spaces_and_bytes(tmp_path: Path) -> None:
