@@ -132,10 +132,22 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("ranks", "shared"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "shared", "recompute", "dtype"),
+    [
+        (1, 1, False, "float32"),
+        (1, 1, 2, "float32"),
+        (1, 1, True, "float32"),
+        (2, 1, False, "float32"),
+        (2, 1, True, "float32"),
+        (2, 2, False, "float32"),
+        (2, 2, True, "float32"),
+        (1, 1, False, "bfloat16"),
+        (2, 1, True, "bfloat16"),
+    ],
+)
 def test_a_rank_holds_what_was_planned(
-    tmp_path: Path, ranks: int, shared: int, recompute: bool
+    tmp_path: Path, ranks: int, shared: int, recompute: bool | int, dtype: str
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -143,13 +155,14 @@ def test_a_rank_holds_what_was_planned(
     from turnwise.weights.rendezvous import LOOPBACK, open_store
 
     path = folder_of(SHAPE, tmp_path / "model")
-    plain = {"path": path, "max_length": 512}
+    plain = {"path": path, "max_length": 512, "dtype": dtype}
     training = {
         "ranks": ranks,
         "context_parallel": shared,
         "threads": 1,
         "activation_checkpointing": recompute,
         "micro_batch_tokens": 1024,
+        "weights_dtype": dtype,
     }
     config = parse_config(
         {"model": plain, "training": training, "weights": {"transport": "collective"}},
@@ -166,6 +179,20 @@ def test_a_rank_holds_what_was_planned(
     tasks = [(be_rank, place, config, tmp_path) for place in places]
     measured = max(sent[-1] for sent in in_processes(tasks))
     assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_the_fewer_layers_are_recomputed_the_more_memory_their_activations_take(
+    tmp_path: Path,
+) -> None:
+    path = folder_of(SHAPE, tmp_path / "model")
+    none, fourth, half, full = (
+        activation_bytes(path, False, "float32", False, 2048, 512, every)
+        for every in (False, 4, 2, True)
+    )
+    of_a_layer = (none - full) / SHAPE["num_hidden_layers"]
+    assert of_a_layer > 2048 * SHAPE["hidden_size"] * 4 * 10
+    assert none - fourth == pytest.approx(2 * of_a_layer, rel=0.01)
+    assert none - half == pytest.approx(4 * of_a_layer, rel=0.01)
 
 
 def test_the_logits_of_a_large_vocabulary_never_exist_whole(tmp_path: Path) -> None:

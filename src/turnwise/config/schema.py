@@ -132,6 +132,18 @@ class Config(Section):
                 "training.offload frees memory for engines in the trainer's processes: set "
                 "training.colocated to true"
             )
+        if self.training.weights_dtype == "bfloat16":
+            if self.model.dtype != "bfloat16":
+                raise ValueError(
+                    "training.weights_dtype: bfloat16 is less precise than the forward passes: set "
+                    "model.dtype to bfloat16, too"
+                )
+            if self.model.lora.rank:
+                raise ValueError(
+                    "training.weights_dtype: bfloat16 is for weights; adapters are float32, and "
+                    "the weights below them are kept in model.dtype: set it to float32, or "
+                    "model.lora.rank to 0"
+                )
         if self.training.colocated and self.serving.workers * size != ranks:
             raise ValueError(
                 f"training.colocated needs one rank per engine device: serving.workers "

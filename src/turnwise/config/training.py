@@ -40,8 +40,13 @@ class TrainingConfig(Section):
     disk on a CPU."""
     resources: dict[str, float] = {}
     """Ray resources of each rank in addition to its GPU, such as {trainers: 1}."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them."""
+    activation_checkpointing: bool | PositiveInt = False
+    """Decoder layers that recompute their activations in the backward pass instead of storing them:
+    all (true), none (false), or every N-th (a number N)."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which weights that learn are kept: float32 (master weights), or bfloat16, whose
+    updates are rounded at random so that small steps count on average; half the memory. bfloat16
+    needs model.dtype bfloat16."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of micro-batches: one row of concatenated sequences (packed), or rows of similar
     length with padding (padded); auto is packed on GPUs and padded on CPUs."""

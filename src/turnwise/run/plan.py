@@ -21,14 +21,16 @@ from turnwise.run.fleet import gpu_share
 from turnwise.serving.engine_worker import GPU_MEMORY
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.footprint import activation_bytes, model_size
-from turnwise.training.loading import parameters_of, shared_roles
+from turnwise.training.loading import POLICY, learning_dtype, parameters_of, shared_roles
 from turnwise.training.rank import missing_model
+from turnwise.training.rounding import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
 GIB = 2**30
 _CPU_CACHE_GIB = 0.5
 """Default of engine.kv_cache_gib on a CPU."""
 _ALTERNATIVES = (
+    "training.activation_checkpointing=2",
     "training.activation_checkpointing=true",
     "training.offload=[params, optimizer]",
     "training.micro_batch_tokens={shorter}",
@@ -216,21 +218,23 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
     value = needed.model if needed else None
     roles = shared_roles(config, reference, value)
     size = model_size(config, roles)
-    learning, weights = size.learning, 4 * size.learning
-    weights += (size.parameters - size.learning) * (2 if half else 4)
+    kept = learning_dtype(config, POLICY).itemsize
+    learning = kept * size.learning
+    weights = learning + (size.parameters - size.learning) * (2 if half else 4)
     others = 0
     if reference is not None and "reference" not in roles:
         others += 4 * _parameters(config, reference, size.parameters)
     if value is not None and "value" not in roles:
         count = _parameters(config, value, size.parameters)
-        others, learning = others + 4 * count, learning + count
+        more = learning_dtype(config, value).itemsize * count
+        others, learning = others + more, learning + more
     tokens = max(training.micro_batch_tokens, model.max_length)
     shared = training.context_parallel
     activations = activation_bytes(
         model.path,
         model.trust_remote_code,
         model.dtype,
-        ranks > 1,
+        ranks > 1 or kept < 4,
         math.ceil(tokens / shared),
         math.ceil(model.max_length / shared),
         training.activation_checkpointing,
@@ -241,17 +245,19 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
         gathered = (size.outside + 2 * size.largest_layer) * width
         if not roles:
             gathered += size.outside * width + size.largest_layer * (width + 4)
-    # On a GPU, AdamW computes on all parameters at once.
-    step = 4 * learning // ranks if on_gpu else 8 * size.largest_tensor // ranks
+    # On a GPU, torch's AdamW computes on all parameters at once.
+    step = learning // ranks if on_gpu else 8 * size.largest_tensor // ranks
+    if kept < 4:
+        step = PART_BYTES * min(PART, size.largest_tensor // ranks)
     streamed = config.weights.transport in ("ipc", "collective")
     parts = {
         "weights": weights // ranks,
         "other models": others // ranks,
-        "gradients": 4 * learning // ranks,
-        "optimizer": 8 * learning // ranks,
+        "gradients": learning // ranks,
+        "optimizer": 2 * learning // ranks,
         "activations and gathered layers": activations + gathered,
         "optimizer step": step,
-        "weight update": size.largest_tensor * 4 + (2 * BUFFER_BYTES if streamed else 0),
+        "weight update": size.largest_tensor * kept + (2 * BUFFER_BYTES if streamed else 0),
     }
     return Holding(parts, frozenset(("weights", "other models", "gradients", "optimizer")))
 

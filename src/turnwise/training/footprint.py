@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -30,6 +29,7 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface
 
 from turnwise.config import Config, SamplingConfig
+from turnwise.training.layers import decoder_layers, recompute
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.scoring import score_hidden
 
@@ -87,7 +87,13 @@ def _size(model: nn.Module) -> ModelSize:
 
 @cache
 def activation_bytes(
-    path: str, trust: bool, dtype: str, sharded: bool, tokens: int, length: int, recompute: bool
+    path: str,
+    trust: bool,
+    dtype: str,
+    sharded: bool,
+    tokens: int,
+    length: int,
+    every: bool | int,
 ) -> int:
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
@@ -100,16 +106,15 @@ def activation_bytes(
         sharded: Whether FSDP casts the weights, not autocast.
         tokens: Size of the micro-batch.
         length: Tokens of a sequence.
-        recompute: Whether each layer's activations are recomputed in the backward pass.
+        every: Layers whose activations are recomputed in the backward pass: all, none, or every
+            N-th.
     """
     lower = dtype != "float32"
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
     with FakeTensorMode():
         model = _empty(shape, trust, weights)
-        if recompute:
-            for layer in decoder_layers(model):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        recompute(model, every)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
         rows = max(1, tokens // length)
@@ -124,14 +129,6 @@ def activation_bytes(
             logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
             peak: int = live.peak
         return peak
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, which are sharded and recomputed one by one."""
-    names: set[str] = set()
-    for part in model.modules():
-        names |= set(getattr(part, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Loading of the trainer's models, and the check that they fit.
 
-Weights that learn are always float32, since steps with a small learning rate vanish in bfloat16;
-forward passes use `model.dtype`.
+Forward passes use `model.dtype`. Weights that learn are float32 beside it, since steps with a small
+learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at random
+(`training.weights_dtype`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,6 @@ from turnwise.training.context import check_divisible
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
-_TRAINED_BYTES = 16
-"""Bytes of a trained parameter: weight, gradient, and AdamW's two moments, in float32."""
 _FROZEN_BYTES = 4
 """Bytes of a frozen parameter in float32."""
 _GIB = 2**30
@@ -79,10 +78,17 @@ def check_room(
     """
     roles = shared_roles(config, frozen, trained)
     count, learning, _ = _size(config, POLICY, roles)
-    bytes_needed = learning * _TRAINED_BYTES + (count - learning) * _frozen_bytes(config)
+    bytes_needed = learning * _trained_bytes(config, POLICY) + (count - learning) * _frozen_bytes(
+        config
+    )
     for key, role, other, each in (
         ("algorithm.kl.model", "reference", frozen, _FROZEN_BYTES),
-        ("algorithm.advantage.model", "value", trained, _TRAINED_BYTES),
+        (
+            "algorithm.advantage.model",
+            "value",
+            trained,
+            _trained_bytes(config, trained or POLICY),
+        ),
     ):
         if other is None or role in roles:
             continue
@@ -104,6 +110,11 @@ def check_room(
             f"need {needed / _GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, AdamW), "
             f"and {free / _GIB:.1f} GiB are free; raise training.ranks"
         )
+
+
+def _trained_bytes(config: Config, other: OtherModel) -> int:
+    """Return the bytes of a parameter that learns: itself, its gradient, AdamW's two moments."""
+    return 4 * learning_dtype(config, other).itemsize
 
 
 def _frozen_bytes(config: Config) -> int:
@@ -153,6 +164,12 @@ def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
     return dtype
 
 
+def learning_dtype(config: Config, other: OtherModel) -> torch.dtype:
+    """Return the type in which the weights of a model that learns are kept."""
+    kept: torch.dtype = getattr(torch, config.training.weights_dtype)
+    return kept if dtype_of(config, other) == kept else torch.float32
+
+
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
@@ -179,14 +196,15 @@ def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
     path, trust = path_of(config, other), config.model.trust_remote_code
     with _refusals(path):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    dtype = learning_dtype(config, other)
     if not _scores(shape):
-        return load_model(config, other)
+        return load_model(config, other, dtype)
     if shape.num_labels != 1:
         raise InputError(
             f"algorithm.advantage.model: {path} has {shape.num_labels} outputs; a value model "
             "starts from a reward model with one, or from a language model"
         )
-    return _loaded(AutoModelForSequenceClassification, config, path)
+    return _loaded(AutoModelForSequenceClassification, config, path, dtype)
 
 
 def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,17 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.training.batching import MicroBatch
 from turnwise.training.context import Columns, ContextGroup
+from turnwise.training.layers import decoder_layers, recompute
 from turnwise.training.loading import (
     POLICY,
     check_room,
     dtype_of,
     fill,
+    learning_dtype,
     load_model,
     load_value_model,
     shared_roles,
@@ -89,7 +89,7 @@ class Critic(nn.Module):
         self._group = group
         self.dtype = dtype
         """Data type of forward passes."""
-        self.head = _value_head(self.backbone, getattr(model, "score", None))
+        self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return an estimate of the return before each masked token: [N]."""
@@ -167,7 +167,9 @@ class Models:
     @contextmanager
     def _computing(self, module: Scorer | Critic) -> Iterator[None]:
         # FSDP itself computes in the module's dtype.
-        lower = module.dtype != torch.float32 and not isinstance(module, FSDPModule)
+        lower = not isinstance(module, FSDPModule) and any(
+            parameter.dtype != module.dtype for parameter in module.parameters()
+        )
         with torch.autocast(self.device.type, dtype=module.dtype, enabled=lower):
             yield
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
@@ -203,7 +205,7 @@ def load_models(
     check_room(config, device, ranks, reference, value)
     roles = shared_roles(config, reference, value)
     # A frozen backbone needs no more precision than its forward passes.
-    dtype = dtype_of(config, POLICY) if roles else torch.float32
+    dtype = dtype_of(config, POLICY) if roles else learning_dtype(config, POLICY)
     model = load_model(config, dtype=dtype)
     shape: PretrainedConfig = model.config
     if roles:
@@ -245,26 +247,16 @@ def distribute(
     Raises:
         InputError: when the files do not hold them.
     """
-    layers = [m for m in module.modules() if type(m).__name__ in _layer_names(module)]
-    if config.training.activation_checkpointing and trained:
-        for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if trained:
+        recompute(module, config.training.activation_checkpointing)
     if not dist.is_initialized():
         return module.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    for layer in layers:
+    for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
     fill(module, config, device, other)
     return module.to(device)
-
-
-def _layer_names(module: nn.Module) -> set[str]:
-    """Return the class names of decoder layers, as Transformers' models declare them."""
-    names: set[str] = set()
-    for part in module.modules():
-        names |= set(getattr(part, "_no_split_modules", None) or ())
-    return names

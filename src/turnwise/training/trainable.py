@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from turnwise.config import TrainingConfig
+from turnwise.training.rounding import RoundingAdamW
 
 _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 
@@ -23,7 +24,8 @@ class TrainableModule:
     ) -> None:
         self.module = module
         self._max_norm = training.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
+        kind = RoundingAdamW if training.weights_dtype == "bfloat16" else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = kind(
             module.parameters(), lr=rate, weight_decay=training.weight_decay, betas=_ADAM_BETAS
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(

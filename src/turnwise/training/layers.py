@@ -1,0 +1,29 @@
+"""The decoder layers of a model, which are sharded and recomputed one by one."""
+
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return a model's decoder layers, as Transformers' models declare them, in their order."""
+    names: set[str] = set()
+    for part in model.modules():
+        names |= set(getattr(part, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
+    """Make layers keep only their input, and compute their activations again in backward passes.
+
+    Args:
+        every: `training.activation_checkpointing`: all layers, none, or every N-th.
+
+    Returns:
+        Those layers.
+    """
+    chosen = decoder_layers(model)[:: int(every)] if every else []
+    for layer in chosen:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return chosen
