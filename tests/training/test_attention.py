@@ -1,6 +1,7 @@
 """Packed rows: each sequence attends to itself alone, without a mask that grows with the square."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import (
 )
 
 from tests.training.test_gather import SMALL
-from turnwise.config import SamplingConfig
+from turnwise.config import Config, SamplingConfig
+from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
+from turnwise.training.rank import TrainerRank
 from turnwise.training.scoring import score
 
 LENGTHS = (37, 5, 1, 90)
@@ -75,6 +78,40 @@ def test_packed_sequences_score_as_they_do_alone_and_have_the_same_gradients(kin
     found.sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_score_by_flex_attention_as_padded_rows_do(kind: str) -> None:
+    model = model_of(KINDS[kind])
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 64, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    mask = real.clone()
+    mask[:, 0] = False
+    with torch.no_grad():
+        expected = score(model, ids, mask, None, SamplingConfig()).logprobs_N
+        use_packed_attention(model, "flex_attention")
+        with torch.compiler.set_stance("force_eager"):  # compilation would take seconds
+            found = scored(model, ids[real][None], positions)
+    assert model.config._attn_implementation == "flex_attention"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("flash_attention_2", "training.attention: .*FlashAttention2.* installed"),
+     ("nonsense", 'training.attention: .*"nonsense" is not supported')],
+)  # fmt: skip
+def test_an_attention_that_is_not_there_is_a_mistake_of_the_user(name: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        use_packed_attention(model_of(KINDS["llama"]), name)
+
+
+def test_flex_attention_trains_on_gpus_alone(make_config: Callable[..., Config]) -> None:
+    config = make_config(training={"attention": "flex_attention"})
+    with pytest.raises(InputError, match="flex_attention has no gradients on a CPU"):
+        TrainerRank(config)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -50,6 +50,10 @@ class TrainingConfig(Section):
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of micro-batches: one row of concatenated sequences (packed), or rows of similar
     length with padding (padded); auto is packed on GPUs and padded on CPUs."""
+    attention: str = "auto"
+    """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
+    a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:
+    flash_attention_2 (with the package flash-attn), flex_attention."""
     updates_per_step: PositiveInt = 1
     """Number of optimizer steps per training step, each on an equal share of the samples."""
     learning_rate: PositiveFloat = 1e-6

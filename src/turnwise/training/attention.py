@@ -2,7 +2,8 @@
 
 Transformers separates the sequences of a packed row by a mask of [T, T], which costs memory and
 keeps torch from its fastest kernels. Here each sequence attends on its own: the same numbers,
-memory that grows with T, and no work for pairs of tokens in different sequences.
+memory that grows with T, and no work for pairs of tokens in different sequences. The kernels of
+Transformers' other implementations (`training.attention`) compute all sequences at once.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, first_line
 from turnwise.training.context import CONTEXT_KEY, Columns
 
 _NAME = "turnwise_packed"
@@ -23,14 +24,26 @@ _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
 
 
-def use_packed_attention(model: PreTrainedModel) -> bool:
+def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
     """Make a model's layers attend within sequences, if torch's attention computes them.
 
     Models with attention of their own (soft caps, for instance) keep it.
 
+    Args:
+        name: `training.attention`: one of Transformers' implementations, in place of all this.
+
     Returns:
         Whether they do.
+
+    Raises:
+        InputError: when there is no such implementation, or its package is not installed.
     """
+    if name != "auto":
+        try:
+            model.set_attn_implementation(name)
+        except (ImportError, ValueError) as error:
+            raise InputError(f"training.attention: {first_line(error)}") from error
+        return False
     texts = model.config.get_text_config()
     capped = getattr(texts, "attn_logit_softcapping", None)
     if model.config._attn_implementation == "sdpa" and not capped:

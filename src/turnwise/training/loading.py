@@ -226,7 +226,7 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.flo
 
 
 def _prepare(model: PreTrainedModel, config: Config) -> None:
-    exchanges = use_packed_attention(model)
+    exchanges = use_packed_attention(model, config.training.attention)
     check_divisible(model, config.training.context_parallel, exchanges)
 
 

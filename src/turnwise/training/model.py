@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
 
 from turnwise.config import Config, OtherModel, SamplingConfig
+from turnwise.errors import InputError
 from turnwise.training.batching import MicroBatch
 from turnwise.training.context import Columns, ContextGroup
 from turnwise.training.layers import decoder_layers, recompute
@@ -200,8 +201,10 @@ def load_models(
         group: Ranks that share each sequence; None: each rank computes its own.
 
     Raises:
-        InputError: when one cannot be loaded, or all of them do not fit.
+        InputError: when one cannot be loaded or computed, or all of them do not fit.
     """
+    if config.training.attention == "flex_attention" and device.type == "cpu":
+        raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
     check_room(config, device, ranks, reference, value)
     roles = shared_roles(config, reference, value)
     # A frozen backbone needs no more precision than its forward passes.
