@@ -98,8 +98,8 @@ def _score(
     total_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
     with torch.no_grad():
-        probabilities_NV = (logits_NV - total_N[:, None]).exp()
-        mean_N = (probabilities_NV * logits_NV.clamp(min=-1e9)).sum(dim=-1)
+        probabilities_NV = (logits_NV - total_N[:, None]).exp_()
+        mean_N = probabilities_NV.mul_(logits_NV.clamp(min=-1e9)).sum(dim=-1)
         entropy_N = total_N - mean_N
     return logprobs_N, entropy_N
 
