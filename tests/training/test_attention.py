@@ -101,7 +101,7 @@ def test_packed_rows_score_by_flex_attention_as_padded_rows_do(kind: str) -> Non
 @pytest.mark.parametrize(
     ("name", "why"),
     [("flash_attention_2", "training.attention: .*FlashAttention2.* installed"),
-     ("nonsense", 'training.attention: .*"nonsense" is not supported')],
+     ("nonsense", 'training.attention: .*"nonsense". is not supported')],
 )  # fmt: skip
 def test_an_attention_that_is_not_there_is_a_mistake_of_the_user(name: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
