@@ -111,11 +111,15 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# A worker of pytest-xdist that dies ends the run. If it were replaced, the test that killed it would
+# kill the other worker too; xdist would then wait for ever for work that it never sent to the new one.
+PARALLEL := -n 2 --max-worker-restart 0
+
 quick: setup
-	$(BIN)/python -m pytest -n 2 -p tests.no_engines
+	$(BIN)/python -m pytest $(PARALLEL) -p tests.no_engines
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: setup
 	$(BIN)/python -m pytest -m slow
