@@ -19,6 +19,7 @@ HEALTHY: dict[str, Any] = {
     "step_seconds": 10.0,
     "phase_seconds": {"idle": 4.0, "train": 6.0},
     "staleness": {"0": 100, "1": 20},
+    "worker_tokens_per_s": {"worker-0": 30.0, "worker-1": 50.0, "worker-2": 55.0},
 }
 
 
@@ -45,6 +46,7 @@ BAD: dict[str, dict[str, Any]] = {
     "logprob_growth": {"logprob_diff_mean": 0.01},
     "entropy_left": {"entropy": 0.01},
     "idle": {"phase_seconds": {"idle": 9.5, "train": 0.5}},
+    "slow_worker": {"worker_tokens_per_s": {"worker-0": 20.0, "worker-1": 50.0, "worker-2": 55}},
     "stale": {"staleness": {"0": 10, "1": 90}},
 }
 SAID = {
@@ -55,6 +57,7 @@ SAID = {
     "logprob_growth": "the log-probs of engine and trainer differ by 0.01 on average, 1e-06 at",
     "entropy_left": "the policy's entropy fell from 1 to 0.01 nats",
     "idle": "the trainer waits for rollouts during 95% of a step; more engines",
+    "slow_worker": "worker-0 samples 20 tokens/s in a turn, 38% of what the other workers do",
     "stale": "90% of the trained tokens are as old as training.max_staleness allows (1)",
 }
 

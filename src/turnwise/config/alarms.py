@@ -28,5 +28,7 @@ class AlarmsConfig(Section):
     """Number of steps over which the mean reward must rise."""
     idle: Fraction | None = 0.8
     """Largest share of a step in which the trainer waits for rollouts."""
+    slow_worker: Fraction | None = 0.5
+    """Smallest speed of a worker (worker_tokens_per_s), as a share of the others' median."""
     stale: Fraction | None = 0.5
     """Largest share of trained tokens whose staleness is training.max_staleness."""

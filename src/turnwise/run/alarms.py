@@ -226,6 +226,31 @@ def _stale(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
+def _slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
+    last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
+    if len(last) < config.alarms.steps:
+        return ""
+    shares = [_of_the_others(row.get("worker_tokens_per_s") or {}) for row in last]
+    for name, share in shares[-1].items():
+        if all(earlier.get(name, 1.0) < limit for earlier in shares):
+            speed = last[-1]["worker_tokens_per_s"][name]
+            return (
+                f"{name} samples {speed:,.3g} tokens/s in a turn, {share:.0%} of what the other "
+                "workers do: look for other programs on its machine or GPU, and at its turns "
+                "with `turnwise trace timeline RUN FILE`"
+            )
+    return ""
+
+
+def _of_the_others(speeds: dict[str, float]) -> dict[str, float]:
+    """Return each worker's speed as a share of the others' median."""
+    shares = {}
+    for name, speed in speeds.items():
+        others = [other for each, other in speeds.items() if each != name]
+        shares[name] = _share(speed, statistics.median(others)) if others else 1.0
+    return shares
+
+
 _CHECKS: dict[str, Check] = {
     "no_signal": _no_signal,
     "truncated": _truncated,
@@ -235,6 +260,7 @@ _CHECKS: dict[str, Check] = {
     "entropy_left": _entropy_left,
     "flat_steps": _flat_steps,
     "idle": _idle,
+    "slow_worker": _slow_worker,
     "stale": _stale,
 }
 

@@ -6,7 +6,7 @@ here.
 
 import ast
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypedDict
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 from turnwise.core.json_types import JsonObject
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
-    from turnwise.rollout import Batch
+    from turnwise.rollout import Batch, Group
     from turnwise.rollout.evaluation import Evaluation
     from turnwise.training.reports import TrainMetrics
     from turnwise.training.samples import SampleBatch
@@ -70,6 +70,8 @@ class StepMetrics:
     """Seconds from the first group's start, or the previous batch, to the last group's end."""
     rollout_tokens_per_s: float | None = None
     """Sampled tokens per second of rollout; 0 if a resumed run found all groups ready."""
+    worker_tokens_per_s: dict[str, float] | None = None
+    """Tokens per second of a turn, by worker; without the time in vLLM's queue if it is known."""
 
     groups_without_signal: int | None = None
     """Groups whose advantages are all 0."""
@@ -174,6 +176,7 @@ class StepMetrics:
         self.sampled_tokens = sampled
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
+        self.worker_tokens_per_s = _speeds(groups)
 
     def add_samples(self, batch: "SampleBatch") -> None:
         """Add the metrics of a step's samples."""
@@ -212,6 +215,18 @@ class StepMetrics:
 def mean(values: Sequence[float]) -> float:
     """Return the mean, or 0.0 for an empty sequence."""
     return sum(values) / len(values) if values else 0.0
+
+
+def _speeds(groups: Sequence["Group"]) -> dict[str, float]:
+    """Return the tokens per second of a turn, by worker."""
+    tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for call in group.calls.get(trajectory.sample_index, ()):
+                turn = trajectory.turns[call.turn]
+                tokens[call.worker] += len(turn.completion_token_ids)
+                seconds[call.worker] += call.ended - call.asked - (call.queued or 0.0)
+    return {name: tokens[name] / spent for name, spent in sorted(seconds.items()) if spent > 0}
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
