@@ -31,6 +31,7 @@ TIER = (
     "tools/test_python_and_shell.py",
     "tools/test_sandbox_attacks.py",
     "tools/test_mcp.py",
+    "tools/test_mcp_http.py",
     "tools/test_toolbox.py",
     "run/test_alarms.py",
     "run/test_conversations.py",
