@@ -57,6 +57,7 @@ TIER = (
     "training/test_samples.py",
     "trajectory",
     "trl/test_mapping.py",
+    "viewer/test_demo.py",
     "viewer/test_template_diff.py",
     "viewer/test_viewer.py",
 )

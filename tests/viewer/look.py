@@ -71,7 +71,7 @@ def look_at_a_step(page: "Page") -> None:
     for label, value in (
         ("Histogram of", "part: style"),
         ("Status", "length"),
-        ("Event", "tool_error"),
+        ("Tool outcome", "tool_error"),
         ("Branches", "history_edited"),
     ):
         page.get_by_label(label).select_option(value)
@@ -132,7 +132,6 @@ def look_at_a_trajectory(page: "Page") -> None:
     page.get_by_role("tab", name="Timeline").click()
     expect(page.locator(".timeline tbody tr")).to_have_count(3)
     expect(page.locator(".timeline")).to_contain_text("worker-1")
-    shoot(page, "timeline")
     page.go_back()
     # The address leads back to the token.
     at, link = chosen.get_attribute("data-at"), page.url
@@ -155,6 +154,39 @@ def look_at_a_long_trajectory(page: "Page") -> None:
     assert page.locator(".tokens .item").count() < 120
 
 
+def look_at_a_recorded_run(page: "Page") -> None:
+    """A run over HTTP, whose agent begins again: branches, calls, times, and the template."""
+    page.goto(address.split("?")[0] + "#/run/careful-agent/step-0012")
+    page.get_by_role("combobox", name="Branches").select_option("history_changed")
+    page.locator(".samples a:not(.out)").first.click()
+    tree = page.get_by_role("navigation", name="Turns and branches")
+    expect(tree).to_contain_text("history_changed")
+    first = page.locator(".message").first
+    expect(first).to_have_attribute("aria-label", "user message")
+    shoot(page, "branches")
+    for button in tree.get_by_role("button").all():
+        button.click()
+        expect(first).to_have_attribute("aria-label", "user message")
+        expect(page.locator(".message").last.get_by_role("link")).to_contain_text("turn ")
+    page.get_by_role("tab", name="Template").click()
+    expect(page.get_by_role("tabpanel", name="Template")).to_contain_text("Identical.")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Timeline")).to_be_focused()
+    expect(page.locator(".timeline tbody th").first).to_have_text("turn 0")
+    for column in (1, 2, 3):  # the queue, the first token and sampling are known
+        expect(page.locator(".timeline tbody td").nth(column)).not_to_have_text("–")
+    shoot(page, "timeline")
+    page.get_by_role("tab", name="Tokens").click()
+    page.locator(".token:not(.context)").first.click()
+    detail = page.get_by_role("region", name="Token")
+    expect(detail).to_contain_text("worker-0")
+    expect(detail).to_contain_text("checksum")
+    expect(detail).to_contain_text("auditexact")
+    expect(detail.get_by_role("link", name="Link to it")).to_have_attribute(
+        "href", re.compile(r"turn=\d+&token=0")
+    )
+
+
 def look_at_an_exported_page(page: "Page") -> None:
     page.goto((folder.parent / "page.html").as_uri())
     expect(page.locator(".group, .message").first).to_be_visible()
@@ -162,6 +194,8 @@ def look_at_an_exported_page(page: "Page") -> None:
     page.get_by_role("tab", name="Tokens").click()
     page.locator(".token:not(.context)").first.hover()
     expect(page.locator(".detail")).to_contain_text("weight version")
+    page.get_by_role("tab", name="Template").click()
+    expect(page.get_by_role("tabpanel", name="Template")).to_contain_text("There is no rendering")
 
 
 LOOKS: tuple[Callable[["Page"], None], ...] = (
@@ -170,6 +204,7 @@ LOOKS: tuple[Callable[["Page"], None], ...] = (
     look_at_a_step,
     look_at_a_trajectory,
     look_at_a_long_trajectory,
+    look_at_a_recorded_run,
     look_at_an_exported_page,
 )
 

@@ -123,8 +123,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
-    """The address of a viewer in a process of its own."""
-    command = [*TURNWISE, "view", str(folder)]
+    """The address of a viewer of this run and the recorded ones, in a process of its own."""
+    command = [*TURNWISE, "view", str(folder), "--demo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -148,4 +148,4 @@ def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -
         [*map(str, look)], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 12, done.stdout
+    assert len(done.stdout.splitlines()) == 14, done.stdout

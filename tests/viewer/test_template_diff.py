@@ -124,14 +124,16 @@ def test_branches_of_a_session_are_compared_each_with_its_own_messages(
     """A turn of a session holds only the messages since the turn that it continues."""
     trajectory = Trajectory("rows:1")
     question, more = ({"role": "user", "content": text} for text in ("Question?", "More?"))
-    answer = template.encode("One.<|im_end|>")
+    answer = template.encode(f"{CALL}<|im_end|>")
+    calls = [{"type": "function", "function": CALLED}]
+    other = [{"type": "function", "function": CALLED | {"arguments": {"a": 7, "b": 2}}}]
     path = said(trajectory, template.render([question]), answer, messages=[question])
     path += template.encode("\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n")
     said(trajectory, path, template.encode("Two .<|im_end|>"), messages=[more])
-    edited: list[Message] = [question, {"role": "assistant", "content": "Edited."}, more]
+    edited: list[Message] = [question, {"role": "assistant", "tool_calls": other}, more]
     prompt = template.render(edited)
     said(trajectory, prompt, answer, messages=edited, fork_reason="history_changed")
-    trajectory.messages = [*edited, {"role": "assistant", "content": "One."}]
+    trajectory.messages = [*edited, {"role": "assistant", "tool_calls": calls}]
     for leaf in (1, 2):
         compared = renderer.compare(trajectory, leaf)
         assert (compared["error"], compared["identical"], compared["note"]) == (None, True, "")

@@ -183,7 +183,10 @@ def show(
 
 @app.command()
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, compared.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders, compared.")
+    ] = None,
+    demo: Annotated[bool, typer.Option(help="Two small recorded runs, to look around.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="By default, a free one.")] = 0,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write one page instead.")
@@ -196,20 +199,18 @@ def view(
     debug: Debug = False,
 ) -> None:
     """Show runs in the browser, while they train or later; --export writes a page to send."""
+    if not runs and (export is not None or not demo):
+        raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
 
     async def start() -> None:
-        from turnwise.run.conversations import trajectory_file
-        from turnwise.viewer import export as exporting
-        from turnwise.viewer.run_files import open_runs
-        from turnwise.viewer.server import serve as serve_view
+        from turnwise.viewer.command import view as show_runs
+        from turnwise.viewer.command import write_page
 
-        opened, console = open_runs(runs), Console()
+        console, folders = Console(), runs or []
         if export is None:
-            await serve_view(opened, port, lambda address: _print(console, address))
+            await show_runs(folders, port, lambda address: _print(console, address), demo=demo)
             return
-        first = next(iter(opened.values()))
-        name = trajectory_file(first.path, step, heldout).stem
-        await run_in_thread(lambda: exporting.export(first, name, trajectory, export))
+        await write_page(folders[0], export, step, heldout, trajectory)
         _print(console, str(export))
 
     _run(start, _Command(debug))

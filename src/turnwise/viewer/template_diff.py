@@ -6,6 +6,7 @@ The tokenizer is loaded at the first use, from the run's files or a local cache;
 is run, and nothing is downloaded.
 """
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -226,9 +227,26 @@ def _answer(
 
 def _says(message: Message, text: str) -> bool:
     """Return whether a message can be the answer with this text, and is not an edited one."""
-    names = [(call.get("function") or call)["name"] for call in message.get("tool_calls") or ()]
-    wanted = [str(message.get("content") or "").strip(), *names]
+    wanted = [str(message.get("content") or "").strip()]
+    for call in message.get("tool_calls") or ():
+        called = call.get("function") or call
+        wanted += [str(called["name"]), *_values(called.get("arguments"))]
     return message["role"] == "assistant" and all(each in text for each in wanted)
+
+
+def _values(arguments: object) -> list[str]:
+    """Return the values of a call's arguments as JSON has them."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return [str(arguments)]
+    values = arguments.values() if isinstance(arguments, dict) else ()
+    return [json.dumps(each, ensure_ascii=False) for each in values if not _nested(each)]
+
+
+def _nested(value: object) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _answers(trajectory: Trajectory) -> list[int]:

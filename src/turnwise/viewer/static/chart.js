@@ -33,8 +33,10 @@ export function chart({ title, unit, series, alarms, log, low, high, open }) {
   if (log) [bottom, top] = [Math.floor(bottom), Math.ceil(top)];
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (WIDTH - LEFT - 8);
   const y = (value) => TOP + (1 - (scale(value) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
+  const marked = (alarms ?? []).filter((alarm) => alarm.step >= first && alarm.step <= last);
+  const warned = marked.map((alarm) => ` Alarm at step ${alarm.step}: ${alarm.message}.`).join("");
   const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
-    "aria-label": `${title}: ${drawn.map((one) => `${one.label} from ${short(one.points[0][1])} at step ${one.points[0][0]} to ${short(one.points.at(-1)[1])} at step ${one.points.at(-1)[0]}`).join("; ")}. Arrow keys read steps.` });
+    "aria-label": `${title}: ${drawn.map((one) => `${one.label} from ${short(one.points[0][1])} at step ${one.points[0][0]} to ${short(one.points.at(-1)[1])} at step ${one.points.at(-1)[0]}`).join("; ")}.${warned} Arrow keys read steps.` });
   for (const part of ticks(bottom, top, log)) {
     const at = y(log ? 10 ** part : part);
     image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
@@ -43,8 +45,7 @@ export function chart({ title, unit, series, alarms, log, low, high, open }) {
   for (const step of new Set([first, steps[Math.floor((steps.length - 1) / 2)], last])) {
     image.append(svg("text", { x: x(step), y: HEIGHT - 4, "text-anchor": step === last && last !== first ? "end" : step === first ? "start" : "middle" }, step));
   }
-  for (const alarm of alarms ?? []) {
-    if (alarm.step < first || alarm.step > last) continue;
+  for (const alarm of marked) {
     const at = x(alarm.step);
     image.append(svg("line", { class: "alarm", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
       svg("path", { class: "alarm-head", d: `M${at - 5} ${TOP - 7}h10l-5 8z` }, svg("title", null, `step ${alarm.step}: ${alarm.message}`)));

@@ -47,10 +47,20 @@ function continuedBy(turns, index) {
   return parent !== null && parent !== undefined && prefix === pathLength(turns[parent]) ? parent : null;
 }
 
+function argumentsOf(call) {
+  try {
+    return Object.values((typeof call.arguments === "string" ? JSON.parse(call.arguments) : call.arguments) ?? {});
+  } catch {
+    return [call.arguments];
+  }
+}
+
 // Whether a message can be the answer with this text, and is not an edited one.
 function isAnswer(message, text) {
-  const calls = (message?.tool_calls ?? []).map((call) => (call.function ?? call).name);
-  return message?.role === "assistant" && [contentOf(message).trim(), ...calls].every((part) => text.includes(part));
+  if (message?.role !== "assistant") return false;
+  const calls = (message.tool_calls ?? []).map((call) => call.function ?? call);
+  const values = calls.flatMap((call) => argumentsOf(call)).filter((value) => value === null || typeof value !== "object");
+  return [contentOf(message).trim(), ...calls.map((call) => call.name), ...values.map((value) => JSON.stringify(value))].every((part) => text.includes(part));
 }
 
 // Messages of a branch whose turns hold their own, as pairs of a message and the turn that sampled it.

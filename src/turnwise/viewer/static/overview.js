@@ -122,12 +122,19 @@ function alarmList(runs, alarms) {
     lists.push(h("section", { class: "panel", "aria-label": "Alarms" }, h("h2", null, counted(found.length, "alarm", "alarms")),
       h("ul", { class: "alarms" }, found.map(([index, alarm]) => h("li", null,
         runs.length > 1 && h("i", { class: "swatch", style: { background: runColor(index) } }),
-        chip("step", alarm.step, true), h("span", null, alarm.message))))));
+        stepOfAlarm(runs[index], alarm), h("span", null, alarm.message))))));
   }
   alarms.forEach((each, index) => {
     if (each.error) lists.push(h("p", { class: "quiet small" }, `Alarms of ${runs[index].name} are not known: ${each.error}`));
   });
   return lists;
+}
+
+// The step of an alarm; a link where its trajectories are kept.
+function stepOfAlarm(run, alarm) {
+  const file = `step-${String(alarm.step).padStart(4, "0")}`;
+  const shown = chip("step", alarm.step, true);
+  return file in run.files ? h("a", { href: link(run.name, file), "aria-label": `Open step ${alarm.step} of ${run.name}` }, shown) : shown;
 }
 
 async function configTable(runs) {

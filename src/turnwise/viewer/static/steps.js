@@ -9,6 +9,7 @@ import { messageCard } from "./chat.js";
 const BINS = 20;
 const GROUP_ROW = 66;
 const ANY = "";
+const TOOL = "tool_";
 
 function sortedKeys(all, pick) {
   return [...new Set(all.flatMap((one) => Object.keys(pick(one) ?? {})))].sort();
@@ -27,7 +28,7 @@ export async function showStep(main, runs, place, go) {
   };
   if ("part: environment" in measures && sortedKeys(trajectories, (one) => one.parts).length === 1) delete measures["part: environment"];
   const query = place.query;
-  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(), status: query.status ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
+  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(), status: query.status ?? ANY, tool: query.tool ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
   const rewards = trajectories.map((one) => one.reward).filter((reward) => reward !== null);
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const groups = [...Map.groupBy(trajectories, (one) => one.problem)].map(([problem, members]) => ({ problem, members }));
@@ -38,7 +39,7 @@ export async function showStep(main, runs, place, go) {
   let shown = [];
 
   const passes = (one) => (state.status === ANY || one.status === state.status)
-    && (state.event === ANY || (one.events[state.event] ?? 0) > 0)
+    && [state.tool, state.event].every((name) => name === ANY || (one.events[name] ?? 0) > 0)
     && (state.fork === ANY || (state.fork === "any" ? Object.keys(one.forks).length > 0 : state.fork === "none" ? !Object.keys(one.forks).length : one.forks[state.fork] > 0))
     && (state.found === null || state.found.has(one.index));
   let edges = [0, 1];
@@ -101,7 +102,7 @@ export async function showStep(main, runs, place, go) {
     drawHistogram();
     drawList();
   }
-  const named = (pick) => [[ANY, "any"], ...sortedKeys(trajectories, pick).map((name) => [name, name])];
+  const [tools, events] = [true, false].map((wanted) => sortedKeys(trajectories, (one) => one.events).filter((name) => name.startsWith(TOOL) === wanted));
   const change = (key) => (value) => {
     state[key] = value;
     if (key === "measure") state.bins.clear();
@@ -124,7 +125,7 @@ export async function showStep(main, runs, place, go) {
     const to = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: label, disabled: !kind[at + offset], onclick: () => go(link(run, kind[at + offset], null, keptQuery())) }, symbol);
     files.replaceChildren(h("span", { class: "row" }, to(-1, "Step before", "←"), select("Trajectories of", names.map((name) => [name, name]), file, (name) => go(link(run, name, null, keptQuery()))), to(1, "Next step", "→")));
   };
-  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["event", state.event], ["fork", state.fork], ["order", state.order]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
+  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
   drawFiles(runs);
 
   main.replaceChildren(h("div", { class: "stack" },
@@ -135,12 +136,13 @@ export async function showStep(main, runs, place, go) {
         h("div", { class: "row" },
           select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
           select("Status", statuses, state.status, change("status")),
-          select("Event", named((one) => one.events), state.event, change("event")),
+          tools.length > 0 && select("Tool outcome", [[ANY, "any"], ...tools.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
+          events.length > 0 && select("Event", [[ANY, "any"], ...events.map((name) => [name, name])], state.event, change("event")),
           forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
           select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
         h("div", { class: "row" }, exported ? null : search,
           h("button", { type: "button", onclick: () => {
-            Object.assign(state, { status: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
+            Object.assign(state, { status: ANY, tool: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
             state.bins.clear();
             go(link(run, file));
           } }, "Clear filters"), message),

@@ -77,14 +77,15 @@ export class TokenView {
       this.largest[name] = tokens.reduce((most, token) => Math.max(most, Math.abs(token[name] ?? 0)), 0);
     }
     this.box = h("div", { tabindex: "0", role: "listbox", "aria-label": "Tokens. Arrow keys move, Home and End jump." });
-    this.live = h("section", { class: "detail panel", "aria-label": "Token" });
+    this.live = h("section", { class: "detail panel", "aria-label": "Token", tabindex: "0" });
     this.spoken = h("p", { class: "unseen", role: "status" });
     this.legend = h("span", { class: "legend" });
     this.element = h("div", null, this.toolbar(), h("div", { class: "tokens" }, this.box, this.live), this.spoken);
     this.list = new VirtualList(this.box, ROW, (row) => this.renderRow(row));
-    this.box.addEventListener("pointerover", (event) => {
+    // Not "pointerover", which also comes when rows move under a pointer at rest.
+    this.box.addEventListener("pointermove", (event) => {
       const at = event.target.dataset?.at;
-      if (at !== undefined) this.describe(Number(at));
+      if (at !== undefined && Number(at) !== this.described) this.describe(Number(at));
     });
     this.box.addEventListener("pointerleave", () => this.describe(this.current));
     this.box.addEventListener("click", (event) => {
@@ -226,14 +227,15 @@ export class TokenView {
   }
 
   describe(position) {
+    this.described = position;
     if (position === null || position === undefined) {
       this.live.replaceChildren(h("h2", null, "Token"), h("p", { class: "quiet small" }, "Point at a token, or use the arrow keys, to see its id, its bytes and every value."));
       return;
     }
     const token = this.tokens[position];
-    const lines = [["position", position], ["id", token.id], ["bytes", token.bytes === null ? "not known" : token.bytes || "none"], ["turn", token.turn]];
+    const lines = [["position", position], ["id", token.id], ["bytes", token.bytes === null ? "not known" : token.bytes || "none"], ...this.proof(token)];
     if (token.sampled) {
-      lines.push(["sampled as", `token ${token.at + 1} of the turn`], ["weight version", token.version], ["log-prob", precise(token.logprob)],
+      lines.push(["log-prob", precise(token.logprob)],
         ["probability", `${(100 * Math.exp(token.logprob)).toFixed(3)} %`]);
     } else {
       lines.push(["origin", "prompt, tool or template"]);
@@ -244,7 +246,7 @@ export class TokenView {
     if (token.sampled) lines.push(["trained", token.trained === undefined ? "not recorded" : token.trained ? "yes" : "no"]);
     const list = (pairs) => h("dl", null, pairs.map(([name, value]) => [h("dt", null, name), h("dd", null, typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : value)]));
     this.live.replaceChildren(h("div", { class: "row spread" }, h("h2", null, "Token"), h("a", { class: "small", href: this.address(token) }, "Link to it")),
-      h("div", { class: "glyph" }, glyphs(token.text)), list(lines), h("h3", null, "Proof"), list(this.proof(token)));
+      h("div", { class: "glyph" }, glyphs(token.text)), list(lines));
   }
 
   // Describe the chosen token again, after more is known of it.

@@ -17,7 +17,8 @@ export async function showTrajectory(main, runs, place, go) {
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
   const state = { turn: Number(place.query.turn ?? branches[0]?.own.at(-1) ?? 0), tab: tabOf(place.query) };
-  const textOf = (ids) => ids.map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
+  // The text of an answer, without the token that ended it.
+  const textOf = (ids) => ids.filter((id, at) => at < ids.length - 1 || !texts[id]?.[2]).map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
   const address = (query) => link(run, file, index, query);
   const content = h("div", { class: "body", role: "tabpanel", id: "view" });
   const side = h("div");
@@ -25,8 +26,8 @@ export async function showTrajectory(main, runs, place, go) {
     const offset = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!offset) return;
     event.preventDefault();
+    state.byKey = true;
     go(address({ tab: known[(known.indexOf(state.tab) + offset + known.length) % known.length], turn: state.turn }));
-    tabs.querySelector("[aria-selected=true]").focus();
   } });
   const count = listed.trajectories.length;
   const neighbour = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: `${label} (${offset > 0 ? "j" : "k"})`, disabled: index + offset < 0 || index + offset >= count || exported && count === 1,
@@ -40,17 +41,21 @@ export async function showTrajectory(main, runs, place, go) {
     const turn = turns[token.turn];
     const worker = timeline.calls[index]?.find(([number]) => number === token.turn)?.[4];
     const [prompt, , checksum] = turn.record;
-    return [["call", token.sampled ? `sampled by that of turn ${token.turn}` : `in the prompt of turn ${token.turn}`],
-      ["engine", worker || "not recorded"], ...(token.sampled ? [["weights", `version ${token.version}`]] : []),
-      ["call's record", `${counted(prompt, "prompt id", "prompt ids")}, ${turn.completion_token_ids.length.toLocaleString("en")} sampled, checksum ${checksum.toString(16)}`],
-      ["audit", !report ? "running" : report.violations ? "fails" : "id, context, log-prob and version are those of the record"]];
+    return [["call", token.sampled ? `turn ${token.turn}, token ${token.at + 1}` : `prompt of turn ${token.turn}`],
+      ["engine", worker || "not recorded"], ...(token.sampled ? [["weight version", token.version]] : []),
+      ["call's prompt", counted(prompt, "id", "ids")], ["its checksum", checksum.toString(16)],
+      ["audit", !report ? "running" : report.violations ? "not exact" : "exact"]];
   }
 
   function draw(query) {
     const branch = branchOf(branches, state.turn);
+    // What is drawn again keeps the focus: a tab, or a turn of the tree.
+    const [tabHeld, turnHeld] = [tabs, side].map((part) => part.contains(document.activeElement));
     side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
     tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
       onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
+    if (tabHeld) tabs.querySelector("[aria-selected=true]").focus();
+    if (turnHeld) side.querySelector("[aria-current=true]")?.focus();
     content.setAttribute("aria-labelledby", `tab-${state.tab}`);
     if (!turns.length) {
       content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
@@ -74,8 +79,9 @@ export async function showTrajectory(main, runs, place, go) {
       const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));
       if (wanted && query.token !== undefined) view.choose(wanted.position);
       else if (wanted) view.reveal(wanted.position);
-      view.box.focus({ preventScroll: true });
+      if (!turnHeld && !state.byKey) view.box.focus({ preventScroll: true });
     }
+    state.byKey = false;
   }
 
   const parts = Object.entries(trajectory.reward_parts ?? {});
