@@ -26,7 +26,7 @@ from turnwise.config import Config, parse_config
 
 RANKS = 4
 LAYERS, QUICK_LAYERS = 20, 2
-GOALS = {"load": 1.5, "publish": 2.0, "export": 2.0}
+GOALS = {"load": 1.5, "publish": 1.5, "export": 1.5}
 """Largest peak of each phase, in shards: at most one whole tensor is gathered at a time."""
 SECONDS = 300.0
 

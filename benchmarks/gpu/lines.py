@@ -57,6 +57,14 @@ LINES = (
     Line("fsdp2", ("the same with FSDP2, in a group of one",), "training:fsdp2", TRAINING),
     Line("packing", ("log-probs, packed against padded, float32",), "training:packing", TRAINING),
     Line("precision", ("log-probs, bf16 against float32",), "training:precision", TRAINING),
+    Line("rounding", ("weights kept in bf16, stochastic rounding",), "training:rounding", TRAINING),
+    Line(
+        "attention",
+        ("FlexAttention, FlashAttention if installed, against torch's",),
+        "training:attention",
+        TRAINING,
+        150.0,
+    ),
     Line("lora", ("LoRA of rank 16, bf16",), "training:lora", (*TRAINING, "peft")),
     Line(
         "checkpointing",

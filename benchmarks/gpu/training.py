@@ -1,5 +1,6 @@
 """The training plane on one device: `TrainerRank` with a Qwen3 of random weights."""
 
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.device import GIB, Place, close, require
 from turnwise.config import Config, parse_config
 from turnwise.training import Sample, checkpoint, scoring
+from turnwise.training.attention import use_packed_attention
 from turnwise.training.batching import (
     MicroBatch,
     RankBatches,
@@ -188,6 +190,33 @@ def precision(place: Place) -> Iterator[str]:
     mean, largest = float(difference.mean()), float(difference.max())
     require(mean < 0.02 and largest < 0.2, f"off by {mean:.2g} on average, {largest:.2g} at most")
     yield f"mean {mean:.2g}, largest {largest:.2g}"
+
+
+def rounding(place: Place) -> Iterator[str]:
+    """Train without float32 copies of the weights."""
+    rank = make_rank(place, configuration(place, training={"weights_dtype": "bfloat16"}))
+    require(all(p.dtype == torch.bfloat16 for p in parameters(rank)), "a weight is not bfloat16")
+    yield speed(place, rank, samples(place))
+
+
+def attention(place: Place) -> Iterator[str]:
+    """Compare the log-probs of Transformers' attention kernels with those of torch's."""
+    rank, given = make_rank(place, configuration(place)), samples(place, 8)
+    model, expected = rank._scorer.get_submodule("model"), logprobs(rank, given, packed=True)
+    names = ["flex_attention"]
+    if place.gpu and importlib.util.find_spec("flash_attn") is not None:
+        names.append("flash_attention_2")
+    figures = []
+    for name in names:
+        use_packed_attention(model, name)
+        difference = (logprobs(rank, given, packed=True) - expected).abs()
+        mean, largest = float(difference.mean()), float(difference.max())
+        require(mean < 0.02 and largest < 0.2, f"{name}: mean {mean:.2g}, largest {largest:.2g}")
+        figures.append(f"{name}: mean {mean:.2g}, largest {largest:.2g}")
+    for number, name in enumerate(names if place.gpu else ()):  # a CPU has no gradients of it
+        use_packed_attention(model, name)
+        figures[number] += f", {speed(place, rank, given)}"
+    yield "; ".join(figures)
 
 
 def _batch(rank: TrainerRank, given: Sequence[Sample]) -> Any:

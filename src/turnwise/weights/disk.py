@@ -32,7 +32,8 @@ from turnwise.weights.transport import (
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
-_PART_BYTES = 16 * 2**20
+_PART_BYTES = 2 * 2**20
+"""Bytes of a tensor that are copied at once to be written."""
 _KEPT = 2
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' names of torch's types."""
