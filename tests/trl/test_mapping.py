@@ -119,6 +119,13 @@ def test_values_of_all_kinds_are_carried_over() -> None:
     assert (config.trackers, config.seed, config.engine.kv_cache_gib) == (["wandb"], 1, 0.25)
 
 
+def test_the_attention_of_the_model_is_that_of_the_trainer() -> None:
+    for name, expected in (("sdpa", "auto"), ("flash_attention_2", "flash_attention_2")):
+        config = config_of(model_init_kwargs={"attn_implementation": name, "dtype": "bfloat16"})
+        assert (config.training.attention, config.model.dtype) == (expected, "bfloat16")
+    assert config_of().training.attention == "auto"
+
+
 def test_losses_and_corrections() -> None:
     assert config_of(loss_type="dr_grpo").algorithm.reduction == "constant"
     config = config_of(loss_type="cispo", epsilon_high=5.0)

@@ -97,7 +97,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "trackers": _trackers(args.report_to),
         "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
-        "model.dtype": _dtype(args),
+        **_model(args),
         "rollout.prompts_per_step": groups,
         "training.steps": steps,
         "training.updates_per_step": updates,
@@ -242,15 +242,19 @@ def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
     return dict(value or {})
 
 
-def _dtype(args: GRPOConfig) -> str:
-    """Return the precision of forward passes; master weights are always float32."""
+def _model(args: GRPOConfig) -> dict[str, object]:
+    """Return the precision of forward passes, with master weights in float32, and the attention."""
     given = _dictionary(args, "model_init_kwargs")
     dtype = str(given.pop("dtype", given.pop("torch_dtype", None))).removeprefix("torch.")
+    attention = given.pop("attn_implementation", None)
     if given:
-        _refuse("model_init_kwargs", given, "only dtype can be set")
+        _refuse("model_init_kwargs", given, "only dtype and attn_implementation can be set")
     if dtype not in ("None", "auto", "float32", "bfloat16"):
         _refuse("model_init_kwargs", {"dtype": dtype}, "dtype must be float32 or bfloat16")
-    return "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32"
+    return {
+        "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
+        "training.attention": "auto" if attention in (None, "sdpa") else attention,
+    }
 
 
 def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
