@@ -232,6 +232,7 @@ class Session:
         prompt: NextPrompt,
         adapter: str = "",
         times: TurnTimes | None = None,
+        experts: bytes = b"",
     ) -> None:
         """Add a turn.
 
@@ -241,6 +242,7 @@ class Session:
             prompt: The result of `next_prompt` for the request.
             adapter: Name of the adapter that sampled; "" for the policy.
             times: When it was sampled, with any number as the turn's; None if it is not known.
+            experts: As in `Trajectory.add_turn`.
         """
         if self.closed:
             self.lost_turns += 1
@@ -259,6 +261,7 @@ class Session:
             fork_reason=prompt.fork_reason,
             messages=new,
             adapter=adapter,
+            experts=experts,
         )
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
@@ -277,6 +280,7 @@ class Session:
             len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
             + len(token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
+            + len(turn.experts)
         )
 
     def _shared_view(self, digest: bytes, message: Message) -> Message:

@@ -20,6 +20,8 @@ _GRAPHS = (
     "engine.vllm_args.enforce_eager to disable them"
 )
 
+_EXPERTS = "set engine.routing_replay to record the experts of each token and train with them"
+
 FORMER_KEYS = {
     "engine.extra": "engine.vllm_args",
     "sinks": "trackers",
@@ -52,6 +54,8 @@ REPLACED_KEYS = {
     "blocks_to_swap_out": _NO_SWAP,
     "blocks_to_copy": "vLLM shares the blocks of a common prefix instead of copying them; see "
     "engine.prefix_caching",
+    "enable_return_routed_experts": _EXPERTS,
+    "aux_output_config": _EXPERTS,
     "sliding_window": "the model's own config.json sets it for both the engine and the trainer; "
     "change it in the folder of model.path, or limit the context with model.max_length",
 }
@@ -89,6 +93,7 @@ ALIASES = {
     "data_path": "data.path",
     "dataset": "data.path",
     "dataset_name": "data.path",
+    "enable_routing_replay": "engine.routing_replay",
     "env": "environment",
     "epochs": "training.steps",
     "epsilon": "algorithm.loss.clip_low",

@@ -121,6 +121,16 @@ class Config(Section):
                 "engine.pipeline_parallel_size above 1 requires engines in separate processes: set "
                 "it to 1, or set training.colocated and serving.spread to false"
             )
+        if self.engine.routing_replay and (
+            self.deterministic
+            or not self.engine.prefix_caching
+            or self.engine.pipeline_parallel_size > 1
+        ):
+            raise ValueError(
+                "engine.routing_replay: vLLM returns the experts of an engine with a prefix cache "
+                "and without pipeline parallelism only: set engine.prefix_caching to true, "
+                "deterministic to false, and engine.pipeline_parallel_size to 1"
+            )
         size, ranks = self.engine.tensor_parallel_size, self.training.ranks
         if ranks % self.training.context_parallel:
             raise ValueError(

@@ -31,6 +31,9 @@ class EngineConfig(Section):
     """Largest number of tokens in one step of the engine; longer prompts are computed in chunks."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes."""
+    routing_replay: bool = False
+    """Record the experts that computed each token of a mixture of experts, and train with the same
+    choice (R3)."""
     threads: PositiveInt = 1
     """Number of CPU threads of the engine; more than one per core is slower."""
     logits_processors: list[str] = []

@@ -86,6 +86,9 @@ class Chunk:
     (`engine.metrics`)."""
     worker: str = field(default="", compare=False)
     """In a scheduler's last chunk, the name of the worker that sampled the last token."""
+    experts: bytes = b""
+    """In the last chunk, with `engine.routing_replay`: a row of `trajectory/experts.py` for each id
+    of prompt and completion but the last."""
 
     def __add__(self, following: "Chunk") -> "Chunk":
         """Join two chunks; the finish reason is that of the second."""
@@ -101,6 +104,7 @@ class Chunk:
             following.first_token_age,
             following.queued,
             following.worker,
+            following.experts,
         )
 
 
@@ -133,6 +137,8 @@ class Completion:
     """As in `Chunk`."""
     worker: str = field(default="", compare=False)
     """Name of the worker that sampled the last token; "" if there is only an engine."""
+    experts: bytes = b""
+    """As in `Chunk`."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions):
@@ -335,4 +341,5 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
         None if last.first_token_age is None else time.time() - last.first_token_age,
         last.queued,
         last.worker,
+        last.experts,
     )

@@ -4,13 +4,24 @@ Those are in `serving/openai/vllm_api.py`; nothing else in turnwise imports vLLM
 against vLLM 0.32. When vLLM moves its names, change them in these two files. Importing them takes a
 fifth less time without the garbage collector.
 
+On a CPU, vLLM's runner of models returns no routed experts; `capture_experts` connects vLLM's own
+recorder to it. It relies on `execute_model`, `sample_tokens`, `execute_model_state`, `input_batch`
+and `query_start_loc` of the runner, on `begin_step`, `prepare_output`, `enqueue_cpu_copy` and
+`process_output` of the recorder, and on synchronous scheduling.
+
 `weights/vllm_adapters.py` relies on attributes of vLLM's objects for adapters: `_adapter_manager`
 of the worker's manager; `modules`, `lora_index_to_id` and `_validate_moe_lora_format` of that; and
 `lora_a_stacked`, `lora_b_stacked`, `slice_lora_a` and `slice_lora_b` of its layers.
 """
 
 import gc
+from collections.abc import Callable
+from functools import partialmethod
 from multiprocessing.context import BaseContext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 _collecting = gc.isenabled()
 gc.disable()
@@ -66,6 +77,11 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 if _collecting:
     gc.enable()
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
 
 _BUSY_SECONDS = 0.001
 _LOOK_MS = 100
@@ -109,9 +125,57 @@ class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
         super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
 
+def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
+    """Check a configuration that returns experts as vLLM does, but for the runner of models."""
+    current_platform.is_out_of_tree = lambda: True
+    try:
+        check(self)
+    finally:
+        del current_platform.is_out_of_tree
+
+
+def capture_experts(runner: "CPUModelRunner") -> None:
+    """Let a CPU's runner of models return the experts of each request with its tokens.
+
+    Args:
+        runner: vLLM's runner, before its first request.
+    """
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+    recorder = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
+    execute, sample = runner.execute_model, runner.sample_tokens
+
+    def execute_model(step: "SchedulerOutput", *arguments: object) -> "ModelRunnerOutput | None":
+        recorder.begin_step(step.aux_output_connector_metadata)
+        return execute(step, *arguments)
+
+    def sample_tokens(*arguments: object) -> "ModelRunnerOutput":
+        if runner.execute_model_state is None:  # nothing was computed
+            return sample(*arguments)
+        requests, batch = runner.input_batch.num_reqs, runner.input_batch
+        computed = SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:requests].copy(),
+            query_start_loc_np=runner.query_start_loc.np[: requests + 1].copy(),
+        )
+        pending = recorder.prepare_output(computed)
+        output = sample(*arguments)
+        if pending is not None:  # only one shard of an engine records
+            places = [output.req_id_to_index[request] for request in pending.request_ids]
+            sampled = np.array([len(output.sampled_token_ids[place]) for place in places])
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
 if current_platform.is_cpu():
     _compile_nothing()
     shm_broadcast.SpinCondition = _Waiting
+    VllmConfig._verify_aux_output_compatibility = partialmethod(
+        _checked_experts, VllmConfig._verify_aux_output_compatibility
+    )
 
 
 def use_process_context(context: BaseContext) -> None:
@@ -172,6 +236,7 @@ __all__ = [
     "WeightTransferUpdateInfo",
     "WeightVersionSpan",
     "WorkerWrapperBase",
+    "capture_experts",
     "cleanup_dist_env_and_memory",
     "current_platform",
     "finalize_layerwise_reload",

@@ -97,8 +97,13 @@ class VllmEngine(UpdatableEngine):
         self._unloaded = dict(adapters.paths)
         """Paths of adapters that are not loaded yet, by name."""
         self._loading = asyncio.Lock()
-        self._ready = not adapters.rank
-        """Whether all adapters are loaded."""
+        self._has_adapters = bool(adapters.rank)
+        self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
+        """Whether the workers must be asked to capture the choice of experts."""
+        self._ready = not self._has_adapters and not self._captures
+        """Whether all adapters are loaded, and choices are captured."""
+        if self._captures and not worker_extension:
+            raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
@@ -158,7 +163,10 @@ class VllmEngine(UpdatableEngine):
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
-            await self._ask("prepare_adapters")
+            if self._captures:
+                await self._ask("capture_experts")
+            if self._has_adapters:
+                await self._ask("prepare_adapters")
             for name, path in list(self._unloaded.items()):
                 adapter = self._adapters.new(name)
                 await self._ask("put_adapter", adapter.number, path, key_of(name))

@@ -106,7 +106,16 @@ def make_chunk(
         alternatives,
         first_token_age,
         None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts),
+        experts=_experts(output, end),
     )
+
+
+def _experts(output: "RequestOutput", sampled: int) -> bytes:
+    """Return the rows of a finished request; empty if vLLM does not have all of them."""
+    rows_NLK = output.outputs[0].routed_experts
+    if rows_NLK is None or len(rows_NLK) != len(output.prompt_token_ids) + sampled - 1:
+        return b""
+    return bytes(rows_NLK.tobytes())
 
 
 def read_prompt_logprobs(positions: "PromptLogprobs") -> list[float | None]:

@@ -97,6 +97,7 @@ def engine_arguments(
         "max_num_seqs": 1 if deterministic else engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.prefix_caching and not deterministic,
+        "enable_return_routed_experts": engine.routing_replay,
         "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,

@@ -260,6 +260,7 @@ class RolloutContext:
             completion.prompt_logprobs,
             fork_reason=self.fork_reason,
             messages=messages,
+            experts=completion.experts,
         )
         first = completion.first_token_at
         worker, queued = completion.worker, completion.queued

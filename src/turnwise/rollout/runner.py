@@ -291,6 +291,10 @@ class Runner:
             async with asyncio.timeout(seconds), clock.watching() as stall:
                 with agent_span(rollout.loop, name, trajectory.problem_id) as span:
                     await self._attempt(run, trajectory, name, clock)
+                    if self._config.engine.routing_replay:
+                        lost = sum(not turn.experts for turn in trajectory.turns)
+                        if lost:
+                            trajectory.events["experts_missing"] += lost
                     span.set_attribute("turnwise.status", trajectory.status)
                     span.set_attribute("turnwise.reward", trajectory.reward or 0.0)
                 return None

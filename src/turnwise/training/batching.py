@@ -140,6 +140,9 @@ class MicroBatch:
     sequences: int
     tokens: int
     """Tokens without padding."""
+    experts_BTR: torch.Tensor | None = None
+    """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
+    is 1 where there is one; None if no token has one."""
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
@@ -195,13 +198,31 @@ def make_micro_batch(
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),
         sum(s.length for s in samples),
+        _experts(samples, packed, device),
     )
+
+
+def _experts(samples: Sequence[Sample], packed: bool, device: torch.device) -> torch.Tensor | None:
+    """Return the rows of samples; the last token of each has none, and needs none."""
+    sizes = {len(s.experts) // (s.length - 1) for s in samples if s.experts}
+    if not sizes:
+        return None
+    (size,) = sizes
+    rows = []
+    for sample in samples:
+        row_TR = np.zeros((sample.length, 1 + size), np.uint8)
+        if sample.experts:
+            row_TR[:-1, 0] = 1
+            row_TR[:-1, 1:] = np.frombuffer(sample.experts, np.uint8).reshape(-1, size)
+        rows.append(row_TR)
+    return _joined(rows, packed).to(device)
 
 
 def _joined(rows: Sequence[Array], packed: bool) -> torch.Tensor:
     if packed:
         return torch.from_numpy(np.concatenate(rows))[None]
-    padded = np.zeros((len(rows), max(map(len, rows))), dtype=rows[0].dtype)
+    longest = max(map(len, rows))
+    padded = np.zeros((len(rows), longest, *rows[0].shape[1:]), dtype=rows[0].dtype)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return torch.from_numpy(padded)

@@ -95,6 +95,8 @@ class Columns:
     """Number of each target among those of all columns."""
     total: int
     """Number of targets in all columns."""
+    experts_BTR: torch.Tensor | None = None
+    """As in `MicroBatch`."""
 
     @classmethod
     def of(
@@ -103,6 +105,7 @@ class Columns:
         mask_BT: torch.Tensor,
         position_ids_BT: torch.Tensor | None,
         group: ContextGroup | None,
+        experts_BTR: torch.Tensor | None = None,
     ) -> "Columns":
         """Return this rank's columns of a micro-batch; without a group, all of them.
 
@@ -127,6 +130,8 @@ class Columns:
                 functional.pad(x, (0, missing))
                 for x in (before_BT, following_BT, token_ids_BT, position_ids_BT)
             )
+            if experts_BTR is not None:
+                experts_BTR = functional.pad(experts_BTR, (0, 0, 0, missing))
             own = slice(group.number * width, (group.number + 1) * width)
         number_BT = (before_BT.flatten().cumsum(0) - 1).view_as(before_BT)
         return cls(
@@ -138,6 +143,7 @@ class Columns:
             group,
             number_BT[:, own][before_BT[:, own]],
             int(before_BT.sum()),
+            None if experts_BTR is None else experts_BTR[:, own],
         )
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:

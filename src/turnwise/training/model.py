@@ -28,7 +28,8 @@ from turnwise.training.loading import (
     shared_roles,
 )
 from turnwise.training.lora import Role, TrainedPart, add_adapters, take_role
-from turnwise.training.scoring import Scores, hidden_before, score
+from turnwise.training.routing import RoutingReplay
+from turnwise.training.scoring import Scores, hidden_before, score_columns
 
 ModelName = Role
 """The models of the trainer."""
@@ -40,6 +41,7 @@ class Scorer(nn.Module):
     Args:
         roles: Roles that it plays with an adapter each (LoRA); none if it plays its only one.
         group: Ranks that share each sequence; None: each rank computes its own.
+        replay: Its routers, where they repeat the engine's choices in the role of the policy.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Scorer(nn.Module):
         dtype: torch.dtype,
         roles: Sequence[Role] = (),
         group: ContextGroup | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -57,6 +60,7 @@ class Scorer(nn.Module):
         self.roles = roles
         self._sampling = sampling
         self._group = group
+        self._replay = replay
         self.head = _value_head(model.base_model) if "value" in roles else None
 
     def forward(
@@ -65,17 +69,13 @@ class Scorer(nn.Module):
         """Return the scores of a batch's masked tokens; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
+        columns = _columns(batch, self._group)
+        if self._replay is not None:
+            self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
             assert self.head is not None
-            return _values_N(self.model.base_model, self.head, batch, self._group)
-        return score(
-            self.model,
-            batch.token_ids_BT,
-            batch.mask_BT,
-            batch.position_ids_BT,
-            sampling or self._sampling,
-            self._group,
-        )
+            return _values_N(self.model.base_model, self.head, columns)
+        return score_columns(self.model, columns, sampling or self._sampling)
 
 
 class Critic(nn.Module):
@@ -94,7 +94,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return an estimate of the return before each masked token: [N]."""
-        return _values_N(self.backbone, self.head, batch, self._group)
+        return _values_N(self.backbone, self.head, _columns(batch, self._group))
 
 
 def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
@@ -107,10 +107,12 @@ def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
     return head
 
 
-def _values_N(
-    backbone: Any, head: nn.Linear, batch: MicroBatch, group: ContextGroup | None
-) -> torch.Tensor:
-    columns = Columns.of(batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT, group)
+def _columns(batch: MicroBatch, group: ContextGroup | None) -> Columns:
+    tensors = (batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT)
+    return Columns.of(*tensors, group, batch.experts_BTR)
+
+
+def _values_N(backbone: Any, head: nn.Linear, columns: Columns) -> torch.Tensor:
     values_N: torch.Tensor = head(hidden_before(backbone, columns))[:, 0].float()
     return columns.whole(values_N)
 
@@ -213,7 +215,8 @@ def load_models(
     shape: PretrainedConfig = model.config
     if roles:
         add_adapters(model, config.model.lora, roles)
-    scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles, group)
+    replay = RoutingReplay(model) if config.engine.routing_replay else None
+    scorer = Scorer(model, config.sampling, dtype_of(config, POLICY), roles, group, replay)
     policy = distribute(scorer, config, device, POLICY)
     frozen = policy if "reference" in roles else None
     if reference is not None and frozen is None:

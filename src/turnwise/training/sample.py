@@ -42,6 +42,9 @@ class Sample:
     trajectory."""
     counted_only: bool
     """Whether the sample only counts in the batch's totals, and is not computed."""
+    experts: bytes = b""
+    """T - 1 rows of `trajectory/experts.py`, which the trainer's routers repeat; empty if they
+    choose for themselves."""
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class Sample:
         trajectory: int | None = None,
         counted_only: bool = False,
         turns: Sequence[int] | None = None,
+        experts: bytes = b"",
     ) -> "Sample":
         """Make a sample of plain lists of one length; by default each sequence is a pair and a
         trajectory by itself.
@@ -80,6 +84,7 @@ class Sample:
             pair_id,
             pair_id if trajectory is None else trajectory,
             counted_only,
+            experts,
         )
 
     @property

@@ -169,6 +169,7 @@ def _add(
             trajectory=first if pair_id is None else pair_id,
             counted_only=counted_only,
             turns=branch.turns,
+            experts=branch.experts,
         )
         batch.samples.append(sample)
         batch.origins[id(sample)] = trajectory

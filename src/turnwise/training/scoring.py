@@ -47,7 +47,11 @@ def score(
     Args:
         group: Ranks that share the rows; each gets the scores of all tokens.
     """
-    columns = Columns.of(token_ids_BT, mask_BT, position_ids_BT, group)
+    return score_columns(model, Columns.of(token_ids_BT, mask_BT, position_ids_BT, group), sampling)
+
+
+def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
+    """Score the targets of all columns, of which this rank computes some; see `score`."""
     hidden_NH = hidden_before(model.base_model, columns)
     own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
     return Scores(*(columns.whole(values_N) for values_N in own))

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.core.json_types import JsonObject
+from turnwise.trajectory.ids import checksums, fingerprint
 from turnwise.trajectory.trajectory import (
     Branch,
     Trajectory,
     Turn,
-    checksums,
-    fingerprint,
 )
 
 

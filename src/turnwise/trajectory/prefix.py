@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory.trajectory import common_prefix
+from turnwise.trajectory.ids import common_prefix
 
 
 class PrefixTokenizer(Protocol):

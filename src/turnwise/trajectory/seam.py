@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
-from turnwise.trajectory.trajectory import Message, common_prefix
+from turnwise.trajectory.ids import common_prefix
+from turnwise.trajectory.trajectory import Message
 
 _QUESTION = "placeholder question"
 _SENTINEL = "sentinel 0f1e2d3c"

@@ -9,8 +9,6 @@ only file format is JSON Lines.
 """
 
 import json
-import zlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +17,8 @@ from typing import Literal
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError, translate_unwritable
+from turnwise.trajectory.experts import as_text, from_text, rows_after, rows_of_path
+from turnwise.trajectory.ids import checksums, common_prefix, fingerprint
 
 MAX_REWARD = 1e6
 """Largest absolute reward, so that squares and sums of rewards cannot overflow."""
@@ -67,6 +67,9 @@ class Turn:
     """The messages that led here, for people; empty if the trajectory is one conversation."""
     adapter: str = ""
     """Name in `serving.adapters` of the adapter that sampled; "" for the policy."""
+    experts: bytes = b""
+    """A row of `experts.py` for each position from the last one of the parent's path on, but for
+    the last one of this path; empty if the engine returned none."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -107,6 +110,8 @@ class Branch:
     """-1 where the response mask is 0."""
     turns: list[int] = field(default_factory=list)
     """Index of the turn that sampled each token; -1 where the response mask is 0."""
+    experts: bytes = b""
+    """T - 1 rows of `experts.py`; empty if the engine returned none for some turn."""
 
 
 @dataclass(slots=True)
@@ -159,6 +164,7 @@ class Trajectory:
         fork_reason: str | None = None,
         messages: Sequence[Message] = (),
         adapter: str = "",
+        experts: bytes = b"",
     ) -> Turn:
         """Append one call of the engine; its parent is the turn with the longest common prefix.
 
@@ -171,6 +177,7 @@ class Trajectory:
                 `new_conversation`.
             messages: The messages that led to this turn, for people.
             adapter: As in `Turn`.
+            experts: A row for each id of prompt and completion but the last.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
@@ -198,6 +205,7 @@ class Trajectory:
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
             adapter=adapter,
+            experts=rows_after(experts, len(prompt) + len(completion_token_ids), shared),
         )
         self.turns.append(turn)
         prompt += completion_token_ids
@@ -265,8 +273,13 @@ class Trajectory:
 
     def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
         """Build one branch; `trained` counts, by turn, the sampled tokens of earlier branches."""
-        branch = Branch(leaf, [], [], [], [])
-        for index, length in self._path(leaf):
+        path = self._path(leaf)
+        own = [(self.turns[index], length) for index, length in path]
+        experts = rows_of_path(
+            (t.experts, t.prefix_length, t.path_length - t.prefix_length, n) for t, n in own
+        )
+        branch = Branch(leaf, [], [], [], [], experts=experts)
+        for index, length in path:
             turn = self.turns[index]
             added = turn.added_token_ids[:length]
             sampled = max(0, length - len(turn.added_token_ids))
@@ -299,7 +312,7 @@ class Trajectory:
 
     def to_json(self) -> str:
         """Return one line of JSON that `from_json` reads back without loss."""
-        tree = _shallow_dict(self) | {"turns": [_shallow_dict(turn) for turn in self.turns]}
+        tree = _shallow_dict(self) | {"turns": [_turn_dict(turn) for turn in self.turns]}
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -311,7 +324,11 @@ class Trajectory:
         """
         tree = json.loads(line)
         turns = [
-            Turn(**turn | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])})
+            Turn(
+                **turn
+                | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])}
+                | {"experts": from_text(turn.get("experts", ""))}
+            )
             for turn in tree.pop("turns")
         ]
         for index, turn in enumerate(turns):
@@ -327,38 +344,6 @@ class Trajectory:
         return trajectory
 
 
-def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
-    return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
-
-
-def fingerprint(
-    prompt_token_ids: Sequence[int],
-    completion_token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    weight_versions: Sequence[int],
-) -> tuple[int, int, int]:
-    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
-    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
-    sampled += array("d", logprobs).tobytes()
-    return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
-
-
-def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the longest common prefix of two sequences of ids or characters."""
-    length, step = 0, 64
-    limit = min(len(a), len(b))
-    while length < limit:
-        step = min(step, limit - length)
-        if a[length : length + step] == b[length : length + step]:
-            length, step = length + step, step * 2
-        elif step == 1:
-            break
-        else:
-            step //= 2
-    return length
-
-
 def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
     """Return a dataclass as a dictionary of its public fields (`asdict` would copy every list)."""
     return {
@@ -366,6 +351,12 @@ def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
         for item in fields(record)
         if not item.name.startswith("_")
     }
+
+
+def _turn_dict(turn: Turn) -> JsonObject:
+    tree = _shallow_dict(turn)
+    rows = tree.pop("experts")
+    return {**tree, "experts": as_text(rows)} if rows else tree
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:

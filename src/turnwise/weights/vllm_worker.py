@@ -254,6 +254,11 @@ class WorkerExtension:
         return {"ended": ended}
 
     @_replying
+    def capture_experts(self) -> None:
+        """Capture which experts compute each token, before the first request."""
+        vllm.capture_experts(self.model_runner)
+
+    @_replying
     def prepare_adapters(self) -> None:
         """Prepare the model for adapters, before the first request."""
         spare_head(self.model_runner.lora_manager)

@@ -244,6 +244,7 @@ class SessionHooks:
             prompt=context.prompt,
             adapter=context.adapter,
             times=times,
+            experts=last.experts,
         )
 
     def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:
