@@ -123,11 +123,12 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     ):
         assert re.search(rf"^{part} \.\.\.$", done.stdout, re.MULTILINE)
         assert re.search(rf"^{part}: \d+\.\d s$", done.stdout, re.MULTILINE)
+    assert all(row["worker_tokens_per_s"]["worker-0"] > 0 for row in rows[1:])
     assert "held-out accuracy (reward ≥ 1) " in done.stdout
     assert done.stdout.count("── best: ") == done.stdout.count("── worst: ") == 1
 
     calls = (run / "timeline" / "step-0001.jsonl").read_text().splitlines()
-    asked, first, ended, worker = json.loads(calls[0])[0][1:]
+    _, asked, first, ended, worker, *_ = json.loads(calls[0])[0]
     assert asked <= (first or asked) <= ended
     assert (worker, len(calls)) == ("worker-0", 16)
 
