@@ -85,6 +85,10 @@ class RolloutConfig(Section):
     """Problems, each with one group of trajectories, in one training step."""
     concurrency: PositiveInt = 256
     """Largest number of trajectories in flight."""
+    processes: PositiveInt = 1
+    """Processes that run trajectories. 1 is the driver itself; with more, each is a Ray actor on
+    any node, for fleets of engines whose turns one event loop cannot keep up with. Environments and
+    reward functions run there, and each process has its own copy of their global state."""
     oversample: NonNegativeFloat = 0.0
     """Share of extra groups to start for a step, which trains on the first groups to finish; 0.25
     starts a quarter more."""
@@ -142,6 +146,8 @@ class RolloutConfig(Section):
     def _consistent(self) -> "RolloutConfig":
         if bool(self.call_start) != bool(self.call_end):
             raise ValueError("call_start and call_end belong together: set both or neither")
+        if self.processes > 1 and any(reward.model for reward in self.rewards):
+            raise ValueError("reward models need processes 1")
         if self.call_tool and not self.call_start:
             raise ValueError("call_tool receives the text between the tags: set call_start")
         if self.call_start and self.loop in set(LOOP_NAMES) - {"interleaved"}:

@@ -65,6 +65,11 @@ def made_progress() -> None:
     _Progress.moved = time.monotonic()
 
 
+def last_progress() -> float:
+    """Return when this process last made progress, on `time.monotonic`'s clock."""
+    return _Progress.moved
+
+
 class Watchdog:
     """Reports when there is no progress for `seconds` during its `async with` block.
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SERVER = "starting the OpenAI server"
 CHATS = "starting the chat scheduler"
+FRONTS = {"agent": SERVER, "chat_scheduler": CHATS}
+"""Names of the starts of what serves the trajectories of a loop, for display."""
 
 
 class _Front(Protocol):

@@ -24,21 +24,20 @@ from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.rollout.processes import RolloutProcesses
 from turnwise.rollout.producer import RunGroup
 from turnwise.rollout.reward_model import start_reward_models
+from turnwise.rollout.rollout_process import open_front
 from turnwise.run.fleet import (
-    CHATS,
-    SERVER,
+    FRONTS,
     begin_imports,
     count_of,
     gpu_share,
-    import_server,
     make_manager,
     ray_running,
     starting_engines,
 )
 from turnwise.run.progress import SILENT, Progress, show_part
-from turnwise.serving.chat_backend import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.trainer_group import TrainerGroup
@@ -56,6 +55,8 @@ class Runtime:
     """Runner that generates trajectories."""
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
+    processes: RolloutProcesses | None = None
+    """Processes that run groups; None if the driver runs them."""
 
     @property
     def generator(self) -> Generator:
@@ -66,6 +67,8 @@ class Runtime:
         """Return a function that runs the group of a problem, under a unique tag."""
 
         def run_group(problem: Problem, tag: str) -> Awaitable[Group]:
+            if self.processes is not None:
+                return self.processes.run_group(problem, sampling, tag)
             return self.runner.run_group(self.generator, problem, sampling, tag)
 
         return run_group
@@ -106,7 +109,7 @@ async def open_runtime(
     with progress.part("loading the tokenizer"):
         make = partial(Runner, config, environment=environment, functions=functions)
         runner = await run_in_thread(lambda: _make_runner(make, config, first, training))
-        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
+        await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
         stack.callback(parser.cancel)
@@ -121,6 +124,11 @@ async def open_runtime(
                     progress, _TRAINER, lambda: TrainerGroup.start(config, folder, num_gpus=share)
                 )
 
+        async def start_processes() -> None:
+            if processes is not None:
+                name = f"starting {config.rollout.processes} rollout processes"
+                await show_part(progress, name, processes.start)
+
         async def start_rewards() -> None:
             count = sum(1 for part in config.rollout.rewards if part.model)
             name = f"starting {count_of(count, 'reward model')}"
@@ -131,24 +139,21 @@ async def open_runtime(
             await start_policy()  # engines run in its processes
         manager = make_manager(config, share, _hosts(config, policy))
         stack.push_async_callback(manager.shutdown)
+        processes: RolloutProcesses | None = None
+        if config.rollout.processes > 1:
+            processes = RolloutProcesses(config, manager.scheduler, environment, functions)
+            stack.push_async_callback(processes.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
+            starting.create_task(start_processes())
             starting.create_task(start_rewards())
             starting.create_task(start_policy())
             await asyncio.shield(parser)
-        if config.rollout.loop == "agent":
-            with progress.part(SERVER):
-                server = (await run_in_thread(import_server))(config, manager.scheduler, port=0)
-                stack.push_async_callback(server.stop)
-                await server.start()
-            runner.server = server
-            stack.push_async_callback(runner.close)
-        if config.rollout.loop == "chat_scheduler":
-            runner.chats = chats = ChatBackend(config, manager.scheduler, scheduler)
-            stack.push_async_callback(chats.stop)
-            await show_part(progress, CHATS, chats.start)
+        if processes is None and (front := FRONTS.get(config.rollout.loop)):
+            with progress.part(front):
+                await stack.enter_async_context(open_front(config, runner, manager.scheduler))
         async with watching_ray(config.ray_address):
-            yield Runtime(manager, runner, policy)
+            yield Runtime(manager, runner, policy, processes)
 
 
 def _check_trainable(config: Config) -> None:

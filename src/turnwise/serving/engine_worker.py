@@ -1,13 +1,15 @@
 """The actor around one engine, and the mailbox through which the fleet uses it.
 
 Other processes use it through `WorkerHandle`: one call submits many requests, and another, which
-is always in flight, returns the chunks of all of them.
+is always in flight, returns the chunks of all of them. Each of these processes has a mailbox.
 """
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import Config, EngineConfig
@@ -30,6 +32,19 @@ Submission = tuple[str, list[int], Sampling, int | None, str]
 """A request's id, its prompt's token ids, its sampling parameters, its seed and its adapter."""
 Event = tuple[str, Chunk | Exception]
 """A request's id, and its next chunk or the error that ended it."""
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """Requests of one process that uses the engine, and their events since it last asked."""
+
+    events: list[Event] = field(default_factory=list)
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+
+    def add(self, request_id: str, event: Chunk | Exception) -> None:
+        self.events.append((request_id, event))
+        self.happened.set()
 
 
 class EngineWorker:
@@ -56,9 +71,7 @@ class EngineWorker:
         self._seed = config.seed if seed is None else seed
         self._name = name
         self._share = fraction_of_gpus
-        self._events: list[Event] = []
-        self._happened = asyncio.Event()
-        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._mailboxes: dict[str, _Mailbox] = defaultdict(_Mailbox)
         self._server: OpenAIServer | None = None
         self._bundle_indices = bundle_indices
 
@@ -123,35 +136,45 @@ class EngineWorker:
         """Call any method of the engine."""
         return await getattr(self._engine, method)(*args)
 
-    async def submit(self, batch: Sequence[Submission]) -> None:
-        """Begin requests, whose chunks `collect` returns."""
+    async def submit(self, batch: Sequence[Submission], client: str = "") -> None:
+        """Begin requests, whose chunks `collect` returns to the same client."""
+        mailbox = self._mailboxes[client]
         for submission in batch:
-            task = asyncio.create_task(self._run(*submission))
-            self._requests[submission[0]] = task
+            task = asyncio.create_task(self._run(mailbox, *submission))
+            mailbox.requests[submission[0]] = task
 
-    async def collect(self) -> list[Event]:
-        """Return the events since the last call, as soon as there is one.
+    async def collect(self, client: str = "") -> list[Event]:
+        """Return a client's events since the last call, as soon as there is one.
 
         Returns an empty list after `HEARTBEAT_SECONDS` without any.
         """
-        if not self._events:
-            self._happened.clear()
+        mailbox = self._mailboxes[client]
+        if not mailbox.events:
+            mailbox.happened.clear()
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await self._happened.wait()
+                    await mailbox.happened.wait()
             except TimeoutError:
                 return []
-        events, self._events = self._events, []
+        events, mailbox.events = mailbox.events, []
         return events
 
-    async def cancel(self, request_ids: Sequence[str]) -> None:
+    async def cancel(self, request_ids: Sequence[str], client: str = "") -> None:
         """End requests whose results are no longer needed."""
+        requests = self._mailboxes[client].requests
         for request_id in request_ids:
-            if (task := self._requests.get(request_id)) is not None:
+            if (task := requests.get(request_id)) is not None:
+                task.cancel()
+
+    async def forget(self, client: str) -> None:
+        """End all requests of a client that is gone."""
+        if (mailbox := self._mailboxes.pop(client, None)) is not None:
+            for task in mailbox.requests.values():
                 task.cancel()
 
     async def _run(
         self,
+        mailbox: _Mailbox,
         request_id: str,
         prompt: list[int],
         sampling: Sampling,
@@ -164,17 +187,13 @@ class EngineWorker:
             stream = self._engine.stream(prompt, sampling, request_id, seed, route)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self._add_event(request_id, chunk)
+                    mailbox.add(request_id, chunk)
                     ended = chunk.finish_reason is not None
             if not ended:  # the caller waits without a deadline
                 raise EngineError(f"{self._name} ended request {request_id} without a reason")
         except Exception as error:
             # An error of another type may not be readable in another process.
             known = isinstance(error, TurnwiseError)
-            self._add_event(request_id, error if known else EngineError(f"{self._name}: {error!r}"))
+            mailbox.add(request_id, error if known else EngineError(f"{self._name}: {error!r}"))
         finally:
-            self._requests.pop(request_id, None)
-
-    def _add_event(self, request_id: str, event: Chunk | Exception) -> None:
-        self._events.append((request_id, event))
-        self._happened.set()
+            mailbox.requests.pop(request_id, None)

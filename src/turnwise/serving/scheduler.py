@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.continuation import remaining, unfinished
 from turnwise.serving.quarantine import Quarantine
 from turnwise.serving.routing import TOKENS_PER_REQUEST, Router
-from turnwise.serving.worker_state import Supervisor, Turn, Worker
+from turnwise.serving.worker_state import Follower, Supervisor, Turn, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Scheduler:
         """Set when a worker is usable again, or the scheduler is closed."""
         self._closed = ""
         """Reason why no worker will become usable; "" while one may."""
+        self._followers: list[Follower] = []
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -83,10 +84,33 @@ class Scheduler:
         self._router.rebuild()
         self._closed = ""
         self._changed.set()
+        for follower in self._followers:
+            follower.add(name, engine)
         return worker
+
+    def lead(self, follower: Follower) -> None:
+        """Report all workers to a follower, and every change from now on."""
+        for worker in self.workers.values():
+            follower.add(worker.name, worker.engine)
+        self._followers.append(follower)
+
+    def leave(self, follower: Follower) -> None:
+        """Report nothing more to a follower."""
+        self._followers.remove(follower)
+
+    def note_elsewhere(self, loads: Mapping[str, float]) -> None:
+        """Add the loads of workers by other processes, by name, in place of the last ones."""
+        now = asyncio.get_running_loop().time()
+        for worker in self.workers.values():
+            change = loads.get(worker.name, 0.0) - worker.elsewhere
+            if change:
+                worker.elsewhere += change
+                self._router.add_load(worker, change, now)
 
     def restore(self, name: str) -> None:
         """Use a worker again: it is alive, so only the request failed."""
+        for follower in self._followers:
+            follower.restore(name)
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
             worker.settle(lost=False)
@@ -100,12 +124,16 @@ class Scheduler:
             worker.note_suspects()
         worker.settle(lost=True)
         self._router.rebuild()
+        for follower in self._followers:
+            follower.remove(name)
         return worker
 
     def close(self, why: str) -> None:
         """Fail turns that wait for a worker, until a worker is added."""
         self._closed = why
         self._changed.set()
+        for follower in self._followers:
+            follower.close(why)
 
     async def generate(
         self,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ray.actor import ActorHandle as RayActor
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -60,7 +61,7 @@ class WorkerHandle:
     worker_class: type = VllmAsyncGenerationWorker
     """Class of the actors that `start` starts."""
 
-    def __init__(self, process: ActorHandle, config: Config) -> None:
+    def __init__(self, process: ActorHandle, config: Config, client: str = "") -> None:
         self.name = process.name
         self.pid = 0
         self.base_url: str | None = None
@@ -68,6 +69,7 @@ class WorkerHandle:
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
+        self._client = client
         self._timeout = config.engine.request_timeout
         self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._outbox: list[Submission] = []
@@ -120,6 +122,15 @@ class WorkerHandle:
                 "report_dp_openai_server_base_url", what="report its address", seconds=10.0
             )
         return handle
+
+    @classmethod
+    def attach(cls, actor: RayActor, name: str, config: Config, client: str) -> "WorkerHandle":
+        """Use the actor of a worker that another process holds.
+
+        Args:
+            client: Name of this process, which no other one has for this worker.
+        """
+        return cls(ActorHandle(actor, name, EngineError), config, client)
 
     async def generate(
         self,
@@ -186,11 +197,11 @@ class WorkerHandle:
         if batch:
             self._send(batch)
         if cancelled:
-            self.actor.cancel.remote(cancelled)
+            self.actor.cancel.remote(cancelled, self._client)
 
     def _send(self, batch: list[Submission]) -> None:
         try:
-            self.actor.submit.remote(batch)
+            self.actor.submit.remote(batch, self._client)
         except Exception as error:  # a request that cannot be sent fails alone
             if len(batch) > 1:
                 for submission in batch:
@@ -201,7 +212,7 @@ class WorkerHandle:
     async def _collect(self) -> None:
         seconds = self._timeout + HEARTBEAT_SECONDS
         while self._failure is None and self._inboxes:
-            answer = asyncio.ensure_future(self.actor.collect.remote())
+            answer = asyncio.ensure_future(self.actor.collect.remote(self._client))
             try:
                 # Not `asyncio.timeout`: after this process itself was held up for so long, an
                 # answer that has come meanwhile counts, not the time.

@@ -25,6 +25,26 @@ class Supervisor(Protocol):
         ...
 
 
+class Follower(Protocol):
+    """Another scheduler over the same workers, in another process."""
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Use a worker, which has the fleet's weights; one of the same name is replaced."""
+        ...
+
+    def restore(self, name: str) -> None:
+        """Use a worker again on which a request failed: it is alive."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Use a worker no longer: it is lost."""
+        ...
+
+    def close(self, why: str) -> None:
+        """Expect no further worker until one is added."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One request to the scheduler; it may run on several workers, one after another."""
@@ -85,7 +105,9 @@ class Worker:
     usable: bool = True
     """False from a failure until the supervisor has confirmed that the worker is alive."""
     load: float = 0.0
-    """Sum of the weights of its running turns."""
+    """Sum of the weights of its running turns, and `elsewhere`."""
+    elsewhere: float = 0.0
+    """Load by other processes, as of their last report."""
     index: int = -1
     """Position in the router's arrays; -1 while the worker is not usable."""
     turns: int = 0

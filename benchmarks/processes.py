@@ -1,0 +1,152 @@
+"""Rollouts in two processes against one: `python -m benchmarks.processes [--quick]`.
+
+The trajectories of `benchmarks.rollouts` (3 turns of 24 tokens, in groups of 8, tools that answer
+at once), on engines that cost nothing: a turn's tokens are there at once. What remains is the work
+of Turnwise itself: prompts, templates, parser, tools, scheduler, trajectories. One process is the
+driver (`rollout.processes: 1`). With two, the driver receives the finished groups from them.
+"""
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from benchmarks.models import make_model
+from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.rollouts import TURNS, configuration, make_problems
+from turnwise.chat.template import load_tokenizer
+from turnwise.core.ray import start_ray
+from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
+from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout.processes import RolloutProcesses
+from turnwise.rollout.producer import RunGroup
+from turnwise.rollout.rollout_process import RolloutProcess
+from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory.audit import audit
+
+ENGINES = 8
+IN_FLIGHT = 32
+"""Groups in flight."""
+
+
+class FreeEngine:
+    """An engine whose tokens are random ids, and there at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        seed: int | None = None,
+        route: Route | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        count = sampling.max_tokens
+        assert count is not None
+        await asyncio.sleep(0)
+        tokens = [random.randrange(10, 200) for _ in range(count)]
+        yield Chunk(tokens, [-1.0] * count, [0] * count, "length")
+
+    async def generate(self, *arguments: Any, **keywords: Any) -> Completion:
+        return await collect(self.stream(*arguments, **keywords), self.name)
+
+
+class FreeProcess(RolloutProcess):
+    """A rollout process with such engines."""
+
+    def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
+        return engine_of(name)
+
+
+def engine_of(name: str) -> Engine:
+    engine: Any = FreeEngine(name)
+    found: Engine = engine
+    return found
+
+
+async def turns_per_second(run_group: RunGroup, seconds: float) -> float:
+    """Run groups for some seconds; every trajectory is audited."""
+    groups: list[Group] = []
+    until = time.perf_counter() + seconds
+
+    async def lane(number: int) -> None:
+        while time.perf_counter() < until:
+            (problem,) = make_problems(1, "instant")
+            groups.append(await run_group(problem, f"{number}-{len(groups)}"))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(lane(number) for number in range(IN_FLIGHT)))
+    took = time.perf_counter() - started
+    trajectories = [each for group in groups for each in group.trajectories]
+    assert all(len(each.turns) == TURNS for each in trajectories)
+    assert not any(group.dropped for group in groups)
+    for each in trajectories:
+        found = audit(each)
+        assert found.violations == 0, found.first_violation
+    return sum(len(each.turns) for each in trajectories) / took
+
+
+async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Return turns per second, in one process and in two, round by round."""
+    config = configuration(path, IN_FLIGHT)
+    rollout = {"concurrency": IN_FLIGHT * config.sampling.n, "processes": 2}
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update=rollout), "output_dir": str(path)}
+    )
+    scheduler = Scheduler(config.serving, 60.0)
+    for index in range(ENGINES):
+        scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
+    runner = Runner(config, load_tokenizer(config))
+    _ = runner.tool_parser
+    processes = RolloutProcesses(config, scheduler, process_class=FreeProcess)
+    await processes.start()
+
+    def alone(problem: Problem, tag: str) -> Any:
+        return runner.run_group(scheduler, problem, config.sampling, tag)
+
+    def together(problem: Problem, tag: str) -> Any:
+        return processes.run_group(problem, config.sampling, tag)
+
+    one, two = [], []
+    try:
+        for number in range(rounds + 1):  # the first warms up
+            one.append(await turns_per_second(alone, seconds if number else 1.0))
+            two.append(await turns_per_second(together, seconds if number else 1.0))
+    finally:
+        await processes.stop()
+    return one[1:], two[1:]
+
+
+def main() -> None:
+    """Run the benchmark and print its claims."""
+    options = parser("processes", __doc__).parse_args()
+    start_ray(None)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = make_model("0.7 M", Path(folder))
+            rounds, seconds = (1, 2.0) if options.quick else (5, 6.0)
+            one, two = asyncio.run(measure(path, rounds, seconds))
+    finally:
+        ray.shutdown()
+    claim = Claim(
+        "turns in two rollout processes, engines that cost nothing",
+        "1/s",
+        two,
+        "one process",
+        one,
+        quotients(two, one),
+        at_least=1.8,
+    )
+    report([claim], options)
+
+
+if __name__ == "__main__":
+    main()
