@@ -40,6 +40,7 @@ SCRIPTS = (
     "routing",
     "agents",
     "scale",
+    "processes",
     "serving",
     "learning",
     "lora",

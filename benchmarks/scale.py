@@ -10,6 +10,9 @@ longer than another, and no turn ever misses what some engine has cached. Its ma
 time is the reference for the fleet's. The cost of a turn is real time, of scheduler and simulation
 together, and of the scheduler's choice alone; the garbage collector is off, because it would mostly
 work on the simulation's heap. Round robin shows the growth that is not the scheduler's.
+
+With `rollout.processes`, each of 16 schedulers gives its sessions to a sixteenth of the engines;
+against that, each may use all of them, without knowledge of the others' loads.
 """
 
 import asyncio
@@ -56,6 +59,31 @@ class RoundRobin:
 
     async def generate(self, *request: Any, route: Route) -> Any:
         return await next(self._engines).generate(*request)
+
+
+class Processes:
+    """Several schedulers over the same engines, as rollout processes have them.
+
+    A group runs in the process with the fewest requests, as the driver sends it to that with the
+    fewest groups.
+    """
+
+    def __init__(self, engines: Sequence[SimulatedEngine], count: int, *, divided: bool) -> None:
+        self._schedulers = [schedule(engines) for _ in range(count)]
+        if divided:
+            for place, scheduler in enumerate(self._schedulers):
+                scheduler.prefer(engine.name for engine in engines[place::count])
+        self._busy = [0] * count
+        self._places: dict[str, int] = {}
+
+    async def generate(self, *request: Any, route: Route) -> Any:
+        if (place := self._places.get(route.group)) is None:
+            place = self._places[route.group] = self._busy.index(min(self._busy))
+        self._busy[place] += 1
+        try:
+            return await self._schedulers[place].generate(*request, route=route)
+        finally:
+            self._busy[place] -= 1
 
 
 def make_engines(count: int, faster: int = 1) -> list[SimulatedEngine]:
@@ -120,6 +148,17 @@ def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Ou
     return run_virtually(work())
 
 
+def fleet_of_processes(
+    count: int, processes: int, sessions: int, seed: int, *, divided: bool
+) -> Outcome:
+    async def work() -> Outcome:
+        engines = make_engines(count)
+        generator: Any = Processes(engines, processes, divided=divided)
+        return await run_sessions(generator, engines, sessions, PER_ENGINE * count, seed)
+
+    return run_virtually(work())
+
+
 def perfect(count: int, sessions: int, seed: int) -> Outcome:
     """Run all sessions on one engine as fast as `count`."""
 
@@ -150,6 +189,10 @@ def main() -> None:
     gc.disable()
 
     one, all_ = fleet_of(many, sessions, seed), perfect(many, sessions, seed)
+    processes = 4 if options.quick else 16
+    divided, undivided = (
+        fleet_of_processes(many, processes, sessions, seed, divided=each) for each in (True, False)
+    )
     small = [fleet_of(8, few, seed + i) for i in range(rounds)]
     robin = [fleet_of(8, few, seed + i, sticky=False) for i in range(rounds)]
     robin_of_many = fleet_of(many, sessions // 6, seed, sticky=False)
@@ -174,6 +217,24 @@ def main() -> None:
                 [all_.makespan],
                 [one.makespan / all_.makespan],
                 at_most=1.05,
+            ),
+            Claim(
+                f"the same, {processes} rollout processes",
+                "virtual s",
+                [divided.makespan],
+                "a perfect balancer",
+                [all_.makespan],
+                [divided.makespan / all_.makespan],
+                at_most=1.05,
+            ),
+            Claim(
+                f"the same, {processes} rollout processes",
+                "virtual s",
+                [divided.makespan],
+                "each uses all engines",
+                [undivided.makespan],
+                [divided.makespan / undivided.makespan],
+                at_most=1.0,
             ),
             Claim(
                 f"a turn among {many:,} engines, simulation included",

@@ -170,6 +170,19 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
 
 
+@pytest.mark.slow  # the processes alone: rollout/test_processes.py
+def test_two_rollout_processes_sample_what_one_does(whole: Path) -> None:
+    config = whole.parents[1] / "config.yaml"
+    done = turnwise("train", config, *REPEATABLE, "rollout.processes=2", "name=processes")
+    assert done.returncode == 0, done.stderr
+    ours = whole.with_name("processes")
+    assert (ours / "logs" / "rollout-1.log").exists()
+    assert [row["loss"] for row in metrics_of(ours)] == [row["loss"] for row in metrics_of(whole)]
+    for step in (1, 2, 3, 4):
+        name = f"trajectories/step-000{step}.jsonl"
+        assert (ours / name).read_bytes() == (whole / name).read_bytes()
+
+
 @pytest.mark.slow  # ranks of a trainer alone: training/test_trainer_group.py
 def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
     config = whole.parents[1] / "config.yaml"

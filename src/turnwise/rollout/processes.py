@@ -2,12 +2,16 @@
 
 One event loop samples about a thousand turns a second, whatever the engines could do. So groups are
 spread over actors, each with an event loop, tools, templates and sessions of its own, which talk to
-the engines directly. The driver tells them of engines that come and go, and of each other's loads.
+the engines directly. The driver tells them of engines that come and go.
+
+Each process has some of the engines for the sessions that it begins, and balances them as one
+scheduler does. Choosing among all engines by loads that are a moment old would be worse: all
+processes would choose the same ones (`python -m benchmarks.scale`).
 """
 
 import asyncio
+import itertools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +26,14 @@ from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
 from turnwise.core.aio import task_group
 from turnwise.core.watchdog import made_progress, waiting
 from turnwise.engine.protocol import Engine
-from turnwise.errors import DeadlineError, InputError, StepError, TurnwiseError, describe_error
+from turnwise.errors import (
+    DeadlineError,
+    InputError,
+    StepError,
+    TurnwiseError,
+    describe_error,
+    text_of,
+)
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import Group
@@ -37,7 +48,6 @@ DIED = "rollout_process_died"
 """Reason of trajectories whose process died."""
 _MAX_DEATHS = 2
 """Processes that may die during a group until the group fails: it may be the cause."""
-
 _MAX_CALLS = 1 << 14
 """Largest number of groups at once in an actor."""
 
@@ -54,6 +64,7 @@ class _Process:
     actor: ActorHandle | None = None
     """None while there is none."""
     client: str = ""
+    """Name in the workers' mailboxes, which no other actor ever has."""
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -119,6 +130,7 @@ class RolloutProcesses:
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
         self._processes = [_Process(index) for index in range(count)]
+        self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._failure: TurnwiseError | None = None
 
@@ -139,7 +151,7 @@ class RolloutProcesses:
             raise
 
     async def _start(self, process: _Process) -> None:
-        process.client = f"{process.name}.{process.restarts}"
+        process.client = f"{process.name}.{next(self._numbers)}"
         actor = ActorHandle.create(
             self._class,
             *(self._config, process.client, *self._arguments),
@@ -160,6 +172,7 @@ class RolloutProcesses:
         process.actor = actor
         for worker in self._scheduler.workers.values():
             self._tell(process, "add", worker.name, _actor_of(worker.engine))
+        self._assign()
         process.watching = asyncio.create_task(self._watch(process, actor))
         self._changed.set()
 
@@ -216,6 +229,7 @@ class RolloutProcesses:
             _DeathError: when the process dies or hangs meanwhile.
         """
         assert process.actor is not None
+        lost = process.lost
         try:
             reply = process.actor.actor.run_group.remote(problem, sampling, name)
         except TypeError as error:
@@ -226,20 +240,15 @@ class RolloutProcesses:
         answer = asyncio.ensure_future(_answer(reply, process.name))
         try:
             with waiting(f"{process.name} to finish {name}", "group"):
-                either: list[asyncio.Future[Any]] = [answer, process.lost]
+                either: list[asyncio.Future[Any]] = [answer, lost]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise _DeathError(process.lost.result())
-            try:
-                return answer.result()
-            except TurnwiseError as error:
-                if is_death(error):
-                    raise _DeathError(str(error)) from error
-                raise
+                if answer.done() and not is_death(answer.exception()):
+                    return answer.result()
+                raise _DeathError(await asyncio.shield(lost))  # after a death, its reports end too
         finally:
             if not answer.done():
                 answer.cancel()
-                if not process.lost.done():
+                if not lost.done():
                     ray.cancel(reply)
 
     async def _watch(self, process: _Process, actor: ActorHandle) -> None:
@@ -250,14 +259,18 @@ class RolloutProcesses:
                 what = "report its health"
                 report = await actor.call("report", what=what, seconds=seconds)
                 self._take(process, report)
-            except TurnwiseError as error:
-                await self._restart(process, actor, str(error))
+            except Exception as error:  # none may end the watch without a restart
+                await self._restart(process, actor, text_of(error))
                 return
 
     def _take(self, process: _Process, report: Report) -> None:
         if report.progressed:
             made_progress()
-            self._share_loads(process, report.loads)
+        process.loads = report.loads
+        total: dict[str, float] = {}
+        for name in self._scheduler.workers:
+            total[name] = sum(each.loads.get(name, 0.0) for each in self._processes)
+        self._scheduler.note_elsewhere(total)
         self._scheduler.events.update(report.events)
         for name, counts in report.counts.items():
             if (worker := self._workers.get(name)) is not None:
@@ -273,17 +286,6 @@ class RolloutProcesses:
             if supervisor is not None and name in self._scheduler.workers:
                 supervisor.report_failure(why)
 
-    def _share_loads(self, process: _Process, loads: dict[str, float]) -> None:
-        """Report to a process the loads by the others, and to the driver those by all."""
-        process.loads = loads
-        total: Counter[str] = Counter()
-        for one in self._processes:
-            for name, load in one.loads.items():
-                total[name] += load  # type: ignore[assignment]
-        self._scheduler.note_elsewhere(total)
-        others = {name: load - loads.get(name, 0.0) for name, load in total.items()}
-        self._tell(process, "note_elsewhere", others)
-
     async def _restart(self, process: _Process, actor: ActorHandle, why: str) -> None:
         process.actor, process.loads = None, {}
         process.lost.set_result(why)
@@ -291,6 +293,7 @@ class RolloutProcesses:
         for worker in self._scheduler.workers.values():
             if (engine := _actor_of(worker.engine)) is not None:
                 engine.forget.remote(process.client)
+        self._assign()
         logger.warning("%s is restarted: %s", process.name, why)
         limit = self._config.serving.max_restarts
         while True:
@@ -320,6 +323,14 @@ class RolloutProcesses:
         for process in self._processes:
             process.suspects.discard(name)
             self._tell(process, "add", name, _actor_of(engine))
+        self._assign()
+
+    def _assign(self) -> None:
+        """Divide the workers among the processes that are up."""
+        up, names = [p for p in self._processes if p.actor is not None], [*self._scheduler.workers]
+        for place, process in enumerate(up):
+            few = [names[place % len(names)]] if names else []
+            self._tell(process, "prefer", names[place :: len(up)] or few)
 
     def restore(self, name: str) -> None:
         """See `Follower.restore`."""
@@ -334,6 +345,7 @@ class RolloutProcesses:
             process.suspects.discard(name)
             process.loads.pop(name, None)
             self._tell(process, "remove", name)
+        self._assign()
 
     def close(self, why: str) -> None:
         """See `Follower.close`."""

@@ -7,7 +7,7 @@ driver, tells it of engines that come and go, and sends it problems.
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,9 +139,9 @@ class RolloutProcess:
         """See `Follower.close`."""
         self.scheduler.close(why)
 
-    async def note_elsewhere(self, loads: Mapping[str, float]) -> None:
-        """See `Scheduler.note_elsewhere`."""
-        self.scheduler.note_elsewhere(loads)
+    async def prefer(self, names: Sequence[str]) -> None:
+        """See `Scheduler.prefer`."""
+        self.scheduler.prefer(names)
 
     async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
         """Run the group of a problem, under a unique tag.
@@ -164,7 +164,7 @@ class RolloutProcess:
         workers = self.scheduler.workers
         report = Report(
             progressed=self._moved != moved,
-            loads={name: worker.load - worker.elsewhere for name, worker in workers.items()},
+            loads={name: worker.load for name, worker in workers.items()},
             events=self._events - events,
             failures=self._failures,
             excused=self._excused,

@@ -47,6 +47,9 @@ class Router:
         self.workers: dict[str, Worker] = {}
         """All workers by name, usable or not."""
         self.usable: list[Worker] = []
+        """Workers that new sessions are given to: those of `preferred`, or all if none is up."""
+        self.preferred: frozenset[str] = frozenset()
+        """Names of the workers that are to get new sessions; empty means all."""
         self.sessions: OrderedDict[str, str] = OrderedDict()
         """Name of each session's worker; the last `serving.known_sessions` of them."""
         self.groups: OrderedDict[str, str] = OrderedDict()
@@ -60,8 +63,9 @@ class Router:
         """Rebuild the arrays after a worker was added or removed."""
         averages = {worker.name: self._averages_W[worker.index] for worker in self.usable}
         for worker in self.usable:
-            worker.index = -1
-        self.usable = [worker for worker in self.workers.values() if worker.usable]
+            worker.index = -1  # and that of a worker which is not preferred
+        usable = [worker for worker in self.workers.values() if worker.usable]
+        self.usable = [worker for worker in usable if worker.name in self.preferred] or usable
         self._loads_W, self._averages_W, self._turns_W = (
             _zeros(len(self.usable)) for _ in range(3)
         )
@@ -81,7 +85,8 @@ class Router:
         """Choose a worker for a turn; at least one must be usable."""
         worker = self._choose(route)
         worker.turns += 1
-        self._turns_W[worker.index] += 1
+        if worker.index >= 0:
+            self._turns_W[worker.index] += 1
         if route.session:
             self._remember(self.sessions, route.session, worker.name)
         if route.group:
@@ -124,7 +129,7 @@ class Router:
         return self.usable[int(cost_W.argmin())]
 
     def _is_overloaded_for_long(self, home: Worker, mean: float) -> bool:
-        if home.load <= _LASTING * mean:
+        if home.load <= _LASTING * mean or home.index < 0:
             return False
         mean_average = float(np.add.reduce(self._averages_W)) / len(self.usable)
         return bool(self._averages_W[home.index] > _LASTING * mean_average)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -97,6 +97,11 @@ class Scheduler:
     def leave(self, follower: Follower) -> None:
         """Report nothing more to a follower."""
         self._followers.remove(follower)
+
+    def prefer(self, names: Iterable[str]) -> None:
+        """Give new sessions to these workers only, while one of them is usable."""
+        self._router.preferred = frozenset(names)
+        self._router.rebuild()
 
     def note_elsewhere(self, loads: Mapping[str, float]) -> None:
         """Add the loads of workers by other processes, by name, in place of the last ones."""

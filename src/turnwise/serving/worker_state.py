@@ -109,7 +109,7 @@ class Worker:
     elsewhere: float = 0.0
     """Load by other processes, as of their last report."""
     index: int = -1
-    """Position in the router's arrays; -1 while the worker is not usable."""
+    """Position in the router's arrays; -1 while the worker gets no new sessions."""
     turns: int = 0
     """Number of turns given to the worker."""
     tokens: int = 0
