@@ -33,20 +33,20 @@ class Actor:
         self.submit, self.collect = Method(self._submit), Method(self._collect)
         self._asked: asyncio.Queue[str] = asyncio.Queue()
 
-    def _submit(self, batch: list[Any]) -> None:
+    def _submit(self, batch: list[Any], client: str) -> None:
         if any("lock" in sampling.logits_processor_args for _, _, sampling, *_ in batch):
             raise TypeError("cannot pickle '_thread.lock' object")
         for request_id, *_ in batch:
             self._asked.put_nowait(request_id)
 
-    async def _collect(self) -> list[tuple[str, Chunk]]:
+    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
         return [(await self._asked.get(), Chunk([1], [-0.5], [0], "stop"))]
 
 
 class Elsewhere(Actor):
     """Answers while the caller's event loop is held up for longer than the deadline."""
 
-    async def _collect(self) -> list[tuple[str, Chunk]]:
+    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
         answer = Future[list[tuple[str, Chunk]]]()
         request_id = await self._asked.get()
 
@@ -106,7 +106,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
 class Silent(Actor):
     """Never answers."""
 
-    async def _collect(self) -> list[tuple[str, Chunk]]:
+    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
         return await asyncio.Future()
 
 

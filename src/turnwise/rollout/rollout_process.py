@@ -94,7 +94,7 @@ class RolloutProcess:
         self._failures: list[tuple[str, str]] = []
         self._excused: list[str] = []
         self._counted: dict[Worker, _Counts] = {}
-        """What was reported of each worker, also of removed ones whose turns are not over."""
+        """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
         self._moved = 0.0
 
