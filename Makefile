@@ -7,7 +7,8 @@
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
-# make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it)
+# make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it;
+#             ROW="rollouts agents": only these scripts of benchmarks/)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
 #             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
 # make gpu-pack    pack what gpu-check needs for a machine without a network
@@ -127,7 +128,7 @@ test-all: setup
 
 bench:
 	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
-	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(ROW),--only $(ROW))
 
 # No setup: a machine with a GPU has its own torch.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

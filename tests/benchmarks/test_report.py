@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
+from benchmarks import compare
 from benchmarks.report import COLUMNS, Claim, digits, load, markdown, quotients, spread, verdict
 
 
@@ -67,3 +69,32 @@ def test_a_full_run_with_a_missed_goal_fails_and_a_quick_one_judges_scripts_alon
     assert verdict([met, missed, told], [], False) == (1, ["missed: b", "without a goal: c"])
     assert verdict([met, missed, told], [], True) == (0, [])
     assert verdict([], ["start"], True) == (1, ["failed: start"])
+
+
+def test_two_results_are_compared_by_the_ranges_of_their_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(speed: list[float], lost: list[float]) -> list[Claim]:
+        return [
+            Claim("speed", "1/s", [1.0], "bare", [1.0], speed, at_least=0.9),
+            Claim("lost", "ms", lost, at_most=50),
+            Claim("memory", "GiB", lost),
+        ]
+
+    def write(name: str, claims: list[Claim]) -> str:
+        tree = {"commit": name, "cores": 2, "claims": [asdict(claim) for claim in claims]}
+        (tmp_path / name).write_text(json.dumps(tree))
+        return str(tmp_path / name)
+
+    old = write("old", [*rows([0.9, 0.95], [40, 50]), Claim("gone", "s", [1])])
+    same = write("same", rows([0.94, 1.0], [45, 60]))
+    assert compare.main([old, same]) == 0
+    shown = capsys.readouterr().out
+    assert "gone" in shown
+    assert "0 worse" in shown
+    bad = write("bad", rows([0.8, 0.89], [30, 39]))
+    assert compare.main([old, bad]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if "speed" in line).rstrip(" │").endswith("worse")
+    assert next(line for line in lines if "lost" in line).rstrip(" │").endswith("better")
+    assert not [line for line in lines if "memory" in line and "worse" in line]
