@@ -15,7 +15,6 @@ import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import ray
@@ -240,7 +239,7 @@ class RolloutProcesses:
         answer = asyncio.ensure_future(_answer(reply, process.name))
         try:
             with waiting(f"{process.name} to finish {name}", "group"):
-                either: list[asyncio.Future[Any]] = [answer, lost]
+                either: list[asyncio.Future[Group] | asyncio.Future[str]] = [answer, lost]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done() and not is_death(answer.exception()):
                     return answer.result()
