@@ -10,8 +10,8 @@ processes would choose the same ones (`python -m benchmarks.scale`).
 """
 
 import asyncio
-import itertools
 import logging
+import uuid
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -129,7 +129,6 @@ class RolloutProcesses:
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
         self._processes = [_Process(index) for index in range(count)]
-        self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._failure: TurnwiseError | None = None
 
@@ -150,7 +149,7 @@ class RolloutProcesses:
             raise
 
     async def _start(self, process: _Process) -> None:
-        process.client = f"{process.name}.{next(self._numbers)}"
+        process.client = f"{process.name}.{uuid.uuid4().hex}"
         actor = ActorHandle.create(
             self._class,
             *(self._config, process.client, *self._arguments),
