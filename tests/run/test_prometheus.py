@@ -179,7 +179,7 @@ def test_the_dashboard_is_one_that_grafana_can_import() -> None:
 
 @pytest.mark.slow  # makes a virtual environment
 def test_grafanas_own_types_know_all_of_the_dashboard() -> None:
-    """What they do not know would be gone after reading and writing."""
+    """Unknown fields would be gone after reading and writing."""
     subprocess.run(["make", "-s", ".venv-grafana/.installed"], cwd=ROOT, check=True, timeout=900)
     read_and_write = """
 import json, sys

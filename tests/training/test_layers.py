@@ -16,7 +16,7 @@ LAYERS = 5
 
 
 def gradients(every: bool | int) -> tuple[list[int], list[torch.Tensor]]:
-    """How often each layer computed its attention in a forward and backward pass, and the weights'
+    """Return how often each layer computed its attention, forward and backward, and the weights'
     gradients."""
     torch.manual_seed(0)
     shape = Qwen3Config(**{**SMALL, "num_hidden_layers": LAYERS})

@@ -36,7 +36,7 @@ async def address(
 
 
 async def exchange(address: tuple[str, int], pieces: Iterable[bytes], pause: float = 0.0) -> bytes:
-    """What the server answers to pieces of a request until it closes the connection."""
+    """Return the answer to pieces of a request, until the server closes the connection."""
     reader, writer = await asyncio.open_connection(*address)
     answer = asyncio.create_task(reader.read(4_096))
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What clients cannot do to the server: fill its memory, take others' turns.
+"""Limits of clients: they cannot fill the server's memory, nor take others' turns.
 
 Before a simulated engine, without a socket; test_http_connections.py has those with one.
 """
