@@ -9,6 +9,7 @@
 # make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it;
 #             ROW="rollouts agents": only these scripts of benchmarks/)
+# make soak   set up, then train and serve under load with a kill every minute (MINUTES=60)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
 #             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
 # make gpu-pack    pack what gpu-check needs for a machine without a network
@@ -37,7 +38,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo guess gsm8k retool algorithms agents quick test test-all bench gpu-check gpu-pack \
+.PHONY: setup demo guess gsm8k retool algorithms agents quick test test-all bench soak gpu-check gpu-pack \
   docs lint lock clean
 
 setup: $(STAMP)
@@ -129,6 +130,11 @@ test-all: setup
 bench:
 	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(ROW),--only $(ROW))
+
+MINUTES ?= 60
+
+soak: setup
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 # No setup: a machine with a GPU has its own torch.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

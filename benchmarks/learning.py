@@ -63,7 +63,7 @@ def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("learning", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report(run(*((1, 2) if options.quick else (3, 12)), Path(folder)), options)
+        report(run(*((1, 2) if options.quick else (2, 12)), Path(folder)), options)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def resident(field: str) -> int:
 def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     """Be one rank; send the peak of each phase, and the bytes of the shard."""
     from turnwise.training.export import export_model
-    from turnwise.training.gather import full_tensors, tensor_shapes
+    from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
     from turnwise.training.loading import POLICY, load_model
     from turnwise.training.model import Scorer, distribute
     from turnwise.weights.transport import make_sender
@@ -102,7 +102,13 @@ def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     def write() -> None:
         target = folder / "export"
         export_model(
-            target, number, config, held[0].config, tensor_shapes(held[0]), full_tensors(held[0])
+            target,
+            number,
+            config,
+            held[0].config,
+            tensor_shapes(held[0]),
+            full_tensors(held[0]),
+            saved_buffers(held[0]),
         )
 
     peaks = {}

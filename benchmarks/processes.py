@@ -21,6 +21,7 @@ from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from benchmarks.rollouts import TURNS, configuration, make_problems
 from turnwise.chat.template import load_tokenizer
+from turnwise.core.aio import run as run_loop
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
 from turnwise.rollout import Group, Problem, Runner
@@ -132,8 +133,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = make_model("0.7 M", Path(folder))
-            rounds, seconds = (1, 2.0) if options.quick else (5, 6.0)
-            one, two = asyncio.run(measure(path, rounds, seconds))
+            rounds, seconds = (1, 2.0) if options.quick else (5, 3.0)
+            one, two = run_loop(measure(path, rounds, seconds))
     finally:
         ray.shutdown()
     claim = Claim(

@@ -1,4 +1,10 @@
-"""Claims, the results of every benchmark: the values of each round, and a goal."""
+"""Claims, the results of every benchmark: the values of each round, and a goal.
+
+A goal is met if the median of the rounds meets it, and missed only if the interval of the median
+does not reach it: the range of the rounds, which contains the true median of n independent rounds
+with a probability of 1 - 2 ** (1 - n), whatever their distribution (0.75 of 3 rounds, 0.98 of 7).
+Between the two, the rounds do not decide.
+"""
 
 import argparse
 import json
@@ -38,9 +44,18 @@ class Claim:
 
     @property
     def met(self) -> bool:
-        """Whether the goal is reached; true where there is none."""
-        low = self.at_least is None or self.judged >= self.at_least
-        return low and (self.at_most is None or self.judged <= self.at_most)
+        """Whether the median reaches the goal; true where there is none."""
+        return self._reached_by(self.judged, self.judged)
+
+    @property
+    def missed(self) -> bool:
+        """Whether the median misses the goal beyond its interval; see the module's docstring."""
+        values = self.ratios or self.ours
+        return not self.met and not self._reached_by(min(values), max(values))
+
+    def _reached_by(self, low: float, high: float) -> bool:
+        enough = self.at_least is None or high >= self.at_least
+        return enough and (self.at_most is None or low <= self.at_most)
 
     @property
     def goal(self) -> str:
@@ -53,7 +68,7 @@ class Claim:
 
     def cells(self) -> list[str]:
         """Return the cells of the table."""
-        verdict = ("met" if self.met else "missed") if self.goal else ""
+        verdict = "met" if self.met else "missed" if self.missed else "undecided"
         return [
             self.name,
             self.unit,
@@ -62,7 +77,7 @@ class Claim:
             spread(self.theirs),
             " ".join(filter(None, (spread(self.ratios), self.ratio_of))),
             self.goal,
-            verdict,
+            verdict if self.goal else "",
         ]
 
 
@@ -127,11 +142,19 @@ def verdict(claims: Sequence[Claim], failed: Sequence[str], quick: bool) -> tupl
     """Return the exit status of a run and the lines that explain it.
 
     Failed scripts end every run with 1; missed goals only a full one, because a quick one measures
-    nothing. Claims without a goal are listed, so that they do not count as met.
+    nothing. Claims without a goal are listed, so that they do not count as met, and so are those
+    that the rounds did not decide.
     """
-    missed = [] if quick else [claim.name for claim in claims if not claim.met]
-    open_ended = [] if quick else [claim.name for claim in claims if not claim.goal]
-    kinds = (("failed", failed), ("missed", missed), ("without a goal", open_ended))
+    judged = [] if quick else claims
+    missed = [claim.name for claim in judged if claim.missed]
+    undecided = [claim.name for claim in judged if not (claim.met or claim.missed)]
+    open_ended = [claim.name for claim in judged if not claim.goal]
+    kinds = (
+        ("failed", failed),
+        ("missed", missed),
+        ("undecided", undecided),
+        ("without a goal", open_ended),
+    )
     lines = [f"{kind}: {'; '.join(names)}" for kind, names in kinds if names]
     return int(bool(failed or missed)), lines
 

@@ -4,7 +4,11 @@ Tokens per second of the policy (one rank: samples in, optimizer step, metrics o
 PyTorch loop over the same model, the same sequences in the same micro-batches, and the same
 clipped loss, AdamW and gradient clipping; the bare loop's tensors are prepared in advance, and
 it computes no metrics. The two alternate, so that slow phases of the machine cancel out; each
-round's data is new.
+round's data is new. "Groups of 8" are samples of which each 8 begin with the same prompt, half of
+their tokens, and the policy computes it once (`training.packing: shared`).
+
+TRL's trainer (`benchmarks.peers.trl_training`) gets the same groups of 8 and takes turns with the
+policy; its time begins when its loop has the step's data and ends after the optimizer's step.
 
 The peak memory of the loss is that of log-probs, entropies and their gradients from the last hidden
 states of 2,048 tokens, with a vocabulary of 150,000: the rise of a process's resident set above its
@@ -27,37 +31,47 @@ from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.training import Sample
-from turnwise.training.batching import make_micro_batch, plan_micro_batches
+from turnwise.training.batching import Layout, make_micro_batch, plan_micro_batches
 from turnwise.training.rank import TrainerRank
 from turnwise.training.scoring import score_hidden
 
 CPU = torch.device("cpu")
+LAYOUTS: tuple[Layout, ...] = ("padded", "shared")
 SEQUENCES = {"0.7 M": 96, "5 M": 24}
 VOCABULARY = 512
-PROMPT = 48
+GROUP = 8
+PROMPT, MEAN = 48, 170
 LARGE_VOCABULARY, LARGE_TOKENS, WIDTH = 150_000, 2048, 64
 
 
-def make_samples(count: int) -> list[Sample]:
-    """Make sequences like short conversations: a prompt, then sampled and given tokens in turn."""
+def make_samples(count: int, group: int = 1) -> list[Sample]:
+    """Make sequences like short conversations: a prompt, then sampled and given tokens in turn.
+
+    Args:
+        group: Number of sequences with the same prompt, which then is as long as the rest.
+    """
     samples = []
     for number in range(count):
         length = random.randint(100, 240)
-        mask = [0] * PROMPT + [int(t % 48 < 30) for t in range(length - PROMPT)]
-        ids = np.random.randint(0, VOCABULARY, length).tolist()
+        size = PROMPT if group == 1 else MEAN // 2
+        if number % group == 0:
+            prompt = np.random.randint(0, VOCABULARY, size).tolist()
+        length = length if group == 1 else size + random.randint(size // 2, size + size // 2)
+        mask = [0] * size + [int(t % 48 < 30) for t in range(length - size)]
+        ids = [*prompt, *np.random.randint(0, VOCABULARY, length - size).tolist()]
         logprobs = [-6.2 * m for m in mask]
         versions = [m - 1 for m in mask]
         samples.append(Sample.of(ids, mask, logprobs, versions, random.choice((-1.0, 1.0)), number))
     return samples
 
 
-def configuration(path: Path) -> Config:
+def configuration(path: Path, layout: Layout) -> Config:
     return parse_config(
         {
             "environment": "none:None",
             "model": {"path": str(path)},
             "data": {"path": "none"},
-            "training": {"learning_rate": 1e-5, "micro_batch_tokens": 8192},
+            "training": {"learning_rate": 1e-5, "micro_batch_tokens": 8192, "packing": layout},
         }
     )
 
@@ -73,9 +87,9 @@ class Bare:
         self.budget = config.training.micro_batch_tokens
 
     def prepare(self, samples: list[Sample]) -> list[tuple[torch.Tensor, ...]]:
-        (((share),),) = plan_micro_batches(samples, 1, 1, self.budget, packed=False)
+        (((share),),) = plan_micro_batches(samples, 1, 1, self.budget, "padded")
         batches = [
-            make_micro_batch(s, share.trajectory_tokens, 0, packed=False, device=CPU)
+            make_micro_batch(s, share.trajectory_tokens, 0, "padded", device=CPU)
             for s in share.micro_batches
         ]
         return [(b.token_ids_BT, b.mask_BT, b.engine_logprobs_N, b.advantages_N) for b in batches]
@@ -95,14 +109,15 @@ class Bare:
         self.optimizer.zero_grad()
 
 
-def measure(size: str, rounds: int, folder: Path) -> Claim:
-    """Measure the tokens per second of one size."""
+def measure(size: str, rounds: int, folder: Path, group: int = 1) -> Claim:
+    """Measure the tokens per second of one size, with so many samples of each prompt."""
     path = make_model(size, folder)
-    config = configuration(path)
+    layout: Layout = "padded" if group == 1 else "shared"
+    config = configuration(path, layout)
     policy, bare = TrainerRank(config), Bare(path, config)
     ours, theirs = [], []
     for number in range(rounds + 1):
-        samples = make_samples(SEQUENCES[size])
+        samples = make_samples(SEQUENCES[size], group)
         tokens = sum(sample.length for sample in samples)
         batches = bare.prepare(samples)
         for way in random.sample(("policy", "bare"), 2):
@@ -111,19 +126,55 @@ def measure(size: str, rounds: int, folder: Path) -> Claim:
                 bare.step(batches)
             else:
                 (shares,) = plan_micro_batches(
-                    samples, 1, 1, config.training.micro_batch_tokens, packed=False
+                    samples, 1, 1, config.training.micro_batch_tokens, layout
                 )
                 policy.train(shares)
             if number:  # the first round warms up
                 (theirs if way == "bare" else ours).append(tokens / (time.perf_counter() - started))
     return Claim(
-        f"training, {size} parameters",
+        f"training, {size} parameters" + (f", groups of {group}" if group > 1 else ""),
         "tokens/s",
         ours,
         "bare PyTorch loop",
         theirs,
         quotients(ours, theirs),
-        at_least=0.95,
+        at_least=1.0 if group == 1 else 1.3,
+    )
+
+
+def measure_trl(size: str, rounds: int, folder: Path, layout: Layout) -> Claim:
+    """Measure the tokens per second of one size beside TRL's trainer."""
+    from benchmarks.peers import trl_training  # imports TRL, which takes seconds
+
+    path = make_model(size, folder)
+    config = configuration(path, layout)
+    policy = TrainerRank(config)
+    steps = [make_samples(SEQUENCES[size], GROUP) for _ in range(rounds + 1)]
+    ours = []
+
+    def train(number: int) -> None:
+        started = time.perf_counter()
+        (shares,) = plan_micro_batches(
+            steps[number], 1, 1, config.training.micro_batch_tokens, layout
+        )
+        policy.train(shares)
+        ours.append(time.perf_counter() - started)
+
+    theirs = trl_training.train(path, steps, config.training.learning_rate, GROUP, train)
+    tokens = [sum(sample.length for sample in samples) for samples in steps]
+    # The first round warms up.
+    rates = [
+        [count / second for count, second in zip(tokens[1:], seconds[1:], strict=True)]
+        for seconds in (ours, theirs)
+    ]
+    return Claim(
+        f"training, {size} parameters, groups of {GROUP}, {layout}",
+        "tokens/s",
+        rates[0],
+        "TRL's trainer",
+        rates[1],
+        quotients(*rates),
+        at_least=1.5,
     )
 
 
@@ -175,14 +226,19 @@ def measure_loss(quick: bool) -> Claim:
 def main() -> None:
     """Run the benchmark and print its claims."""
     made = parser("training", __doc__)
-    made.add_argument("--rounds", type=int, default=4)
+    made.add_argument("--rounds", type=int, default=3)
     options = made.parse_args()
     seed = time.time_ns() % 2**32
     random.seed(seed)
     np.random.seed(seed)
     sizes, rounds = (["0.7 M"], 1) if options.quick else (list(SEQUENCES), options.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        claims = [measure(size, rounds, Path(folder)) for size in sizes]
+        claims = [
+            measure(size, rounds, Path(folder), group) for size in sizes for group in (1, GROUP)
+        ]
+        claims += [
+            measure_trl(size, rounds, Path(folder), layout) for size in sizes for layout in LAYOUTS
+        ]
     report([*claims, measure_loss(options.quick)], options)
 
 

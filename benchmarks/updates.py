@@ -5,13 +5,13 @@ while a trainer in this process publishes its weights by shm and the manager bri
 worker. In-flight requests freeze and resume, with their cache (weights.in_flight=keep_cache) or
 with one that is recomputed under the new weights (keep, the default). Windows of a second with one
 update alternate with windows without; the cost of an update is the time that the missing tokens
-would have taken. Each round is 3 pairs. The time to recompute those requests' cache is measured
-separately: as many prompts as callers, each of a request's length at its middle, and one sampled
-token.
+would have taken. Each round is 3 pairs. Against keep_cache: the same update of the engine while it
+is idle. Against keep: the time to recompute those requests' cache, measured separately: as many
+prompts as callers, each of a request's length at its middle, and one sampled token.
 
 The time of an update itself, until the engine serves again, is also measured on an idle engine with
-100 M parameters: compared with `benchmarks.weights` it includes vLLM's repacking of the weights,
-the check that the engine has them, and the calls.
+100 M parameters, against a plain copy of as many: compared with `benchmarks.weights` it includes
+vLLM's repacking of the weights, the check that the engine has them, and the calls.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models import make_model
-from benchmarks.report import Claim, parser, report
+from benchmarks.report import Claim, parser, quotients, report, spread
+from benchmarks.weights import SIZES, make_tensors, plain_copy
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight
@@ -87,12 +88,13 @@ def configuration(path: Path) -> Config:
 
 @dataclass
 class Measured:
-    """Milliseconds by round: lost to an update, and from publishing to serving, by policy; and of
-    computing the cache."""
+    """Milliseconds by round: lost to an update, and from publishing to serving, by policy; of
+    computing the cache; and of an update while the engine is idle."""
 
     lost: dict[InFlight, list[float]]
     took: dict[InFlight, list[float]]
     recompute: list[float]
+    idle: list[float]
 
 
 async def measure(config: Config, rounds: int, pairs: int) -> Measured:
@@ -130,11 +132,12 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
             return (time.perf_counter() - started) * 1e3
 
         recomputing = [await recompute() for _ in range(rounds + 1)][1:]
+        idle = await idle_updates(manager, sync, rounds)
         callers = [asyncio.create_task(caller()) for _ in range(CALLERS)]
         for update in (True, False, True, False):
             await window(update)
         policies: tuple[InFlight, ...] = ("keep_cache", "keep")
-        measured = Measured({p: [] for p in policies}, {p: [] for p in policies}, recomputing)
+        measured = Measured({p: [] for p in policies}, {p: [] for p in policies}, recomputing, idle)
         for sync.in_flight in policies * rounds:
             tokens, seconds = {True: 0, False: 0}, 0.0
             for _ in range(pairs):
@@ -152,17 +155,22 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
     return measured
 
 
-async def idle(config: Config, count: int) -> list[float]:
+async def idle_updates(manager: Any, sync: WeightSync, count: int) -> list[float]:
     """Measure updates of an idle engine, in milliseconds; the first is not counted."""
-    sync = WeightSync(Trainer(Path(config.model.path)), 60.0, 60.0)
     took = []
-    async with make_manager(config, 0).running() as manager:
-        for _ in range(1 + count):
-            started = time.perf_counter()
-            await sync.publish()
-            await manager.update_weights(sync)
-            took.append((time.perf_counter() - started) * 1e3)
+    for _ in range(1 + count):
+        started = time.perf_counter()
+        await sync.publish()
+        await manager.update_weights(sync)
+        took.append((time.perf_counter() - started) * 1e3)
     return took[1:]
+
+
+async def large_updates(config: Config, count: int) -> list[float]:
+    """Measure updates of a larger model on an idle engine, in milliseconds."""
+    sync = WeightSync(Trainer(Path(config.model.path)), 60.0, 60.0)
+    async with make_manager(config, 0).running() as manager:
+        return await idle_updates(manager, sync, count)
 
 
 def main() -> None:
@@ -173,21 +181,33 @@ def main() -> None:
         start_ray(None)
         rounds, pairs = (1, 1) if options.quick else (3, 3)
         measured = asyncio.run(measure(config, rounds, pairs))
-        alone = []
+        alone, copied = list[float](), list[float]()
         if not options.quick:
             large = configuration(make_model("100 M", Path(folder)))
-            alone = asyncio.run(idle(large, 5))
+            alone = asyncio.run(large_updates(large, 5))
+            tensors = make_tensors(SIZES["100 M"], torch.float32)
+            copied = [plain_copy(tensors, 2) * 1e3 for _ in alone]
         ray.shutdown()
     lost, took = measured.lost, measured.took
     claims = [
-        Claim("generation lost to an update, cache kept", "ms", lost["keep_cache"], at_most=50),
-        Claim("that update, from publishing to serving", "ms", took["keep_cache"]),
-        Claim("generation lost to an update, cache recomputed", "ms", lost["keep"], at_most=50),
-        Claim("that update, from publishing to serving", "ms", took["keep"]),
-        Claim("recomputing the cache of those requests", "ms", measured.recompute),
-    ]
+        Claim(
+            "generation lost to an update, cache kept", "ms", lost["keep_cache"],
+            "an update while idle", measured.idle, quotients(lost["keep_cache"], measured.idle),
+            at_most=1.3, note=f"from publishing to serving: {spread(took['keep_cache'])} ms",
+        ),
+        Claim(
+            "generation lost to an update, cache recomputed", "ms", lost["keep"],
+            "recomputing alone", measured.recompute, quotients(lost["keep"], measured.recompute),
+            at_most=1.1, note=f"from publishing to serving: {spread(took['keep'])} ms",
+        ),
+    ]  # fmt: skip
     if alone:
-        claims.append(Claim("update of 100 M parameters by shm, repacking included", "ms", alone))
+        claims.append(
+            Claim(
+                "update of 100 M parameters by shm, repacking included", "ms", alone,
+                "a plain copy", copied, quotients(alone, copied), at_most=3.0,
+            )
+        )  # fmt: skip
     report(claims, options)
 
 

@@ -1,10 +1,17 @@
-"""Models beside the tests' policy: another reference, a reward model."""
+"""Models beside the tests' policy: another reference, a reward model, a mixture of experts."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 def perturbed(path: str, folder: Path, scale: float = 0.02) -> str:
@@ -36,4 +43,27 @@ def make_reward_model(
     )
     LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_moe(tokenizer: Any, folder: Path) -> str:
+    """Save a tiny Qwen3-MoE with 8 experts of width 32, and the tokenizer; returns a folder."""
+    torch.manual_seed(0)
+    shape = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=64,
+        intermediate_size=24,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3MoeForCausalLM(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
     return str(folder)

@@ -131,6 +131,10 @@ def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewher
     _, asked, first, ended, worker, *_ = json.loads(calls[0])[0]
     assert asked <= (first or asked) <= ended
     assert (worker, len(calls)) == ("worker-0", 16)
+    for name in ("eval-0000", "eval-0002"):
+        held = [*read_jsonl(run / "trajectories" / f"{name}.jsonl")]
+        times = (run / "timeline" / f"{name}.jsonl").read_text().splitlines()
+        assert [len(json.loads(line)) for line in times] == [len(t.turns) for t in held]
 
     for step in (1, 2, 3):
         trajectories = list(read_jsonl(run / "trajectories" / f"step-000{step}.jsonl"))
@@ -289,7 +293,8 @@ def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model
     )
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
-    (path,) = tmp_path.rglob("eval.jsonl")
+    (path,) = tmp_path.glob("*/eval.jsonl")
+    assert len((path.parent / "timeline" / path.name).read_text().splitlines()) == 8
     assert len(list(read_jsonl(path))) == 8
 
 

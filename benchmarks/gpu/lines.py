@@ -55,7 +55,12 @@ LINES = (
     Line("device", ("matrix product in bf16, memory of the device",), "device:device", ("torch",)),
     Line("step", ("training step, bf16, packed",), "training:step", TRAINING),
     Line("fsdp2", ("the same with FSDP2, in a group of one",), "training:fsdp2", TRAINING),
-    Line("packing", ("log-probs, packed against padded, float32",), "training:packing", TRAINING),
+    Line(
+        "packing",
+        ("log-probs, packed and shared against padded, float32",),
+        "training:packing",
+        TRAINING,
+    ),
     Line("precision", ("log-probs, bf16 against float32",), "training:precision", TRAINING),
     Line("rounding", ("weights kept in bf16, stochastic rounding",), "training:rounding", TRAINING),
     Line(
@@ -66,6 +71,14 @@ LINES = (
         150.0,
     ),
     Line("lora", ("LoRA of rank 16, bf16",), "training:lora", (*TRAINING, "peft")),
+    Line(
+        "routing",
+        ("routing replay of a mixture of experts, float32",),
+        "larger:routing",
+        TRAINING,
+        150.0,
+    ),
+    Line("context", ("sequences shared by two ranks",), "larger:context", TRAINING, 150.0),
     Line(
         "checkpointing",
         ("activation checkpointing: same gradient, less memory",),

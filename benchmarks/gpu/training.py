@@ -20,6 +20,7 @@ from turnwise.config import Config, parse_config
 from turnwise.training import Sample, checkpoint, scoring
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.batching import (
+    Layout,
     MicroBatch,
     RankBatches,
     make_micro_batch,
@@ -71,7 +72,7 @@ def make_rank(place: Place, config: Config, info: RankInfo = ALONE) -> TrainerRa
 
 
 def samples(place: Place, count: int = 0) -> list[Sample]:
-    """Return sequences of mixed lengths, the same in every process; pairs for DPO."""
+    """Return sequences of mixed lengths, the same in every process; pairs share a prompt."""
     draw = random.Random(0)
     shortest, longest = (256, 2048) if not place.tiny else (16, 64)
     vocabulary, made = place.size(151_000, 512), []
@@ -80,6 +81,9 @@ def samples(place: Place, count: int = 0) -> list[Sample]:
         prompt = length // 3
         mask = [0] * prompt + [1] * (length - prompt)
         ids = [draw.randrange(vocabulary) for _ in range(length)]
+        if number % 2:
+            common = min(prompt, made[-1].length // 3)
+            ids[:common] = made[-1].token_ids_T[:common].tolist()
         logprobs = [-math.log(vocabulary) * m for m in mask]
         versions = [m - 1 for m in mask]
         advantage = 1.0 if number % 2 else -1.0
@@ -89,15 +93,15 @@ def samples(place: Place, count: int = 0) -> list[Sample]:
     return made
 
 
-def shares_of(rank: TrainerRank, given: Sequence[Sample], packed: bool) -> list[RankBatches]:
-    (shares,) = plan_micro_batches(given, 1, 1, rank._training.micro_batch_tokens, packed)
+def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> list[RankBatches]:
+    (shares,) = plan_micro_batches(given, 1, 1, rank._training.micro_batch_tokens, layout)
     return shares
 
 
 def take_step(rank: TrainerRank, given: Sequence[Sample]) -> StepReport:
     """Take one optimizer step; require that it changed the weights."""
     version = rank.version
-    report = rank.train(shares_of(rank, given, rank._packed))
+    report = rank.train(shares_of(rank, given, rank._layout))
     norm = report.updates[0].grad_norm
     require(math.isfinite(norm) and norm > 0, f"the gradient's norm is {norm}")
     require(rank.version == version + 1, "the step was skipped")
@@ -123,10 +127,10 @@ def speed(place: Place, rank: TrainerRank, given: Sequence[Sample]) -> str:
     return f"{tokens / sorted(times)[count // 2]:,.0f} tokens/s, {peak}"
 
 
-def logprobs(rank: TrainerRank, given: Sequence[Sample], packed: bool) -> torch.Tensor:
+def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    rank._packed = packed
-    scored = dict(rank.score("policy", shares_of(rank, given, packed)[0]))
+    rank._layout = layout
+    scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 
 
@@ -166,12 +170,12 @@ def fsdp2(place: Place) -> Iterator[str]:
 
 
 def packing(place: Place) -> Iterator[str]:
-    """Compare the log-probs of packed rows with those of padded ones."""
+    """Compare the log-probs of packed rows, and of those with shared columns, with padded ones."""
     rank = make_rank(place, configuration(place, "float32"))
     given = samples(place, place.size(8, 8))
-    padded = logprobs(rank, given, packed=False)
-    packed = logprobs(rank, given, packed=True)
-    largest = float((packed - padded).abs().max())
+    padded = logprobs(rank, given, "padded")
+    others = [logprobs(rank, given, layout) for layout in ("packed", "shared")]
+    largest = max(float((other - padded).abs().max()) for other in others)
     require(largest < 1e-3, f"a log-prob differs by {largest:.2g}")
     yield f"largest difference {largest:.2g}"
 
@@ -181,7 +185,7 @@ def precision(place: Place) -> Iterator[str]:
     given, made = samples(place, place.size(8, 8)), []
     for dtype in ("float32", "bfloat16"):
         rank = make_rank(place, configuration(place, dtype))
-        made.append(logprobs(rank, given, packed=True))
+        made.append(logprobs(rank, given, "packed"))
         scores = rank._models.score("policy", _batch(rank, given))
         require(scores.logprobs_N.dtype == torch.float32, "log-probs are not float32")
         del rank, scores
@@ -202,14 +206,14 @@ def rounding(place: Place) -> Iterator[str]:
 def attention(place: Place) -> Iterator[str]:
     """Compare the log-probs of Transformers' attention kernels with those of torch's."""
     rank, given = make_rank(place, configuration(place)), samples(place, 8)
-    model, expected = rank._scorer.get_submodule("model"), logprobs(rank, given, packed=True)
+    model, expected = rank._scorer.get_submodule("model"), logprobs(rank, given, "packed")
     names = ["flex_attention"]
     if place.gpu and importlib.util.find_spec("flash_attn") is not None:
         names.append("flash_attention_2")
     figures = []
     for name in names:
         use_packed_attention(model, name)
-        difference = (logprobs(rank, given, packed=True) - expected).abs()
+        difference = (logprobs(rank, given, "packed") - expected).abs()
         mean, largest = float(difference.mean()), float(difference.max())
         require(mean < 0.02 and largest < 0.2, f"{name}: mean {mean:.2g}, largest {largest:.2g}")
         figures.append(f"{name}: mean {mean:.2g}, largest {largest:.2g}")
@@ -217,13 +221,6 @@ def attention(place: Place) -> Iterator[str]:
         use_packed_attention(model, name)
         figures[number] += f", {speed(place, rank, given)}"
     yield "; ".join(figures)
-
-
-def _batch(rank: TrainerRank, given: Sequence[Sample]) -> Any:
-    from turnwise.training.batching import make_micro_batch
-
-    tokens = {sample.trajectory: 1 for sample in given}
-    return make_micro_batch(given[:2], tokens, 0, packed=True, device=rank.device)
 
 
 def lora(place: Place) -> Iterator[str]:
@@ -278,9 +275,9 @@ def chunks(place: Place) -> Iterator[str]:
 
 
 def _batch(rank: TrainerRank, given: Sequence[Sample]) -> MicroBatch:
-    (share,) = shares_of(rank, given, packed=True)
+    (share,) = shares_of(rank, given, "packed")
     return make_micro_batch(
-        share.micro_batches[0], share.trajectory_tokens, 0, packed=True, device=rank.device
+        share.micro_batches[0], share.trajectory_tokens, 0, "packed", device=rank.device
     )
 
 

@@ -37,6 +37,7 @@ from benchmarks.grpo_step import (
 )
 from benchmarks.lora import parity
 from benchmarks.models import pause
+from benchmarks.peers.trl_training import SETTINGS
 from examples.calculator.environment import _ANSWER
 from examples.calculator.tool import calculate as calculate_at_once
 
@@ -125,9 +126,8 @@ def main() -> None:
     rows_at_once = options.micro_batch or options.prompts * GROUP
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
+            **SETTINGS,
             output_dir=folder,
-            use_cpu=True,
-            bf16=False,
             per_device_train_batch_size=rows_at_once,
             gradient_accumulation_steps=options.prompts * GROUP // rows_at_once,
             num_generations=GROUP,
@@ -135,20 +135,8 @@ def main() -> None:
             max_tool_calling_iterations=MAX_TURNS - 1,
             temperature=1.0,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            adam_beta2=0.95,
-            max_grad_norm=1.0,
-            beta=0.0,
-            loss_type="dapo",
-            epsilon=0.2,
-            epsilon_high=0.28,
             max_steps=steps,
             logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
             shuffle_dataset=False,
             seed=options.seed,
         )

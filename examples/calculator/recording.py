@@ -10,19 +10,22 @@ import argparse
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from turnwise.viewer.demo import RECORDING
 
 from .prepare import BUILD, prepare
 from .tool import TOOL_SCHEMA, calculate
 
+CERTIFICATES = ssl.create_default_context()
+"""Read once: it takes longer than anything else in making a client."""
 RUNS: dict[str, tuple[str, ...]] = {
     "calculator": (),
     "careful-agent": (
@@ -43,7 +46,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 async def careful(base_url: str, problem: dict[str, Any]) -> None:
     """Solve a problem twice, and once more if the two answers differ."""
-    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+    http = DefaultAsyncHttpxClient(verify=CERTIFICATES)
+    async with AsyncOpenAI(base_url=base_url, api_key="none", http_client=http) as client:
         answers = [await solve(client, problem["question"]) for _ in range(2)]
         if answers[0] != answers[1]:
             await solve(client, problem["question"])

@@ -17,9 +17,31 @@ def test_a_goal_is_of_the_median_ratio() -> None:
     assert claim.met
     assert claim.cells()[2] == "10 (9–20)"
     assert claim.cells()[-2:] == ["≥ 0.95", "met"]
-    claim.ratios = [0.9, 0.94, 1.5]
+    claim.ratios = [0.9, 0.92, 0.94]
     assert not claim.met
     assert claim.cells()[-1] == "missed"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([0.9, 0.94, 1.5], "undecided"),
+        ([0.9, 0.94, 0.949], "missed"),
+        ([0.1, 0.95, 0.95], "met"),
+        ([0.94], "missed"),
+    ],
+)
+def test_a_goal_is_missed_beyond_the_range_of_the_rounds_only(
+    ratios: list[float], verdict: str
+) -> None:
+    fast = Claim("rollouts", "1/s", [1.0], ratios=ratios, at_least=0.95)
+    lost = Claim("lost", "ms", [1 - ratio for ratio in ratios], at_most=0.05 + 1e-9)
+    for claim in (fast, lost):
+        assert claim.cells()[-1] == verdict
+        assert claim.missed is (verdict == "missed")
+        assert claim.met is (verdict == "met")
+    exact = Claim("parameters", "M", ratios, at_least=1.0, at_most=1.0)
+    assert exact.missed is (max(ratios) < 1.0)
 
 
 def test_without_ratios_it_is_of_what_was_measured_and_without_a_goal_of_nothing() -> None:
@@ -67,6 +89,8 @@ def test_a_full_run_with_a_missed_goal_fails_and_a_quick_one_judges_scripts_alon
     assert verdict([met], [], False) == (0, [])
     assert verdict([met, told], [], False) == (0, ["without a goal: c"])
     assert verdict([met, missed, told], [], False) == (1, ["missed: b", "without a goal: c"])
+    open_ = Claim("d", "s", [1.0, 3.0, 3.0], at_most=2.0)
+    assert verdict([met, open_], [], False) == (0, ["undecided: d"])
     assert verdict([met, missed, told], [], True) == (0, [])
     assert verdict([], ["start"], True) == (1, ["failed: start"])
 

@@ -1,18 +1,21 @@
 """Stacks of a run's processes: of one that is stuck, of its forks, and of nobody else's."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from turnwise.core.stacks import collect, running, stacks_folder
+from turnwise.core.aio import run_in_thread
+from turnwise.core.stacks import ProcessStacks, collect, running, stacks_folder
 
 PROGRAM = """
 import ctypes, os, sys
@@ -35,12 +38,27 @@ else:
     holds_the_interpreter()
 """
 
+MANY = """
+import os, sys, threading
+from pathlib import Path
+from turnwise.core import stacks
 
-@pytest.fixture
-def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that is stuck, and its fork, which waits."""
+def waits(depth):
+    sys.stdin.read() if depth == 0 else waits(depth - 1)
+
+stacks.register(Path(sys.argv[1]), "worker-8")
+for _ in range(80):
+    threading.Thread(target=waits, args=(90,), daemon=True).start()
+os.write(1, b"ready\\n")
+waits(90)
+"""
+
+
+@contextlib.contextmanager
+def started(text: str, folder: Path, ready: int) -> Iterator[subprocess.Popen[str]]:
+    """A program that says several times that it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", text, str(folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -48,12 +66,26 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    for _ in range(2):
+    for _ in range(ready):
         assert process.stdout.readline().startswith("ready")
     yield process
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is stuck, and its fork, which waits."""
+    with started(PROGRAM, tmp_path, 2) as process:
+        yield process
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process whose stacks take long to write."""
+    with started(MANY, tmp_path, 1) as process:
+        yield process
 
 
 def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fork(
@@ -70,6 +102,32 @@ def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fo
         assert "in waits" in fork.text()
         assert main.text().startswith(f"== {main.name} (process {program.pid})\n\n1 thread:\n")
     assert program.poll() is None
+
+
+async def collect_while_stopped(folder: Path, pid: int) -> tuple[list[ProcessStacks], bool]:
+    """The stacks of a process that is stopped while it writes them, and whether that succeeded."""
+    [file] = stacks_folder(folder).glob(f"*-{pid}.txt")
+    before = file.stat().st_size
+    collecting = asyncio.create_task(run_in_thread(lambda: collect(folder, 60.0)))
+    while file.stat().st_size == before:
+        await asyncio.sleep(0)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(0.3)  # some of the pauses of `collect`
+    stopped = not collecting.done()
+    os.kill(pid, signal.SIGCONT)
+    return await collecting, stopped
+
+
+async def test_stacks_are_whole_even_if_the_process_pauses_while_it_writes_them(
+    many: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    due = time.monotonic() + 60
+    stopped = False
+    while not stopped:
+        assert time.monotonic() < due, "never stopped while it wrote"
+        [found], stopped = await collect_while_stopped(tmp_path, many.pid)
+        threads = [int(stack.split()[0]) for stack in found.stacks]
+        assert (sum(threads), found.flaw) == (81, ""), found.text()[-500:]
 
 
 def test_the_file_of_a_process_that_ended_is_removed(

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ import pytest
 import turnwise
 from tests.rollout.test_episode import Talking
 from turnwise.config import Config, SamplingConfig
+from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.episode import Episode
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import ChatTemplate, Trajectory
 
 HERE = "tests.rollout.test_environment_process"
 
@@ -220,6 +222,29 @@ async def test_a_failure_is_one_counted_trajectory(
     assert did(log)["close"] == ("die" not in row.values() and "exit" not in row.values())
     sound = await play(made, {"log": str(log)})
     assert len(sound.trajectories) == 1
+
+
+async def test_a_process_that_ends_in_a_tool_is_a_crash_of_the_environment(
+    runner: Callable[..., Runner], template: ChatTemplate, tmp_path: Path
+) -> None:
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"name": "a"}}\n</tool_call>'
+    said = [*template.encode(call), template.tokenizer.eos_token_id]
+
+    class Calling(Talking):
+        async def generate(self, *call: Any) -> Completion:
+            completion = await super().generate(*call)
+            return replace(
+                completion,
+                token_ids=said,
+                logprobs=[-1.0] * len(said),
+                weight_versions=[0] * len(said),
+            )
+
+    row = {"log": str(tmp_path / "log"), "tool": "die"}
+    sampling = SamplingConfig(n=1, max_tokens=64)
+    group = await runner().run_group(Calling(), Problem("rows:1", row), sampling, "t")
+    assert dict(group.dropped) == {"environment_crashed": 1}
+    assert "was ended by SIGSEGV" in group.causes["environment_crashed"]
 
 
 async def test_a_call_that_nothing_can_interrupt_is_killed(

@@ -202,12 +202,19 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     async with asyncio.timeout(SECONDS):
         while not (await process.report()).failures:
             assert not waiting.done()
+    first.turns += 3
     first.failed_turns["continued"] += 1  # a turn of the dead worker is counted after its removal
     await process.add("worker-0", None)  # its successor
     assert await waiting is True
-    assert process.scheduler.workers["worker-0"] is not first
-    counts = (await process.report()).counts["worker-0"]
-    assert counts.turns == 0
+    second = process.scheduler.workers["worker-0"]
+    assert second is not first
+    second.turns += 1
+    second.failed_turns["aborted"] += 1
+    counts = (await process.report()).counts["worker-0"]  # those of both
+    assert counts.turns == 4
+    assert counts.failed_turns == {"continued": 1, "aborted": 1}
+    again = (await process.report()).counts["worker-0"]
+    assert (again.turns, again.failed_turns) == (0, {})
     process.excuse_death("worker-0")
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
@@ -246,7 +253,7 @@ async def test_agents_are_served_by_their_own_process(
 async def test_two_clients_of_a_worker_have_requests_of_their_own(
     engine: WorkerHandle, config: Config
 ) -> None:
-    other = WorkerHandle.attach(engine.actor, "worker-0", config, "other")
+    other = WorkerHandle.attach(engine.actor, "worker-0", config)
     sampling = config.sampling.model_copy(update={"max_tokens": 400, "ignore_eos": True})
     short = config.sampling
     long = asyncio.ensure_future(other.generate(list(range(5, 30)), sampling, "same name"))
@@ -255,11 +262,9 @@ async def test_two_clients_of_a_worker_have_requests_of_their_own(
             await asyncio.sleep(0.01)
         completion = await engine.generate(list(range(5, 30)), short, "another name")
         assert completion.token_ids
-        engine.actor.forget.remote("other")
+        assert not long.done()
+        other.fail("the client is gone")
         while await engine.num_in_flight():
             await asyncio.sleep(0.01)
-        assert not long.done()
-    long.cancel()
-    other.fail("the client is gone")
-    with contextlib.suppress(asyncio.CancelledError):
+    with pytest.raises(EngineError, match="the client is gone"):
         await long

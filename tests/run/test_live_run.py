@@ -24,12 +24,14 @@ pytestmark = pytest.mark.slow  # one training run for all
 class Run:
     folder: Path
     port: int
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[bytes]"
+    said: Path
+    """The file of what it prints; a pipe that nobody reads would stop it after some steps."""
 
     def metrics(self) -> str:
         """The metrics, as soon as the run has made two steps."""
         while True:
-            assert self.process.poll() is None, self.process.communicate()[1]
+            assert self.process.poll() is None, self.said.read_text()
             try:
                 text = get(self.port)
             except OSError:
@@ -48,20 +50,21 @@ def run(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     file = write_config(make_config, folder)
-    process = subprocess.Popen(
-        [
-            *(*python(), "-m", "turnwise.cli", "train", str(file), "training.steps=100000"),
-            *(f"metrics.port={port}", "algorithm.kl.coef=0.001", "name=live"),
-        ],
-        cwd=ROOT,
-        env=command_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield Run(folder / "runs" / "live", port, process)
+    said = folder / "said.txt"
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(*python(), "-m", "turnwise.cli", "train", str(file), "training.steps=100000"),
+                *(f"metrics.port={port}", "algorithm.kl.coef=0.001", "name=live"),
+            ],
+            cwd=ROOT,
+            env=command_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    yield Run(folder / "runs" / "live", port, process, said)
     process.terminate()
-    process.communicate(timeout=300)
+    process.wait(300)
 
 
 def test_every_metric_of_the_dashboard_is_served(run: Run) -> None:

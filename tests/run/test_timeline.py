@@ -68,6 +68,15 @@ def test_each_trajectory_and_each_worker_has_its_rows(run: Path, tmp_path: Path)
     assert first["args"] == {"worker": "worker-1", "prompt": 3, "sampled": 2}
 
 
+def test_an_evaluation_has_its_own(run: Path, tmp_path: Path) -> None:
+    for folder in ("trajectories", "timeline"):
+        file = run / folder / "step-0004.jsonl"
+        file.with_stem("eval-0004").write_text(file.read_text().splitlines()[0] + "\n")
+    target = tmp_path / "eval.json"
+    done = CliRunner().invoke(app, ["trace", "timeline", str(run), str(target), "--heldout"])
+    assert (done.exit_code, done.stdout) == (0, f"2 turns\n{target}\n")
+
+
 def test_a_step_without_times_is_a_mistake(run: Path, tmp_path: Path) -> None:
     (run / "timeline" / "step-0004.jsonl").unlink()
     with pytest.raises(InputError, match=r"has no timeline/step-0004\.jsonl"):

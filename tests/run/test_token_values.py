@@ -63,7 +63,7 @@ def test_each_trained_token_has_the_values_that_it_was_trained_with(
             turns = [turn for turn in branch.turns if turn >= 0]
             places = [turns[:n].count(turn) for n, turn in enumerate(turns)]
             expected |= {(number, *at): s for *at, s in zip(turns, places, scored, strict=True)}
-    shares = plan_micro_batches(batch.samples, 1, 1, 12, packed=False)
+    shares = plan_micro_batches(batch.samples, 1, 1, 12, "padded")
     trained = by_sample(shares, [rank.train(shares[0])])
     path = tmp_path / "training" / "step-0001.safetensors"
     write_columns(path, columns_of(trained, batch.origins, group.trajectories, 5))
@@ -93,7 +93,7 @@ def test_values_find_their_samples_on_any_number_of_ranks(
     make_config: Callable[..., Config], ranks: int
 ) -> None:
     _, _, batch = a_batch(make_config)
-    shares = plan_micro_batches(batch.samples, 2, ranks, 12, packed=False)
+    shares = plan_micro_batches(batch.samples, 2, ranks, 12, "padded")
     reports = []
     for share in shares:
         mine = [s for update in share for own in update.micro_batches for s in own]
@@ -127,7 +127,8 @@ def test_only_the_files_of_the_latest_steps_are_kept(
     for step in steps:
         folder.write_trajectories("step", step, [Trajectory("rows:1")])
         folder.write_trajectories("eval", step, [Trajectory("rows:1")])
-        folder.write_timeline(step, [[TurnTimes(0, 1.0, 2.0, 3.0, "worker-0")], []])
+        for kind in ("step", "eval"):
+            folder.write_timeline(kind, step, [[TurnTimes(0, 1.0, 2.0, 3.0, "worker-0")], []])
         folder.write_token_values(step, {"turn": np.zeros(1, np.int32)})
     folder.close()
     lines = (folder.path / "timeline" / "step-10000.jsonl").read_text().splitlines()
@@ -135,6 +136,7 @@ def test_only_the_files_of_the_latest_steps_are_kept(
         [[0, 1.0, 2.0, 3.0, "worker-0", None, None]],
         [],
     ]
-    for kind in ("trajectories/step", "trajectories/eval", "training/step", "timeline/step"):
+    kinds = ("trajectories/step", "trajectories/eval", "training/step")
+    for kind in (*kinds, "timeline/step", "timeline/eval"):
         names = {path.stem for path in folder.path.glob(f"{kind}-*")}
         assert names == {f"{kind.rpartition('/')[2]}-{step:04d}" for step in steps[-left:]}

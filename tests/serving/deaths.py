@@ -192,7 +192,7 @@ def main(folder: str) -> None:
     start_ray(cluster.address)
     told = asyncio.run(play(cluster, second, folder))
     workers = [pid for pid in told["pids"] if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers], timeout=30)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers], timeout=120)
     told["alive"] = [process.pid for process in alive]
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()

@@ -1,10 +1,10 @@
-"""`WorkerHandle` before an actor that is none: what becomes of requests that get lost."""
+"""`WorkerHandle` before an actor that is none: the ends of requests that get lost."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,6 +13,8 @@ from turnwise.core.actor import ActorHandle
 from turnwise.engine import Chunk
 from turnwise.errors import EngineError
 from turnwise.serving import worker_handle
+from turnwise.serving.channel import Address, Channel, listen
+from turnwise.serving.engine_worker import Mailbox
 from turnwise.serving.worker import VllmAsyncGenerationWorker
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -27,35 +29,32 @@ class Method:
 
 
 class Actor:
-    """Answers every request that it gets with one token; one that holds a lock cannot be sent."""
+    """Answers every request with one token."""
 
     def __init__(self) -> None:
-        self.submit, self.collect = Method(self._submit), Method(self._collect)
-        self._asked: asyncio.Queue[str] = asyncio.Queue()
+        self.address, self.call = Method(self._address), Method(self._call)
+        self.running = 0
 
-    def _submit(self, batch: list[Any], client: str) -> None:
-        if any("lock" in sampling.logits_processor_args for _, _, sampling, *_ in batch):
-            raise TypeError("cannot pickle '_thread.lock' object")
-        for request_id, *_ in batch:
-            self._asked.put_nowait(request_id)
+    async def _address(self) -> Address:
+        return await listen("127.0.0.1", self._accept)
 
-    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
-        return [(await self._asked.get(), Chunk([1], [-0.5], [0], "stop"))]
+    def _accept(self, channel: Channel) -> None:
+        self.channel = channel
+        Mailbox(channel, self._run)
+
+    async def _run(self, mailbox: Mailbox, request_id: str, *_: object) -> None:
+        mailbox.add(request_id, Chunk([1], [-0.5], [0], "stop"))
+
+    async def _call(self, method: str) -> int:
+        return 0
 
 
 class Elsewhere(Actor):
-    """Answers while the caller's event loop is held up for longer than the deadline."""
+    """Answers, and then holds up the caller's event loop for longer than the deadline."""
 
-    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
-        answer = Future[list[tuple[str, Chunk]]]()
-        request_id = await self._asked.get()
-
-        def hold_up() -> None:
-            answer.set_result([(request_id, Chunk([1], [-0.5], [0], "stop"))])
-            time.sleep(0.5)
-
-        asyncio.get_running_loop().call_soon(hold_up)
-        return await asyncio.wrap_future(answer)
+    async def _run(self, mailbox: Mailbox, request_id: str, *_: object) -> None:
+        await super()._run(mailbox, request_id)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)
 
 
 async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
@@ -65,6 +64,7 @@ async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
     worker = WorkerHandle(handle_of(Elsewhere()), make_config(engine={"request_timeout": 0.1}))
     completion = await worker.generate([5], SamplingConfig(max_tokens=1), "request")
     assert completion.token_ids == [1]
+    worker.fail("the test is over")
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(
@@ -72,7 +72,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(
 ) -> None:
     worker = WorkerHandle(handle_of(Actor()), make_config())
     plain = SamplingConfig(max_tokens=1)
-    locked = plain.model_copy(update={"logits_processor_args": {"lock": object()}})
+    locked = plain.model_copy(update={"logits_processor_args": {"lock": threading.Lock()}})
     async with asyncio.timeout(60):
         outcomes = await asyncio.gather(
             worker.generate([5], plain, "first"),
@@ -83,6 +83,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(
     assert isinstance(outcomes[1], EngineError)
     assert "worker-0 cannot be asked: TypeError" in str(outcomes[1])
     assert [done.token_ids for done in (outcomes[0], outcomes[2])] == [[1], [1]]  # type: ignore[union-attr]
+    worker.fail("the test is over")
 
 
 async def test_a_request_that_ends_without_a_reason_is_told(
@@ -92,22 +93,28 @@ async def test_a_request_that_ends_without_a_reason_is_told(
         async def stream(self, *_: Any) -> Any:
             yield Chunk([1], [-0.5], [0])
 
+    class Box:
+        events: ClassVar[list[Any]] = []
+
+        def add(self, request_id: str, event: Any) -> None:
+            self.events.append(event)
+
     worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
     worker._engine = Mute()
-    await worker.submit([("mute", [5], SamplingConfig(), None, "")])
-    async with asyncio.timeout(60):
-        events = await worker.collect()
-        while len(events) < 2:
-            events += await worker.collect()
+    await worker._run(Box(), "mute", [5], SamplingConfig(), None, "")
     with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):
-        raise events[1][1]  # type: ignore[misc]
+        raise Box.events[1]
 
 
 class Silent(Actor):
     """Never answers."""
 
-    async def _collect(self, client: str) -> list[tuple[str, Chunk]]:
-        return await asyncio.Future()
+    async def _run(self, *_: object) -> None:
+        self.running += 1
+        try:
+            await asyncio.Future()
+        finally:
+            self.running -= 1
 
 
 async def test_an_actor_that_does_not_answer_is_named(
@@ -117,3 +124,39 @@ async def test_an_actor_that_does_not_answer_is_named(
     worker = WorkerHandle(handle_of(Silent()), make_config(engine={"request_timeout": 0.1}))
     with pytest.raises(EngineError, match=r"worker-0 did not answer within 0\.2 s"):
         await worker.generate([5], SamplingConfig(max_tokens=1), "request")
+
+
+async def test_a_worker_that_closes_its_channel_is_named(
+    make_config: Callable[..., Config],
+) -> None:
+    actor = Silent()
+    worker = WorkerHandle(handle_of(actor), make_config())
+    request = asyncio.ensure_future(worker.generate([5], SamplingConfig(max_tokens=1), "request"))
+    async with asyncio.timeout(60):
+        while not actor.running:
+            await asyncio.sleep(0.01)
+        actor.channel.close()
+        with pytest.raises(EngineError, match="worker-0 closed its channel"):
+            await request
+
+
+async def test_the_requests_of_a_client_that_is_gone_are_cancelled(
+    make_config: Callable[..., Config],
+) -> None:
+    actor = Silent()
+    worker = WorkerHandle(handle_of(actor), make_config())
+    sampling = SamplingConfig(max_tokens=1)
+    requests = [asyncio.ensure_future(worker.generate([5], sampling, f"{n}")) for n in range(8)]
+    async with asyncio.timeout(60):
+        while actor.running < 8:
+            await asyncio.sleep(0.01)
+        requests[0].cancel()
+        while actor.running == 8:
+            await asyncio.sleep(0.01)
+        assert actor.running == 7
+        worker.fail("the client is gone")
+        while actor.running:
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="the client is gone"):
+        await requests[1]
+    await asyncio.gather(*requests, return_exceptions=True)

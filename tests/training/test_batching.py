@@ -1,9 +1,12 @@
+from dataclasses import replace
+from typing import get_args
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.training import Sample
-from turnwise.training.batching import RankBatches, make_micro_batch, plan_micro_batches
+from turnwise.training.batching import Layout, RankBatches, make_micro_batch, plan_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -15,14 +18,15 @@ def sample(length: int, number: int = 0, pair_id: int | None = None) -> Sample:
 
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+layouts = st.sampled_from(get_args(Layout))
 
 
-@given(lengths, st.integers(1, 4), st.integers(1, 4), st.integers(1, 200), st.booleans())
+@given(lengths, st.integers(1, 4), st.integers(1, 4), st.integers(1, 200), layouts)
 def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
-    lengths: list[int], updates: int, ranks: int, budget: int, packed: bool
+    lengths: list[int], updates: int, ranks: int, budget: int, layout: Layout
 ) -> None:
     samples = [sample(length, number) for number, length in enumerate(lengths)]
-    shares = plan_micro_batches(samples, updates, ranks, budget, packed)
+    shares = plan_micro_batches(samples, updates, ranks, budget, layout)
     assert len(shares) == ranks
     assert {len(own) for own in shares} == {min(updates, len(samples))}
     seen = []
@@ -35,21 +39,22 @@ def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
     assert sorted(seen) == list(range(len(samples)))
 
 
-def cost(batch: list[Sample], packed: bool) -> int:
-    lengths = [s.length for s in batch]
-    return sum(lengths) if packed else max(lengths, default=0) * len(lengths)
+def cost(batch: list[Sample], layout: Layout) -> int:
+    tokens = {s.trajectory: s.trained for s in batch}
+    return make_micro_batch(batch, tokens, 0, layout, CPU).token_ids_BT.numel() if batch else 0
 
 
-@given(lengths, st.integers(60, 200), st.booleans())
-def test_a_micro_batch_keeps_to_its_budget(lengths: list[int], budget: int, packed: bool) -> None:
-    samples = [sample(length, number) for number, length in enumerate(lengths)]
-    for (share,) in plan_micro_batches(samples, 1, 2, budget, packed):
-        assert all(cost(batch, packed) <= budget for batch in share.micro_batches)
+@given(lengths, st.integers(60, 200), layouts)
+def test_a_micro_batch_keeps_to_its_budget(lengths: list[int], budget: int, layout: Layout) -> None:
+    samples = [sample(length, number // 4) for number, length in enumerate(lengths)]
+    samples = [replace(s, sequence=n, pair_id=n, trajectory=n) for n, s in enumerate(samples)]
+    for (share,) in plan_micro_batches(samples, 1, 2, budget, layout):
+        assert all(cost(batch, layout) <= budget for batch in share.micro_batches)
 
 
 def test_ranks_compute_batches_of_like_size_at_the_same_time() -> None:
     samples = [sample(10 + number % 50, number) for number in range(400)]
-    (one,), (two,) = plan_micro_batches(samples, 1, 2, 512, packed=False)
+    (one,), (two,) = plan_micro_batches(samples, 1, 2, 512, "padded")
     pairs = zip(one.micro_batches, two.micro_batches, strict=True)
     costs = [(cost(a, False), cost(b, False)) for a, b in pairs]
     assert all(abs(a - b) < 150 for a, b in costs)
@@ -60,7 +65,7 @@ def test_the_samples_of_a_unit_stay_together() -> None:
     samples = [sample(5 + 7 * (n % 5), n, pair_id=n // 2) for n in range(20)]
     homes: dict[int, set[int]] = {}
     number = 0
-    for own in plan_micro_batches(samples, 2, 2, 40, packed=False):
+    for own in plan_micro_batches(samples, 2, 2, 40, "padded"):
         for share in own:
             for batch in share.micro_batches:
                 number += 1
@@ -75,7 +80,7 @@ def test_a_trajectory_stays_in_one_update_and_its_branches_part() -> None:
         Sample.of([1] * 9, [0] + [1] * 8, [-0.5] * 9, [0] * 9, 1.0, n, trajectory=n // 4)
         for n in range(24)
     ]
-    (updates,) = plan_micro_batches(samples, 3, 1, 18, packed=False)
+    (updates,) = plan_micro_batches(samples, 3, 1, 18, "padded")
     for share in updates:
         assert [len(batch) for batch in share.micro_batches] == [2] * 4
         homes = {s.trajectory for batch in share.micro_batches for s in batch}
@@ -88,7 +93,7 @@ def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() 
         Sample.of([1] * 5, [0] + [1] * 4, [-0.5] * 5, [0] * 5, 0.0, n, counted_only=n >= 2)
         for n in range(6)
     ]
-    (updates,) = plan_micro_batches(samples, 4, 1, 100, packed=False)
+    (updates,) = plan_micro_batches(samples, 4, 1, 100, "padded")
     assert [[s.sequence for s in batch] for u in updates for batch in u.micro_batches] == [[0], [1]]
     assert [share.total_tokens for share in updates] == [12, 12]
     assert [share.total_trajectories for share in updates] == [3, 3]
@@ -97,8 +102,8 @@ def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() 
 def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     samples = [sample(7, 3), sample(4, 5), sample(9, 8)]
     tokens = {3: 5, 5: 9, 8: 6}
-    padded = make_micro_batch(samples, tokens, 3, packed=False, device=CPU)
-    packed = make_micro_batch(samples, tokens, 3, packed=True, device=CPU)
+    padded = make_micro_batch(samples, tokens, 3, "padded", device=CPU)
+    packed = make_micro_batch(samples, tokens, 3, "packed", device=CPU)
     assert padded.token_ids_BT.shape == (3, 9)
     assert packed.token_ids_BT.shape == (1, 20)
     assert packed.position_ids_BT is not None
@@ -114,10 +119,10 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
 
 
 def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
-    shares = plan_micro_batches([sample(9)], 1, 3, 64, packed=False)
+    shares = plan_micro_batches([sample(9)], 1, 3, 64, "padded")
     batches = [share.micro_batches for (share,) in shares]
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
-    empty = make_micro_batch([], {}, 0, packed=False, device=CPU)
+    empty = make_micro_batch([], {}, 0, "padded", device=CPU)
     assert not empty.mask_BT.any()
     assert len(empty.advantages_N) == 0
     assert RankBatches([[]], {}).micro_batches == [[]]

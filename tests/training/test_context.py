@@ -194,3 +194,12 @@ def test_ranks_are_divided_into_equal_groups(make_config: Callable[..., Config])
     message = "training.context_parallel 2 does not divide training.ranks 3"
     with pytest.raises(InputError, match=message):
         make_config(training={"ranks": 3, "context_parallel": 2})
+
+
+def test_an_attention_that_computes_whole_rows_is_not_divided(
+    make_config: Callable[..., Config],
+) -> None:
+    message = "training.attention: flash_attention_2 computes whole rows"
+    training = {"ranks": 2, "context_parallel": 2, "attention": "flash_attention_2"}
+    with pytest.raises(InputError, match=message):
+        make_config(training=training)

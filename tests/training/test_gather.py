@@ -1,5 +1,6 @@
 """Tensors of a model under the names of its files: for engines, and for exported models."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from turnwise.training.gather import full_tensors, tensor_shapes
+from turnwise.config import Config
+from turnwise.training.export import export_model
+from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -71,3 +75,21 @@ def test_tensors_of_a_layer_that_its_files_fuse_are_fused_again(tmp_path: Path) 
     torch.testing.assert_close(tensors["model.layers.1.mlp.gate_up_proj.weight"], expected)
     assert not any("gate_proj" in name for name in tensors)
     assert set(tensors) == {name for name, _ in tensor_shapes(model)}
+
+
+def test_an_exported_model_has_the_buffers_of_its_files_in_their_own_precision(
+    make_config: Callable[..., Config], model_path: str, tmp_path: Path
+) -> None:
+    shape = {**SMALL, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    shape |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 12, "v_head_dim": 8}
+    shape |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    kind = DeepseekV3Config(**shape | {"first_k_dense_replace": 1})
+    model: Any = AutoModelForCausalLM.from_config(kind)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = torch.tensor([1.0, 1 + 2**-12, -3.0, 1e-4])
+    model.get_buffer(name).copy_(bias)
+    config = make_config(model={"path": model_path, "max_length": 512, "dtype": "bfloat16"})
+    layout, tensors, buffers = tensor_shapes(model), full_tensors(model), saved_buffers(model)
+    export_model(tmp_path, 0, config, kind, layout, tensors, buffers)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(again.get_buffer(name), bias)

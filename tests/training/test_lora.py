@@ -54,7 +54,7 @@ def plain(path: str) -> Any:
 
 
 def scored(policy: TrainerRank, name: Any, batch: Any) -> list[list[float]]:
-    (share,) = plan_micro_batches(batch, 1, 1, 10_000, packed=False)[0]
+    (share,) = plan_micro_batches(batch, 1, 1, 10_000, "padded")[0]
     return [values for _, values in sorted(policy.score(name, share))]
 
 
@@ -138,6 +138,7 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
         {"micro_batch_tokens": 10_000},
         {"micro_batch_tokens": 100},
         {"packing": "packed"},
+        {"packing": "shared"},
         {"activation_checkpointing": True},
     ):
         policy = make_policy(algorithm, updates_per_step=2, **options)

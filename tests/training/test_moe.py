@@ -8,33 +8,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
+from tests.models import make_moe
 from tests.test_cli import metrics_of, turnwise, write_config
-from tests.training.test_gather import moe
 from turnwise.config import Config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "shared"), [("shm", 1), ("collective", 2)])
+@pytest.mark.parametrize(
+    ("transport", "shared", "shards"), [("shm", 1, 1), ("collective", 2, 1), ("collective", 1, 2)]
+)
 def test_a_mixture_of_experts_trains_and_updates_the_engine(
-    make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path, transport: str, shared: int
+    make_config: Callable[..., Config],
+    tokenizer: Any,
+    tmp_path: Path,
+    transport: str,
+    shared: int,
+    shards: int,
 ) -> None:
-    path = moe(
-        tmp_path / "moe",
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=64,
-        head_dim=32,
-        moe_intermediate_size=32,
-        num_experts=8,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    tokenizer.save_pretrained(path)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    path = make_moe(tokenizer, tmp_path / "moe")
     file = write_config(make_config, tmp_path)
     changes = ["training.steps=3", "training.ranks=2", "training.learning_rate=0.01"]
-    changes += [f"training.context_parallel={shared}"]
+    changes += [f"training.context_parallel={shared}", f"engine.tensor_parallel_size={shards}"]
     changes += [f"weights.transport={transport}", f"model.path={path}", "name=moe"]
     done = turnwise("train", file, *changes)
     assert done.returncode == 0, done.stderr
@@ -44,7 +40,7 @@ def test_a_mixture_of_experts_trains_and_updates_the_engine(
         assert row["logprob_diff_max"] < 1e-4
     before, after = (
         load_file(folder / "model.safetensors")
-        for folder in (path, tmp_path / "runs/moe/checkpoints/step-0003")
+        for folder in (Path(path), tmp_path / "runs/moe/checkpoints/step-0003")
     )
     assert before.keys() == after.keys()
     experts = [name for name in before if ".mlp.experts." in name]

@@ -12,7 +12,7 @@ from tests.models import make_reward_model, perturbed
 from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.training import Sample
-from turnwise.training.batching import plan_micro_batches
+from turnwise.training.batching import Layout, plan_micro_batches
 from turnwise.training.rank import TrainerRank
 
 Make = Callable[..., TrainerRank]
@@ -44,14 +44,14 @@ def sequences() -> list[list[int]]:
     ]
 
 
-def scored(policy: TrainerRank, name: Any, packed: bool = False) -> list[list[float]]:
+def scored(policy: TrainerRank, name: Any, layout: Layout = "padded") -> list[list[float]]:
     """The values after START of each sequence, in order."""
     masks = [[0] * START + [1] * (len(ids) - START) for ids in sequences()]
     samples = [
         Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
         for number, (ids, mask) in enumerate(zip(sequences(), masks, strict=True))
     ]
-    (share,) = plan_micro_batches(samples, 1, 1, 64, packed)[0]
+    (share,) = plan_micro_batches(samples, 1, 1, 64, layout)[0]
     return [values for _, values in sorted(policy.score(name, share))]
 
 

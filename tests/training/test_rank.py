@@ -15,7 +15,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import plan_micro_batches
-from turnwise.training.rank import TrainerRank
+from turnwise.training.rank import TrainerRank, layout_of
 from turnwise.training.reports import merge
 
 ALGORITHMS: list[dict[str, Any]] = [
@@ -45,7 +45,7 @@ def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
         training.updates_per_step,
         1,
         training.micro_batch_tokens,
-        training.packing == "packed",
+        layout_of(training, torch.device("cpu")),
     )
     return merge([policy.train(shares[0])])
 
@@ -155,6 +155,7 @@ def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
         {"micro_batch_tokens": 10_000},
         {"micro_batch_tokens": 100},
         {"packing": "packed"},
+        {"packing": "shared"},
         {"activation_checkpointing": True},
     ):
         policy = make_policy(algorithm, updates_per_step=2, **options)

@@ -107,6 +107,17 @@ def test_a_policy_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(one._moments(), two._moments(), strict=True))
 
 
+def test_a_reference_in_bfloat16_computes_what_the_policy_does(
+    make_half: Callable[..., TrainerRank],
+) -> None:
+    """At the start the KL penalty is 0, as it is in float32."""
+    policy = make_half({"kl": {"coef": 0.1}})
+    reference = policy._models.reference
+    assert reference is not None
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert train(policy, samples_for(model_of(policy)))["kl"] == 0
+
+
 @pytest.mark.slow
 async def test_two_ranks_in_bfloat16_do_what_one_does_and_go_on_from_its_checkpoint(
     ray_started: None, make_config: Callable[..., Config], model_path: str, tmp_path: Path

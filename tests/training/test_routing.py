@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
+from tests.models import make_moe
 from tests.test_cli import metrics_of, turnwise, write_config
 from tests.training.test_gather import SMALL, moe
 from turnwise.config import Config, SamplingConfig
@@ -16,13 +17,13 @@ from turnwise.training import Sample
 from turnwise.training.batching import make_micro_batch
 from turnwise.training.model import Scorer
 from turnwise.training.routing import RoutingReplay
-from turnwise.trajectory import read_jsonl
+from turnwise.trajectory import Branch, read_jsonl
 
 EXPERTS = {"num_experts": 8, "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
 GRADIENTS = ("mlp.gate.weight", "mlp.experts.down_proj")
 
 
-def loaded(path: Path) -> Any:
+def loaded(path: Path | str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -39,6 +40,15 @@ def choices(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         hook.remove()
     logprobs = logits[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
     return logprobs, torch.stack(found, dim=1)
+
+
+def assert_chosen_by(model: Any, branch: Branch) -> None:
+    """The branch has a row for each token but the last, and it is what the model chooses."""
+    _, chosen = choices(model, branch.token_ids)
+    rows = torch.frombuffer(bytearray(branch.experts), dtype=torch.uint8).view(-1, 2, 2)
+    assert len(rows) == len(branch.token_ids) - 1
+    same = rows.long().sort(-1).values == chosen[:-1].sort(-1).values
+    assert same.all(-1).float().mean() > 0.99  # rounding may decide between two experts
 
 
 def rows_of(chosen_TLK: torch.Tensor) -> bytes:
@@ -82,7 +92,9 @@ def test_perturbed_routers_keep_the_recorded_choice_and_learn(
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, out: used.append(out[2]))
     samples = [sample_of(ids, rows_of(c)) for ids, c in zip(rows, recorded, strict=True)]
-    batch = make_micro_batch(samples, {30: 29, 17: 16}, 0, packed, torch.device("cpu"))
+    batch = make_micro_batch(
+        samples, {30: 29, 17: 16}, 0, "packed" if packed else "padded", torch.device("cpu")
+    )
     scores: Any = scorer(batch)
     scores.logprobs_N.sum().backward()
     assert len(used) == (4 if recompute else 2)
@@ -180,18 +192,11 @@ def test_a_prefix_cache_is_needed(make_config: Callable[..., Config]) -> None:
 def test_a_run_trains_with_the_experts_that_its_engine_chose(
     make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path, ranks: int
 ) -> None:
-    path = moe(
-        tmp_path / "moe",
-        **EXPERTS,
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    tokenizer.save_pretrained(path)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
+    path = make_moe(tokenizer, tmp_path / "moe")
     file = write_config(make_config, tmp_path)
     changes = ["training.steps=3", "training.learning_rate=0.01", "engine.routing_replay=true"]
     changes += [f"training.ranks={ranks}", f"training.context_parallel={ranks}"]
+    changes += [f"engine.tensor_parallel_size={ranks}"]
     done = turnwise("train", file, *changes, f"model.path={path}", "name=replay")
     assert done.returncode == 0, done.stderr
     for row in metrics_of(tmp_path / "runs/replay"):
@@ -202,7 +207,4 @@ def test_a_run_trains_with_the_experts_that_its_engine_chose(
     branches = [branch for one in read_jsonl(file) for branch in one.branches()]
     assert branches
     for branch in branches:
-        _, chosen = choices(model, branch.token_ids)
-        rows = torch.frombuffer(bytearray(branch.experts), dtype=torch.uint8).view(-1, 2, 2)
-        same = rows.long().sort(-1).values == chosen[:-1].sort(-1).values
-        assert same.all(-1).float().mean() > 0.99  # rounding may decide between two experts
+        assert_chosen_by(model, branch)

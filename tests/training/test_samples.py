@@ -61,7 +61,7 @@ def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_
     assert computed.report.tokens_trained == computed.report.tokens_exact == 24
     for made in (counted, computed):
         assert made.report.tokens_sampled == 24
-        ((share,),) = plan_micro_batches(made.samples, 1, 1, 4096, packed=False)
+        ((share,),) = plan_micro_batches(made.samples, 1, 1, 4096, "padded")
         assert (share.total_tokens, share.total_trajectories) == (24, 4)
     replaced = make_samples(groups, config(algorithm={"dynamic_sampling": True}), 5)
     assert len(replaced.samples) == 2
@@ -98,7 +98,7 @@ def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() ->
         rewritten.trajectories.append(made)
     samples = make_samples([rewritten], config(), 5).samples
     assert len({sample.sequence for sample in samples}) == len(samples) == 10
-    ((share,),) = plan_micro_batches(samples, 1, 1, 10, packed=False)
+    ((share,),) = plan_micro_batches(samples, 1, 1, 10, "padded")
     weights = {1.0: 0.0, -1.0: 0.0}
     for own in share.micro_batches:
         batch = make_micro_batch(own, share.trajectory_tokens, 5, False, torch.device("cpu"))

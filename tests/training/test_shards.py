@@ -16,7 +16,7 @@ from tests.training.test_gather import moe
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
 from turnwise.training.export import export_model
-from turnwise.training.gather import full_tensors, tensor_shapes
+from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
 from turnwise.training.loading import POLICY, load_model, load_value_model
 from turnwise.training.model import Critic, Scorer, distribute
 
@@ -46,7 +46,8 @@ def load(number: int, config: Config, folder: Path, value: str | None) -> dict[s
         target = folder / "out"
         target.mkdir(exist_ok=True)
         tensors = full_tensors(module.model)
-        export_model(target, number, config, module.model.config, shapes, tensors, 20_000)
+        shape, buffers = module.model.config, saved_buffers(module.model)
+        export_model(target, number, config, shape, shapes, tensors, buffers, 20_000)
     else:
         other = OtherModel(path=value)
         model = load_value_model(config, other)

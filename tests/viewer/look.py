@@ -62,6 +62,8 @@ def look_at_a_live_run(page: "Page") -> None:
 def look_at_a_step(page: "Page") -> None:
     found = page.locator("p[role=status]")
     everything = found.inner_text()
+    tools = page.get_by_role("table", name="Tools").locator("tbody tr")
+    expect(tools).to_have_text(re.compile("add16"))
     shoot(page, "step")
     page.locator(".histogram button").first.click()
     expect(found).not_to_have_text(everything)
@@ -187,6 +189,30 @@ def look_at_a_recorded_run(page: "Page") -> None:
     )
 
 
+def look_at_a_problem_in_both_recorded_runs(page: "Page") -> None:
+    """The same evaluation of the other run is beside it; another step can be chosen."""
+    page.goto(address.split("?")[0] + "#/run/careful-agent/eval-0010")
+    page.locator(".group a").first.click()
+    expect(page.locator("h1")).to_have_text(re.compile("heldout"))
+    problem = page.locator("h1").inner_text()
+    for run in ("careful-agent", "calculator"):
+        samples = page.get_by_role("region", name=f"{run}, Held-out, step 10")
+        expect(samples.locator(".message.user").first).to_be_visible()
+        expect(samples.locator(".message.assistant").first).to_be_visible()
+    asked = page.locator(".message.user .said").all_inner_texts()
+    assert len({*asked}) == 1, "the same question"
+    shoot(page, "beside")
+    page.get_by_label("Beside calculator").select_option("eval-0012")
+    expect(page.get_by_role("region", name="calculator, Held-out, step 12")).to_be_visible()
+    page.get_by_label("Another step of this run").select_option("eval-0012")
+    expect(page.locator(".beside > section")).to_have_count(3)
+    page.get_by_label("Beside calculator").select_option("")
+    expect(page.locator(".beside > section")).to_have_count(2)
+    page.locator(".sample a").first.click()
+    page.get_by_role("link", name="Its group").click()
+    expect(page.locator("h1")).to_have_text(problem)
+
+
 def look_at_an_exported_page(page: "Page") -> None:
     page.goto((folder.parent / "page.html").as_uri())
     expect(page.locator(".group, .message").first).to_be_visible()
@@ -205,6 +231,7 @@ LOOKS: tuple[Callable[["Page"], None], ...] = (
     look_at_a_trajectory,
     look_at_a_long_trajectory,
     look_at_a_recorded_run,
+    look_at_a_problem_in_both_recorded_runs,
     look_at_an_exported_page,
 )
 

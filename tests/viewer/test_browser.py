@@ -148,4 +148,4 @@ def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -
         [*map(str, look)], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 14, done.stdout
+    assert len(done.stdout.splitlines()) == 16, done.stdout

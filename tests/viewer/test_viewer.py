@@ -18,7 +18,7 @@ from turnwise.run.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
-from turnwise.viewer.run_files import RunFiles, open_runs
+from turnwise.viewer.run_files import RunFiles, open_runs, summarise
 from turnwise.viewer.server import make_app, static_files
 from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
@@ -172,6 +172,34 @@ def test_a_step_has_a_summary_of_each_trajectory_and_its_line(
     # A file that has changed is scanned again.
     write_jsonl(folder / "trajectories" / "step-0001.jsonl", [a_trajectory(0, "new")])
     assert [one["answer"] for one in client.get(STEP).json()["trajectories"]] == ["new"]
+
+
+def test_the_files_that_have_a_problem_are_found(client: TestClient, folder: Path) -> None:
+    write_jsonl(folder / "trajectories" / "eval-0001.jsonl", [Trajectory('rows:"ä"', 0)])
+    write_jsonl(folder / "trajectories" / "eval-0002.jsonl", [])
+    for name, files in (
+        ("rows:1", ["step-0001"]),
+        ("rows:", []),
+        ('rows:"ä"', ["eval-0001"]),
+        ("Question", []),
+    ):
+        found = client.get("/api/runs/demo/problem", params={"name": name}).json()
+        assert found == {"files": files}, name
+
+
+def test_the_answers_of_each_tool_are_counted() -> None:
+    calls = [{"id": str(n), "function": {"name": name}} for n, name in enumerate("aab")]
+    said = ["3", "Error: a failed: ValueError: 4", [{"type": "text", "text": "error: 5"}]]
+    answers = [
+        {"role": "tool", "tool_call_id": str(n), "content": text} for n, text in enumerate(said)
+    ]
+    others = [
+        {"role": "tool", "name": "c", "content": "6"},
+        {"role": "tool", "tool_call_id": "9", "content": "Write the call as JSON."},
+    ]
+    messages = [{"role": "assistant", "tool_calls": calls}, *answers, *others]
+    found = summarise({"problem_id": "rows:1", "turns": [], "messages": messages})["tools"]
+    assert found == {"a": [2, 1], "b": [1, 1], "c": [1, 0], "an unreadable call": [1, 1]}
 
 
 def test_a_file_is_scanned_once(folder: Path) -> None:

@@ -16,6 +16,7 @@ from turnwise.config import SamplingConfig
 from turnwise.engine import Completion
 from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.training.gather import full_tensors
 from turnwise.weights.canary import canary_prompt
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.manifest import Publication
@@ -77,7 +78,7 @@ class Model:
 
     @property
     def tensors(self) -> Named:
-        return list(self.model.named_parameters())
+        return list(full_tensors(self.model))
 
     def perturb(self, scale: float) -> None:
         with torch.no_grad():

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from turnwise.config import Config
+from turnwise.core import aio
 from turnwise.core.interrupt import (
     EXIT_INTERRUPTED,
     end_by_force_after,
@@ -79,7 +80,7 @@ def print_error(text: str, style: str | None = None) -> None:
 
 def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:
     """Run a command's coroutine; a code other than 0 exits."""
-    code = asyncio.run(_exit_code(make, command))
+    code = aio.run(_exit_code(make, command))
     if code:
         raise typer.Exit(code)
 

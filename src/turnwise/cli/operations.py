@@ -102,6 +102,7 @@ def timeline(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON file to write.")],
     step: Annotated[int | None, typer.Option(help="The step; default: the last one.")] = None,
+    heldout: Annotated[bool, typer.Option("--heldout", help="The evaluation's turns.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
@@ -109,7 +110,7 @@ def timeline(
     async def write() -> None:
         from turnwise.run.timeline import write_timeline
 
-        count = await run_in_thread(lambda: write_timeline(run, step, target))
+        count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
         Console().print(f"{count} turns\n{target}", highlight=False, soft_wrap=True, markup=False)
 
     run_command(write, Command(debug))

@@ -137,6 +137,24 @@ class Config(Section):
                 f"training.context_parallel {self.training.context_parallel} does not divide "
                 f"training.ranks {ranks}: each sequence is shared by as many ranks"
             )
+        if self.training.context_parallel > 1 and self.training.attention != "auto":
+            raise ValueError(
+                f"training.attention: {self.training.attention} computes whole rows, which "
+                "training.context_parallel divides over ranks: set training.attention to auto, or "
+                "training.context_parallel to 1"
+            )
+        if self.training.packing == "shared":
+            for key, value, set_to in (
+                ("training.context_parallel", self.training.context_parallel > 1, "1"),
+                ("training.attention", self.training.attention != "auto", "auto"),
+                ("engine.routing_replay", self.engine.routing_replay, "false"),
+            ):
+                if value:
+                    raise ValueError(
+                        f"training.packing: shared computes the beginning of several sequences "
+                        f"once, which {key} does not support: set that to {set_to}, or "
+                        "training.packing to packed"
+                    )
         if self.training.offload and not self.training.colocated:
             raise ValueError(
                 "training.offload frees memory for engines in the trainer's processes: set "

@@ -47,9 +47,10 @@ class TrainingConfig(Section):
     """Precision in which weights that learn are kept: float32 (master weights), or bfloat16, whose
     updates are rounded at random so that small steps count on average; half the memory. bfloat16
     needs model.dtype bfloat16."""
-    packing: Literal["auto", "packed", "padded"] = "auto"
-    """Layout of micro-batches: one row of concatenated sequences (packed), or rows of similar
-    length with padding (padded); auto is packed on GPUs and padded on CPUs."""
+    packing: Literal["auto", "packed", "padded", "shared"] = "auto"
+    """Layout of micro-batches: one row of concatenated sequences (packed), such a row in which
+    sequences with a common beginning, as those of a group have, compute it once (shared), or rows
+    of similar length with padding (padded); auto is packed on GPUs and padded on CPUs."""
     attention: str = "auto"
     """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
     a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:

@@ -1,4 +1,4 @@
-"""Small asyncio pieces that the standard library lacks: task groups, threads, garbage collection.
+"""Small asyncio pieces that the standard library lacks: loops, task groups, threads, garbage.
 
 Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
 """
@@ -9,13 +9,28 @@ import contextvars
 import gc
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from turnwise.errors import ordinary_error
 
 _T = TypeVar("_T")
+
+
+def run(main: Coroutine[object, object, _T]) -> _T:
+    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (vLLM brings it).
+
+    Its event loop takes less processor time for a turn.
+
+    Example:
+        run(interruptible(train(config)))
+    """
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 @asynccontextmanager

@@ -78,13 +78,30 @@ class StallClock:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.stopped = False
-        """True while no progress is expected, such as while an engine sleeps."""
+        self._stopped = False
         self._holds = 0
         self._moved = 0.0
         self._doubted = False
         self._waits: set[asyncio.Timeout] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True while no progress is expected, such as while an engine sleeps.
+
+        The clock has no timer then: a pending one would keep the event loop from dropping later
+        ones that are cancelled, and the objects of their requests.
+        """
+        return self._stopped
+
+    @stopped.setter
+    def stopped(self, value: bool) -> None:
+        self._stopped = value
+        if value:
+            self._cancel()
+        elif self._waits and self._timer is None:
+            self.moved()
+            self._look_at(self._moved + self.seconds)
 
     def moved(self) -> None:
         """Record progress, which restarts the countdown."""
@@ -112,18 +129,14 @@ class StallClock:
                 if not self._waits:
                     self.moved()
                 self._waits.add(wait)
-                if self._timer is None:
+                if self._timer is None and not self._stopped:
                     self._look_at(self._moved + self.seconds)
                 try:
                     yield wait
                 finally:
                     self._waits.discard(wait)
-                    # A pending timer would keep the event loop from dropping cancelled timers,
-                    # and the objects of their requests.
-                    if not self._waits and self._timer is not None:
-                        self._timer.cancel()
-                        self._timer = None
-                        self._doubted = False
+                    if not self._waits:
+                        self._cancel()
         except TimeoutError:
             if not missed or not wait.expired():
                 raise
@@ -132,12 +145,18 @@ class StallClock:
     def _look_at(self, when: float) -> None:
         self._timer = asyncio.get_running_loop().call_at(when, self._look)
 
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._doubted = False
+
     def _look(self) -> None:
         self._timer = None
         if not self._waits:
             return
         now = asyncio.get_running_loop().time()
-        if self.stopped or self._holds:
+        if self._holds:
             self.moved()
         if now < self._moved + self.seconds:
             self._doubted = False

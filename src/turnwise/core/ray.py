@@ -60,6 +60,8 @@ def start_ray(address: str | None) -> float:
     try:
         if address is None:
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
+            # No record of every call for Ray's dashboard: Ray's head keeps it, and grows.
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             # Without "local", Ray would join a cluster that is still running on this machine.
             with _lean_ray(fork_server.VARIABLE in variables):
                 context = ray.init(

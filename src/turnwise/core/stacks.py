@@ -1,14 +1,19 @@
-"""Stacks of all processes of a run, on a signal, even of one whose interpreter is stuck.
+"""Stacks of all processes of a run, on request, even of one whose interpreter is stuck.
 
 A process that calls `register` writes the stacks of its threads to a file of its own in the run
-folder's `logs/stacks/` when it receives `SIGNAL`; so do the processes that it forks. The file is
-also the proof that the signal is safe: to any other process it would be deadly.
+folder's `logs/stacks/` when it is asked to; so do the processes that it forks. A thread listens on
+a socket and writes while it holds the interpreter's lock. Only a process whose thread does not
+answer, because something else keeps the lock, is sent `SIGNAL`: written from the signal's handler,
+the stacks of threads that run at that moment can be broken, and reading them crashes the process.
+The file is also the proof that the signal is safe: to any other process it would be deadly.
 """
 
 import faulthandler
 import os
+import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,12 +25,55 @@ import psutil
 
 SIGNAL = signal.SIGRTMAX - 5
 """A signal that neither Python, Ray, vLLM nor Slurm uses."""
-_SECONDS = 3.0
-"""Time for all processes to write."""
+_SECONDS = 8.0
+"""Time for all processes to write; only one that is stopped, or gets no processor, needs it."""
+_THREAD_SECONDS = 3.0
+"""Time for a process's thread to answer, before the process is sent the signal."""
+_BEGIN, _END = "-- stacks\n", "-- end of the stacks\n"
+"""Lines around what a process's thread writes."""
+_LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$")
+"""The thread that writes the stacks, which shows nothing of the process."""
 _PAUSE_SECONDS = 0.05
 _STARTED = "started "
 _START_FIELD = 19
 """Place of a process's start in /proc/PID/stat, after its name."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A process that was asked for its stacks."""
+
+    name: str
+    path: Path
+    process: psutil.Process
+    size: int
+    """Size of its file before."""
+    deaf: frozenset[str] | None = None
+    """Threads that block the signal at all times; others block it while they write. None before
+    the signal is sent."""
+
+    def signal(self) -> None:
+        """Send the process the signal, unless it was sent."""
+        if self.deaf is None:
+            self.deaf = _blocking(self.process.pid)
+            with suppress(psutil.Error):
+                self.process.send_signal(SIGNAL)
+
+    def written(self) -> str:
+        """Return what the process has written since it was asked."""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(self.size)
+            return file.read().decode(errors="replace")
+        return ""
+
+    def done(self) -> bool:
+        """Return whether the process has written everything, or has ended."""
+        if _ended(self.process) or self.written().endswith(_END):
+            return True
+        if self.deaf is None:
+            return False
+        # Its file grows only once a thread blocks the signal, which it does until it is done.
+        return _size(self.path) > self.size and _blocking(self.process.pid) <= self.deaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +105,14 @@ class _Registered:
     folder: Path | None = None
     name = ""
     file: TextIO | None = None
+    asks: socket.socket | None = None
+    listener: int | None = None
+    """The process that listens on the socket; a fork has the socket, but not the thread."""
     forks_too = False
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, write their stacks on `SIGNAL`.
+    """Make this process, and those that it forks, write their stacks when asked to.
 
     Does nothing if the folder cannot be written.
 
@@ -87,7 +138,7 @@ def stacks_folder(run: Path) -> Path:
 
 
 def _open() -> None:
-    """Open this process's file, and write to it on the signal."""
+    """Open this process's file, and write to it on request."""
     if _Registered.folder is None:
         return
     path = _Registered.folder / f"{socket.gethostname()}-{os.getpid()}.txt"
@@ -97,6 +148,35 @@ def _open() -> None:
         file.flush()
         faulthandler.register(SIGNAL, file=file, all_threads=True)
         _Registered.file = file  # kept open
+        if _Registered.listener == os.getpid():
+            return
+        if _Registered.asks is not None:  # of the process that forked this one
+            _Registered.asks.close()
+        _Registered.asks = asks = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        asks.bind(_address(os.getpid(), _start(os.getpid())))
+        threading.Thread(target=_listen, args=(asks,), name="stacks", daemon=True).start()
+        _Registered.listener = os.getpid()
+
+
+def _listen(asks: socket.socket) -> None:
+    """Write the stacks of all threads each time that a datagram comes."""
+    while True:
+        asks.recv(1)
+        with suppress(BlockingIOError):  # requests that came while the lock was kept
+            while asks.recv(1, socket.MSG_DONTWAIT):
+                pass
+        if (file := _Registered.file) is not None:
+            with suppress(OSError):  # the disk is full
+                file.write(_BEGIN)
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(_END)
+                file.flush()
+
+
+def _address(pid: int, started: str) -> str:
+    """Return the address of a process's socket, in Linux's abstract namespace: it is no file."""
+    return f"\0turnwise-stacks-{pid}-{started}"
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
@@ -107,7 +187,7 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     Args:
         seconds: Time for all of them together.
     """
-    asked: list[tuple[Path, psutil.Process, str, int]] = []
+    asked: list[_Asked] = []
     found: list[ProcessStacks] = []
     host = f"{socket.gethostname()}-"
     for path in sorted(stacks_folder(run).glob("*.txt")):
@@ -126,9 +206,21 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
             continue
         with suppress(psutil.Error, OSError):
             title = " ".join(process.cmdline()).strip()[:80]
-            asked.append((path, process, f"{name}: {title}", path.stat().st_size))
-            process.send_signal(SIGNAL)
+            each = _Asked(f"{name}: {title}", path, process, path.stat().st_size)
+            asked.append(each)
+            if not _ask(int(pid), started.removeprefix(_STARTED)):
+                each.signal()
     return [*_answers(asked, seconds), *found]
+
+
+def _ask(pid: int, started: str) -> bool:
+    """Send a process's thread the request; return whether its socket took it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.sendto(b"?", socket.MSG_DONTWAIT, _address(pid, started))
+        except OSError:  # another network namespace, or a queue of requests that nobody takes
+            return False
+    return True
 
 
 def running(run: Path) -> bool:
@@ -149,11 +241,9 @@ def _living(pid: int, started: str) -> psutil.Process | None:
         process = psutil.Process(pid)
         if _start(pid) != started or _ended(process):
             return None
-        status = Path(f"/proc/{pid}/status").read_text()
+        return process if _contains(Path(f"/proc/{pid}/status"), "SigCgt:") else None
     except (psutil.Error, OSError):
         return None
-    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
-    return process if caught and int(caught.split()[1], 16) >> (SIGNAL - 1) & 1 else None
 
 
 def _ended(process: psutil.Process) -> bool:
@@ -169,29 +259,46 @@ def _start(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
 
 
-def _answers(
-    asked: Sequence[tuple[Path, psutil.Process, str, int]], seconds: float
-) -> list[ProcessStacks]:
-    """Wait until every file has grown and no longer does, and return what was written."""
-    sizes = {path: before for path, _, _, before in asked}
-    due = time.monotonic() + seconds
-    while time.monotonic() < due:
+def _answers(asked: Sequence[_Asked], seconds: float) -> list[ProcessStacks]:
+    """Wait until every process is done, and return what was written."""
+    start = time.monotonic()
+    waited_for = list(asked)
+    while (waited_for := [each for each in waited_for if not each.done()]) and (
+        time.monotonic() < start + seconds
+    ):
+        if time.monotonic() >= start + min(_THREAD_SECONDS, seconds / 2):
+            for each in waited_for:
+                each.signal()
         time.sleep(_PAUSE_SECONDS)
-        now = {path: _size(path) for path in sizes}
-        if now == sizes and all(now[path] > old or _ended(p) for path, p, _, old in asked):
-            break
-        sizes = now
     answers = []
-    for path, process, name, before in asked:
-        with suppress(OSError), path.open("rb") as file:
-            file.seek(before)
-            stacks = _folded(file.read().decode(errors="replace"))
-            if not stacks and _ended(process):
-                path.unlink(missing_ok=True)
-                continue
-            flaw = "" if stacks else f"it wrote nothing within {seconds:g} s"
-            answers.append(ProcessStacks(name, process.pid, stacks, flaw))
+    for each in asked:
+        stacks = _folded(_one_of(each.written()))
+        if not stacks and _ended(each.process):
+            with suppress(OSError):
+                each.path.unlink(missing_ok=True)
+            continue
+        flaw = ""
+        if each in waited_for:
+            flaw = f"it wrote {'only this' if stacks else 'nothing'} within {seconds:g} s"
+        answers.append(ProcessStacks(each.name, each.process.pid, stacks, flaw))
     return answers
+
+
+def _blocking(pid: int) -> frozenset[str]:
+    """Return the threads of a process that block the signal now."""
+    blocking = set()
+    with suppress(OSError):  # the process has ended
+        for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(OSError):  # the thread has ended
+                if _contains(thread / "status", "SigBlk:"):
+                    blocking.add(thread.name)
+    return frozenset(blocking)
+
+
+def _contains(status: Path, line: str) -> bool:
+    """Return whether a line of signals in a file of /proc contains the signal."""
+    signals = next((each for each in status.read_text().splitlines() if each.startswith(line)), "")
+    return bool(signals) and bool(int(signals.split()[1], 16) >> (SIGNAL - 1) & 1)
 
 
 def _size(path: Path) -> int:
@@ -201,12 +308,18 @@ def _size(path: Path) -> int:
         return 0
 
 
+def _one_of(text: str) -> str:
+    """Return the last stacks that the thread wrote whole; without them, those of the signal."""
+    whole, end, _ = text.rpartition(_END)
+    return whole.rpartition(_BEGIN)[2] if end else text.replace(_BEGIN, "")
+
+
 def _folded(text: str) -> list[str]:
     """Return the threads' stacks, equal ones once, with their number."""
     alike: dict[str, int] = {}
     for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
         _, _, frames = block.strip().partition("\n")
-        if frames:
+        if frames and not _LISTENER.search(frames.splitlines()[0]):
             alike[frames] = alike.get(frames, 0) + 1
     return [
         f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"

@@ -9,6 +9,9 @@ recorder to it. It relies on `execute_model`, `sample_tokens`, `execute_model_st
 and `query_start_loc` of the runner, on `begin_step`, `prepare_output`, `enqueue_cpu_copy` and
 `process_output` of the recorder, and on synchronous scheduling.
 
+`_collect_tokens` relies on `_attach_weight_version` and `_handle_client_request` of the engine's
+process, on its `scheduler.requests`, `output_queue` and `log_stats`, and on an output's fields.
+
 `weights/vllm_adapters.py` relies on attributes of vLLM's objects for adapters: `_adapter_manager`
 of the worker's manager; `modules`, `lora_index_to_id` and `_validate_moe_lora_format` of that; and
 `lora_a_stacked`, `lora_b_stacked`, `slice_lora_a` and `slice_lora_b` of its layers.
@@ -60,13 +63,17 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -76,6 +83,8 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 if _collecting:
     gc.enable()
+
+from turnwise.engine.token_batches import TokenBatches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -170,6 +179,32 @@ def capture_experts(runner: "CPUModelRunner") -> None:
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
 
+def _collect_tokens() -> None:
+    """Let the process of every engine send several tokens of a request together.
+
+    Not with vLLM's statistics, which count the outputs of each step.
+    """
+    attach, handle = EngineCoreProc._attach_weight_version, EngineCoreProc._handle_client_request
+
+    def attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
+        attach(self, outputs)
+        if not self.log_stats:
+            if not hasattr(self, "token_batches"):
+                self.token_batches = TokenBatches(self.scheduler.requests)
+            self.token_batches.collect(outputs)
+
+    def handle_client_request(
+        self: EngineCoreProc, kind: EngineCoreRequestType, request: object
+    ) -> None:
+        if kind != EngineCoreRequestType.ADD and hasattr(self, "token_batches"):
+            self.token_batches.release(self.output_queue.put_nowait)
+        handle(self, kind, request)
+
+    EngineCoreProc._attach_weight_version = attach_weight_version
+    EngineCoreProc._handle_client_request = handle_client_request
+
+
+_collect_tokens()
 if current_platform.is_cpu():
     _compile_nothing()
     shm_broadcast.SpinCondition = _Waiting
@@ -208,6 +243,8 @@ __all__ = [
     "BaseLayerWithLoRA",
     "BatchUpdate",
     "ChatCompletionRequest",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
@@ -218,11 +255,13 @@ __all__ = [
     "LoRARequest",
     "LogitsProcessor",
     "LogitsProcessorWithLoRA",
+    "LogprobsLists",
     "MultiprocExecutor",
     "PEFTHelper",
     "ParallelLMHead",
     "PrometheusStatLogger",
     "PromptLogprobs",
+    "Request",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

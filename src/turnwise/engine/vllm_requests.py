@@ -41,6 +41,7 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
+            skip_clone=True,  # it belongs to this request alone
         )
         params.stream_interval = STREAM_INTERVAL
     else:

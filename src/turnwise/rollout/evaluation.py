@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from math import comb, isclose
 
 from turnwise.config import Config
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError
-from turnwise.rollout.group import TOO_LONG, Group, check_failures
+from turnwise.rollout.group import TOO_LONG, Group, check_failures, turn_times
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.producer import RunGroup
 from turnwise.trajectory import Trajectory
@@ -95,7 +96,9 @@ class Evaluation:
     """The results of the model on held-out problems."""
 
     trajectories: list[Trajectory]
-    """Number of finished trajectories."""
+    """The finished trajectories."""
+    calls: list[list[TurnTimes]]
+    """Times of the turns of each of them."""
     dropped: Counter[str]
     """Number of dropped trajectories, by reason."""
     seconds: float
@@ -173,4 +176,4 @@ async def evaluate(
     dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
     trajectories = [t for group in groups for t in group.trajectories]
     summary = summarize(groups, config.eval.sampling.n, config.eval.success_reward)
-    return Evaluation(trajectories, dropped, seconds, summary)
+    return Evaluation(trajectories, turn_times(groups), dropped, seconds, summary)

@@ -83,6 +83,16 @@ class Group:
         return group
 
 
+def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
+    """Return the times of the turns of each finished trajectory, in the groups' order.
+
+    Example:
+        for calls in turn_times(batch.groups):
+            print(sum(call.ended - call.asked for call in calls))
+    """
+    return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
+
+
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
     """Count the dropped trajectories by reason.
 

@@ -11,7 +11,6 @@ processes would choose the same ones (`python -m benchmarks.scale`).
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,8 +61,6 @@ class _Process:
     index: int
     actor: ActorHandle | None = None
     """None while there is none."""
-    client: str = ""
-    """Name in the workers' mailboxes, which no other actor ever has."""
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -149,10 +146,9 @@ class RolloutProcesses:
             raise
 
     async def _start(self, process: _Process) -> None:
-        process.client = f"{process.name}.{uuid.uuid4().hex}"
         actor = ActorHandle.create(
             self._class,
-            *(self._config, process.client, *self._arguments),
+            *(self._config, *self._arguments),
             name=process.name,
             config=self._config,
             log=process.name,
@@ -288,9 +284,6 @@ class RolloutProcesses:
         process.actor, process.loads = None, {}
         process.lost.set_result(why)
         actor.kill()
-        for worker in self._scheduler.workers.values():
-            if (engine := _actor_of(worker.engine)) is not None:
-                engine.forget.remote(process.client)
         self._assign()
         logger.warning("%s is restarted: %s", process.name, why)
         limit = self._config.serving.max_restarts

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle as RayActor
 
@@ -28,12 +27,10 @@ from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.runner import Runner
 from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.serving.worker_state import Worker
-
-if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
 
 REPORT_SECONDS = 0.25
 """Time between two reports of a process that has nothing urgent."""
@@ -50,6 +47,10 @@ class _Counts:
     def since(self, before: "_Counts") -> "_Counts":
         turns, tokens = self.turns - before.turns, self.tokens - before.tokens
         return _Counts(turns, tokens, self.failed_turns - before.failed_turns)
+
+    def plus(self, other: "_Counts") -> "_Counts":
+        turns, tokens = self.turns + other.turns, self.tokens + other.tokens
+        return _Counts(turns, tokens, self.failed_turns + other.failed_turns)
 
 
 @dataclass(slots=True)
@@ -74,7 +75,6 @@ class RolloutProcess:
     """An actor's class; see the module's docstring.
 
     Args:
-        client: Name of this process, in the mailboxes of workers too.
         environment: None means the configured one.
         functions: Reward functions of a program, by their paths in `rollout.rewards`.
     """
@@ -82,12 +82,10 @@ class RolloutProcess:
     def __init__(
         self,
         config: Config,
-        client: str,
         environment: EnvironmentType | None = None,
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self._config = config
-        self._client = client
         self._make_runner = partial(Runner, config, environment=environment, functions=functions)
         self._stack = AsyncExitStack()
         self._urgent = asyncio.Event()
@@ -122,7 +120,7 @@ class RolloutProcess:
         self._counted[added] = _Counts()
 
     def _attach(self, name: str, worker: RayActor) -> Engine:
-        return WorkerHandle.attach(worker, name, self._config, self._client)
+        return WorkerHandle.attach(worker, name, self._config)
 
     async def restore(self, name: str) -> None:
         """See `Follower.restore`."""
@@ -172,7 +170,8 @@ class RolloutProcess:
         self._failures, self._excused = [], []
         for worker, before in list(self._counted.items()):
             new = _Counts(worker.turns, worker.tokens, Counter(worker.failed_turns))
-            report.counts[worker.name] = new.since(before)
+            known = report.counts.get(worker.name, _Counts())  # of a worker before it
+            report.counts[worker.name] = known.plus(new.since(before))
             if worker.running or workers.get(worker.name) is worker:
                 self._counted[worker] = new
             else:
@@ -222,13 +221,7 @@ async def open_front(config: Config, runner: Runner, generator: Generator) -> As
             group = await runner.run_group(scheduler, problem, config.sampling, tag="demo")
     """
     if config.rollout.loop == "agent":
-
-        def import_server() -> type["OpenAIServer"]:  # takes seconds
-            from turnwise.serving.openai.server import OpenAIServer
-
-            return OpenAIServer
-
-        server = (await run_in_thread(import_server))(config, generator, port=0)
+        server = (await import_server())(config, generator, port=0)
         await server.start()
         runner.server = server
         try:

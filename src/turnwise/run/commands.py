@@ -213,7 +213,11 @@ async def evaluate(
             evaluation = await evaluate_problems(
                 run_group, problems, config, on_group=display.advance
             )
-    write_jsonl(run_folder(config) / "eval.jsonl", evaluation.trajectories)
+    from turnwise.run.timeline import TIMELINE, write_times
+
+    folder = run_folder(config)
+    write_jsonl(folder / "eval.jsonl", evaluation.trajectories)
+    write_times(folder / TIMELINE / "eval.jsonl", evaluation.calls)
     return evaluation
 
 

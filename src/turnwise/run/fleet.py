@@ -5,7 +5,7 @@ to start one that also generates trajectories and trains.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from turnwise.rollout.loops import load_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.openai import import_server
 from turnwise.serving.placement import WorkerStarter
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
         engine = config.engine.model_copy(update={"metrics": True})
         config = config.model_copy(update={"engine": engine})
 
-    def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
-        make = import_server()
+    async def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
+        make = await import_server()
         return lambda manager: make(config, manager.scheduler)
 
     async with _open_fleet(config, progress, SERVER, prepare) as (manager, server):
@@ -81,8 +82,8 @@ async def open_manager(
         InputError: when anything that the user gave cannot be used; nothing is left running.
     """
 
-    def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
-        scheduler = load_chat_scheduler(config.rollout.chat_scheduler)
+    async def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
+        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
         return lambda manager: ChatBackend(config, manager.scheduler, scheduler)
 
     async with _open_fleet(config, progress, CHATS, prepare) as (manager, chats):
@@ -95,7 +96,7 @@ async def _open_fleet(
     config: Config,
     progress: Progress,
     name: str,
-    prepare: Callable[[], Callable[[AsyncLLMServerManager], _FrontType]],
+    prepare: Callable[[], Awaitable[Callable[[AsyncLLMServerManager], _FrontType]]],
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
     """Start the workers and the front end concurrently.
 
@@ -107,7 +108,7 @@ async def _open_fleet(
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
     async with AsyncExitStack() as stack:
-        importing = asyncio.ensure_future(run_in_thread(prepare))
+        importing = asyncio.ensure_future(prepare())
         stack.callback(importing.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         manager = make_manager(config, gpu_share(config, gpus, training=False))
@@ -141,13 +142,6 @@ def begin_imports(config: Config) -> None:
     check_vllm()
     if config.ray_address is None:
         fork_server.address()
-
-
-def import_server() -> "type[OpenAIServer]":
-    """Import vLLM's application, which takes seconds."""
-    from turnwise.serving.openai.server import OpenAIServer
-
-    return OpenAIServer
 
 
 def starting_engines(config: Config) -> str:

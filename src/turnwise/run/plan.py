@@ -223,7 +223,8 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
     weights = learning + (size.parameters - size.learning) * (2 if half else 4)
     others = 0
     if reference is not None and "reference" not in roles:
-        others += 4 * _parameters(config, reference, size.parameters)
+        each = learning_dtype(config, reference).itemsize
+        others += each * _parameters(config, reference, size.parameters)
     if value is not None and "value" not in roles:
         count = _parameters(config, value, size.parameters)
         more = learning_dtype(config, value).itemsize * count

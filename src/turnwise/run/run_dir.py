@@ -5,7 +5,7 @@ runs/NAME/
   metrics.jsonl                   one object per step; step 0 is the initial model
   tensorboard/                    the same metrics
   trajectories/step-NNNN.jsonl    what each step trained on; eval-NNNN.jsonl: held-out ones
-  timeline/step-NNNN.jsonl        when each of their turns was asked for and sampled, and where
+  timeline/                       a file for each of these: times and workers of the turns
   training/step-NNNN.safetensors  the values of each trained token; see `token_values`
   exactness.json                  audit of every sampled token, and the first violation
   checkpoints/step-NNNN/          Hugging Face format, and state/ to resume from
@@ -25,6 +25,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.timeline import TIMELINE, write_times
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.run.trackers import Trackers
 from turnwise.training import checkpoint
@@ -150,14 +151,10 @@ class RunDir:
         write_jsonl(folder / f"{kind}-{step:04d}.jsonl", trajectories)
         self._prune(folder, f"{kind}-*.jsonl")
 
-    def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        """Write the times of each trajectory's turns, a line for each."""
-        folder = self.path / "timeline"
-        path = folder / f"step-{step:04d}.jsonl"
-        with translate_unwritable(path):
-            folder.mkdir(exist_ok=True)
-            path.write_text("".join(f"{json.dumps(each)}\n" for each in calls))
-        self._prune(folder, "step-*.jsonl")
+    def write_timeline(self, kind: str, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
+        """Write the times of each trajectory's turns."""
+        write_times(self.path / TIMELINE / f"{kind}-{step:04d}.jsonl", calls)
+        self._prune(self.path / TIMELINE, f"{kind}-*.jsonl")
 
     def write_token_values(self, step: int, columns: Columns) -> None:
         """Write the values of a step's trained tokens."""

@@ -1,34 +1,51 @@
-"""A step's turns as a file for trace viewers: `turnwise trace timeline`.
+"""Times of turns in a run folder, and as a file for trace viewers: `turnwise trace timeline`.
 
-The file has the JSON format of Chrome's trace events, which Perfetto opens. Its first process has
+The latter has the JSON format of Chrome's trace events, which Perfetto opens. Its first process has
 a row for each trajectory: the engine's queue (with `engine.metrics`), the wait for the first token,
 sampling, tools and environment, and what else lies between two turns. The second process has the
 turns of each worker, in as many rows as overlap.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
-from turnwise.errors import InputError
+from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
+TIMELINE = "timeline"
+"""Folder of the files of `write_times`, named as the files of their trajectories."""
 _TRAJECTORIES, _WORKERS = 1, 2
 """Ids of the two processes."""
 _MICROSECONDS = 1e6
 
 
-def write_timeline(run: Path, step: int | None, target: Path) -> int:
+def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]]) -> None:
+    """Write the times of the turns of trajectories, a line for each trajectory.
+
+    Raises:
+        TurnwiseError: when the file cannot be written.
+
+    Example:
+        write_times(run / TIMELINE / "eval.jsonl", evaluation.calls)
+    """
+    with translate_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in calls))
+
+
+def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = False) -> int:
     """Write the timeline of a step.
 
     Args:
         run: The run folder.
         step: None is the last one.
         target: The JSON file to write.
+        heldout: Whether the evaluation's turns are wanted.
 
     Returns:
         The number of turns in it.
@@ -39,8 +56,8 @@ def write_timeline(run: Path, step: int | None, target: Path) -> int:
     Example:
         write_timeline(Path("runs/demo"), 3, Path("step3.json"))
     """
-    source = trajectory_file(run, step)
-    times = source.parent.parent / "timeline" / source.name
+    source = trajectory_file(run, step, heldout)
+    times = source.parent.parent / TIMELINE / source.name
     if not times.is_file():
         raise InputError(f"{run} has no {times.relative_to(run)}: times of its turns")
     calls = [

@@ -16,8 +16,10 @@ from turnwise.config import Config
 from turnwise.core.aio import task_group
 from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.engine.protocol import TurnTimes
 from turnwise.rollout import Batch, GroupProducer, Problem, ProblemStream, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
+from turnwise.rollout.group import turn_times
 from turnwise.run.alarms import Alarms
 from turnwise.run.conversations import best_and_worst
 from turnwise.run.metrics import StepMetrics, UpdateMetrics
@@ -221,7 +223,7 @@ class TrainingLoop:
         evaluation = await self._evaluate(0)
         if evaluation is None:
             return
-        await self._keep("eval", 0, evaluation.trajectories)
+        await self._keep("eval", 0, evaluation.trajectories, evaluation.calls)
         metrics = StepMetrics(
             step=0,
             reward_mean=evaluation.summary["reward_mean"],
@@ -251,14 +253,19 @@ class TrainingLoop:
         self, step: int, batch: Batch, evaluation: Evaluation | None
     ) -> None:
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        await self._keep("step", step, trajectories)
-        calls = [g.calls.get(t.sample_index, []) for g in batch.groups for t in g.trajectories]
-        await asyncio.to_thread(self._folder.write_timeline, step, calls)
+        await self._keep("step", step, trajectories, turn_times(batch.groups))
         if evaluation is not None:
-            await self._keep("eval", step, evaluation.trajectories)
+            await self._keep("eval", step, evaluation.trajectories, evaluation.calls)
 
-    async def _keep(self, kind: str, step: int, trajectories: Sequence[Trajectory]) -> None:
+    async def _keep(
+        self,
+        kind: str,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        calls: Sequence[Sequence[TurnTimes]],
+    ) -> None:
         await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
+        await asyncio.to_thread(self._folder.write_timeline, kind, step, calls)
 
     async def _write_token_values(
         self, step: int | None, batch: Batch, samples: SampleBatch, version: int

@@ -1,15 +1,14 @@
-"""The actor around one engine, and the mailbox through which the fleet uses it.
+"""The actor around one engine, and the mailboxes through which the fleet uses it.
 
-Other processes use it through `WorkerHandle`: one call submits many requests, and another, which
-is always in flight, returns the chunks of all of them. Each of these processes has a mailbox.
+Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. A
+message brings several requests, and one for each step of the engine returns the chunks of all.
 """
 
 import asyncio
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import Config, EngineConfig
@@ -17,6 +16,7 @@ from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
 from turnwise.engine.protocol import Chunk, Route, Sampling
 from turnwise.errors import EngineError, TurnwiseError
+from turnwise.serving.channel import Address, Channel, listen
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
 
 HEARTBEAT_SECONDS = 10.0
-"""Time after which `collect` returns without a chunk, to show that the worker is alive."""
+"""Time between messages without a chunk, which show that the worker is alive."""
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
 
@@ -34,17 +34,57 @@ Event = tuple[str, Chunk | Exception]
 """A request's id, and its next chunk or the error that ended it."""
 
 
-@dataclass(slots=True)
-class _Mailbox:
-    """Requests of one process that uses the engine, and their events since it last asked."""
+class Mailbox:
+    """Requests of one process that uses the engine, and their events that are not sent yet.
 
-    events: list[Event] = field(default_factory=list)
-    happened: asyncio.Event = field(default_factory=asyncio.Event)
-    requests: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    When the process closes its channel, or dies, its requests are cancelled.
+
+    Args:
+        run: Runs a request: gets the mailbox, then what a `Submission` contains.
+
+    Example:
+        address = await listen(host, lambda channel: Mailbox(channel, run))
+    """
+
+    def __init__(self, channel: Channel, run: Callable[..., Coroutine[None, None, None]]) -> None:
+        self._channel, self._run = channel, run
+        self._events: list[Event] = []
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+        channel.received = lambda message: self._receive(*message)
+        channel.closed.add_done_callback(lambda _: self._close())
 
     def add(self, request_id: str, event: Chunk | Exception) -> None:
-        self.events.append((request_id, event))
-        self.happened.set()
+        """Send an event of a request, together with all of this iteration of the event loop."""
+        if not self._events:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._events.append((request_id, event))
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self._channel.send(events)
+
+    def _receive(self, batch: Sequence[Submission], cancelled: Sequence[str]) -> None:
+        """Begin requests, and end those whose results are no longer needed."""
+        for request_id, *request in batch:
+            task = asyncio.create_task(self._run(self, request_id, *request))
+            self._requests[request_id] = task
+            task.add_done_callback(partial(self._ended, request_id))
+        for request_id in cancelled:
+            if (running := self._requests.get(request_id)) is not None:
+                running.cancel()
+
+    def _ended(self, request_id: str, task: "asyncio.Task[None]") -> None:
+        self._requests.pop(request_id, None)
+
+    def _beat(self) -> None:
+        self._channel.send([])
+        self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+
+    def _close(self) -> None:
+        self._heartbeat.cancel()
+        for task in self._requests.values():
+            task.cancel()
 
 
 class EngineWorker:
@@ -71,7 +111,7 @@ class EngineWorker:
         self._seed = config.seed if seed is None else seed
         self._name = name
         self._share = fraction_of_gpus
-        self._mailboxes: dict[str, _Mailbox] = defaultdict(_Mailbox)
+        self._address: Address | None = None
         self._server: OpenAIServer | None = None
         self._bundle_indices = bundle_indices
 
@@ -136,45 +176,21 @@ class EngineWorker:
         """Call any method of the engine."""
         return await getattr(self._engine, method)(*args)
 
-    async def submit(self, batch: Sequence[Submission], client: str = "") -> None:
-        """Begin requests, whose chunks `collect` returns to the same client."""
-        mailbox = self._mailboxes[client]
-        for submission in batch:
-            task = asyncio.create_task(self._run(mailbox, *submission))
-            mailbox.requests[submission[0]] = task
+    async def address(self) -> Address:
+        """Return where this worker listens for the channels of its clients."""
+        if self._address is None:
+            from ray.util import get_node_ip_address  # reads the environment when it is imported
 
-    async def collect(self, client: str = "") -> list[Event]:
-        """Return a client's events since the last call, as soon as there is one.
+            host = get_node_ip_address()
+            self._address = await listen(host, self._open_mailbox)
+        return self._address
 
-        Returns an empty list after `HEARTBEAT_SECONDS` without any.
-        """
-        mailbox = self._mailboxes[client]
-        if not mailbox.events:
-            mailbox.happened.clear()
-            try:
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await mailbox.happened.wait()
-            except TimeoutError:
-                return []
-        events, mailbox.events = mailbox.events, []
-        return events
-
-    async def cancel(self, request_ids: Sequence[str], client: str = "") -> None:
-        """End requests whose results are no longer needed."""
-        requests = self._mailboxes[client].requests
-        for request_id in request_ids:
-            if (task := requests.get(request_id)) is not None:
-                task.cancel()
-
-    async def forget(self, client: str) -> None:
-        """End all requests of a client that is gone."""
-        if (mailbox := self._mailboxes.pop(client, None)) is not None:
-            for task in mailbox.requests.values():
-                task.cancel()
+    def _open_mailbox(self, channel: Channel) -> None:
+        Mailbox(channel, self._run)
 
     async def _run(
         self,
-        mailbox: _Mailbox,
+        mailbox: Mailbox,
         request_id: str,
         prompt: list[int],
         sampling: Sampling,
@@ -195,5 +211,3 @@ class EngineWorker:
             # An error of another type may not be readable in another process.
             known = isinstance(error, TurnwiseError)
             mailbox.add(request_id, error if known else EngineError(f"{self._name}: {error!r}"))
-        finally:
-            mailbox.requests.pop(request_id, None)

@@ -1,22 +1,22 @@
-"""The handle of a worker in another process: an `Engine` whose requests share few Ray calls.
+"""The handle of a worker in another process: an `Engine` whose requests share one channel.
 
-All requests that begin in one iteration of the event loop are sent in one call, and another call,
-always in flight, returns the chunks of all of them. So Ray's cost per call (about a millisecond)
-occurs per engine step and not per request.
+Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
+the engine returns. All other calls, such as weight updates, are Ray's.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
-from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
-from turnwise.core.actor import ActorHandle, death, killed_on_failure
+from turnwise.core.actor import ActorHandle, killed_on_failure
+from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import (
     Chunk,
@@ -29,7 +29,8 @@ from turnwise.engine.protocol import (
     collect,
 )
 from turnwise.errors import EngineError, TurnwiseError
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, Submission
+from turnwise.serving.channel import Address, Channel, connect
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, Event, Submission
 from turnwise.serving.worker import VllmAsyncGenerationWorker
 
 if TYPE_CHECKING:
@@ -37,8 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # oneDNN compiles a kernel for each size of a batch, and again after each weight update. By
+    # default it keeps 1,024 of them, and the engine's memory grows; vLLM keeps those that it uses.
+    _KERNELS: os.environ.get(_KERNELS, "128"),
+}
 _BATCH = 4
-"""Maximum number of requests in one call: the engine begins the first of many while the last are
+"""Maximum number of requests in one message: the engine begins the first of many while the last are
 still being prepared."""
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
@@ -61,7 +70,7 @@ class WorkerHandle:
     worker_class: type = VllmAsyncGenerationWorker
     """Class of the actors that `start` starts."""
 
-    def __init__(self, process: ActorHandle, config: Config, client: str = "") -> None:
+    def __init__(self, process: ActorHandle, config: Config) -> None:
         self.name = process.name
         self.pid = 0
         self.base_url: str | None = None
@@ -69,13 +78,15 @@ class WorkerHandle:
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
-        self._client = client
         self._timeout = config.engine.request_timeout
         self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._outbox: list[Submission] = []
         self._cancelled: list[str] = []
         self._failure: str | None = None
-        self._collecting: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
+        self._clock = StallClock(self._timeout + HEARTBEAT_SECONDS)
+        self._clock.stopped = True
+        self._listening: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -110,7 +121,7 @@ class WorkerHandle:
             num_gpus=num_gpus,
             placement=placement,
             max_concurrency=_MAX_CALLS,
-            environment={"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            environment=_ENVIRONMENT,
             failure=EngineError,
         )
         handle = cls(process, config)
@@ -121,16 +132,13 @@ class WorkerHandle:
             handle.base_url = await process.call(
                 "report_dp_openai_server_base_url", what="report its address", seconds=10.0
             )
+        handle._begin_listening()
         return handle
 
     @classmethod
-    def attach(cls, actor: RayActor, name: str, config: Config, client: str) -> "WorkerHandle":
-        """Use the actor of a worker that another process holds.
-
-        Args:
-            client: Name of this process, which no other one has for this worker.
-        """
-        return cls(ActorHandle(actor, name, EngineError), config, client)
+    def attach(cls, actor: RayActor, name: str, config: Config) -> "WorkerHandle":
+        """Use the actor of a worker that another process holds."""
+        return cls(ActorHandle(actor, name, EngineError), config)
 
     async def generate(
         self,
@@ -170,6 +178,7 @@ class WorkerHandle:
                 yield event
         finally:
             del self._inboxes[request_id]
+            self._clock.stopped = not self._inboxes
             if not ended:
                 self._cancel(request_id)
 
@@ -179,8 +188,12 @@ class WorkerHandle:
         self._outbox.append(submission)
         if len(self._outbox) >= _BATCH:
             self._flush()
-        if self._collecting is None or self._collecting.done():
-            self._collecting = asyncio.create_task(self._collect())
+        self._clock.stopped = False
+        self._begin_listening()
+
+    def _begin_listening(self) -> None:
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen())
 
     def _cancel(self, request_id: str) -> None:
         if not self._outbox and not self._cancelled:
@@ -189,57 +202,62 @@ class WorkerHandle:
         self._cancelled.append(request_id)
 
     def _flush(self) -> None:
+        if self._channel is None:  # it is sent when there is one
+            return
         batch, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
         batch = [submission for submission in batch if submission[0] not in cancelled]
-        if self._failure is not None:
-            return
         if batch:
-            self._send(batch)
+            self._send(self._channel, batch)
         if cancelled:
-            self.actor.cancel.remote(cancelled, self._client)
+            self._channel.send(([], cancelled))
 
-    def _send(self, batch: list[Submission]) -> None:
+    def _send(self, channel: Channel, batch: list[Submission]) -> None:
         try:
-            self.actor.submit.remote(batch, self._client)
+            channel.send((batch, []))
         except Exception as error:  # a request that cannot be sent fails alone
             if len(batch) > 1:
                 for submission in batch:
-                    self._send([submission])
+                    self._send(channel, [submission])
             elif (inbox := self._inboxes.get(batch[0][0])) is not None:
                 inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
 
-    async def _collect(self) -> None:
-        seconds = self._timeout + HEARTBEAT_SECONDS
-        while self._failure is None and self._inboxes:
-            answer = asyncio.ensure_future(self.actor.collect.remote(self._client))
-            try:
-                # Not `asyncio.timeout`: after this process itself was held up for so long, an
-                # answer that has come meanwhile counts, not the time.
-                done, _ = await asyncio.wait([answer], timeout=seconds)
-            except asyncio.CancelledError:
-                answer.cancel()
-                raise
-            if not done:
-                answer.cancel()
-                self.fail(f"{self.name} did not answer within {seconds:g} s")
-                return
-            try:
-                events = answer.result()
-            except Exception as error:  # after any error no more chunks arrive
-                known = isinstance(error, RayError) and not isinstance(error, RayTaskError)
-                logger.debug("%s", error)
-                why = death(self.name, error) if known else f"{self.name} failed: {error!r}"
-                self.fail(why)
-                return
-            made_progress()
-            for request_id, event in events:
-                if (inbox := self._inboxes.get(request_id)) is not None:
-                    inbox.put_nowait(event)
+    async def _listen(self) -> None:
+        """Open the channel, and pass on what comes until it is closed."""
+        try:
+            self._channel = await self._open()
+            self._channel.received = self._receive
+            self._flush()
+            async with self._clock.watching(f"{self.name} did not answer"):
+                await self._channel.closed
+            await self._call("num_in_flight")  # raises why it died
+            self.fail(f"{self.name} closed its channel")
+        except TurnwiseError as error:
+            logger.debug("%s", error)
+            self.fail(str(error))
+
+    async def _open(self) -> Channel:
+        seconds = self._timeout + _GRACE_SECONDS
+        what = "open a channel"
+        address = await self._process.call("address", what=what, seconds=seconds)
+        try:
+            async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
+                return await connect(Address(*address))
+        except OSError as error:
+            raise EngineError(f"{self.name} cannot be reached: {error}") from error
+
+    def _receive(self, events: list[Event]) -> None:
+        made_progress()
+        self._clock.moved()
+        for request_id, event in events:
+            if (inbox := self._inboxes.get(request_id)) is not None:
+                inbox.put_nowait(event)
 
     def fail(self, why: str) -> None:
         """Raise `EngineError` from every running request, and from every later one."""
         self._failure = self._failure or why
+        if self._channel is not None:
+            self._channel.close()
         for inbox in self._inboxes.values():
             inbox.put_nowait(EngineError(self._failure))
 
@@ -301,8 +319,8 @@ class WorkerHandle:
     async def shutdown(self) -> None:
         """End the engine and its process; kill an actor that does not answer."""
         self.fail(f"{self.name} was shut down")
-        if self._collecting is not None:
-            self._collecting.cancel()
+        if self._listening is not None:
+            self._listening.cancel()
         try:
             await self._process.call("shutdown", what="shut down", seconds=5.0)
         except TurnwiseError:

@@ -6,7 +6,7 @@ memory that grows with T, and no work for pairs of tokens in different sequences
 Transformers' other implementations (`training.attention`) compute all sequences at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -17,9 +17,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
 from turnwise.training.context import CONTEXT_KEY, Columns
+from turnwise.training.prefixes import SharedPrefixes
 
 _NAME = "turnwise_packed"
 """Name of the function in Transformers."""
+_MASK_ROWS = 1024
+"""Queries for which one mask is made, where one is needed."""
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
 
@@ -58,7 +61,7 @@ def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Co
 
     It is empty where neither matters, and for a model that separates sequences by a mask.
     """
-    plain = columns.lengths is None and columns.group is None
+    plain = columns.lengths is None and columns.group is None and columns.prefixes is None
     if plain or model.config._attn_implementation != _NAME:
         yield {}
         return
@@ -103,9 +106,13 @@ def packed_attention(
     group = columns.group if columns is not None else None
     if group is not None:
         tensors = [group.heads(tensor) for tensor in tensors]
-    lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
-    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
     causal = getattr(module, "is_causal", True)
+    parts: Iterable[Sequence[torch.Tensor]]
+    if columns is not None and columns.prefixes is not None:
+        parts = _shared(columns.prefixes, *tensors)
+    else:
+        lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
+        parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
     outputs = [
         _attention(query, key, value, scaling, sliding_window, causal)
         for query, key, value in parts
@@ -116,6 +123,19 @@ def packed_attention(
     return out_BHTD.transpose(1, 2).contiguous(), None
 
 
+def _shared(
+    prefixes: SharedPrefixes, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield each sample's own queries, and the keys and values of all its tokens."""
+    keys, values = (
+        torch.split(tensor.index_select(2, prefixes.columns_S), prefixes.lengths, dim=2)
+        for tensor in (key, value)
+    )
+    for own, *sample in zip(torch.split(query, prefixes.own, dim=2), keys, values, strict=True):
+        if own.shape[2]:
+            yield own, *sample
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -124,17 +144,30 @@ def _attention(
     window: int | None,
     causal: bool,
 ) -> torch.Tensor:
-    length = query.shape[2]
-    if window is None or length <= window:
+    """Attend within one sequence, of whose tokens the queries are the last."""
+    length = key.shape[2]
+    before = length - query.shape[2]
+    if not before and (window is None or length <= window):
         return scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scale, enable_gqa=True
         )
-    distance_TT = torch.arange(length, device=query.device)
-    distance_TT = distance_TT[:, None] - distance_TT
-    seen_TT = (distance_TT >= 0) & (distance_TT < window)
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    return scaled_dot_product_attention(query, key, value, attn_mask=seen_TT, scale=scale)
+    outputs = []
+    for start in range(before, length, _MASK_ROWS):
+        end = min(start + _MASK_ROWS, length)
+        distance = torch.arange(start, end, device=query.device)[:, None]
+        distance = distance - torch.arange(end, device=query.device)
+        seen = (distance >= 0) & (distance < (window or length))
+        rows, keys, values = (
+            query[:, :, start - before : end - before],
+            key[:, :, :end],
+            value[:, :, :end],
+        )
+        outputs.append(
+            scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
+        )
+    return torch.cat(outputs, dim=2)
 
 
 AttentionInterface.register(_NAME, packed_attention)

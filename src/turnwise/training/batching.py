@@ -1,4 +1,4 @@
-"""Samples to micro-batches: within a budget of tokens, balanced over ranks, padded or packed.
+"""Samples to micro-batches: within a budget of tokens, balanced over ranks, in one of 3 layouts.
 
 Every rank gets the same number of micro-batches, because ranks that share a model compute
 together; micro-batches computed at the same time are of similar size. The assignment to ranks
@@ -9,11 +9,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
 
+from turnwise.training.prefixes import SharedPrefixes, common_length, in_order
 from turnwise.training.sample import Array, Sample
+
+Layout = Literal["padded", "packed", "shared"]
+"""Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
+samples with a common beginning compute it once (`training/prefixes.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class RankBatches:
 
 
 def plan_micro_batches(
-    samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, packed: bool
+    samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, layout: Layout
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
 
@@ -57,7 +63,8 @@ def plan_micro_batches(
         units: dict[int, list[Sample]] = {}
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        dealt = _assign(_buckets(list(units.values()), max_tokens, ranks, packed), ranks)
+        buckets = _buckets(_units(units.values(), layout), max_tokens, ranks, layout)
+        dealt = _assign(buckets, ranks)
         for share, micro_batches in zip(shares, dealt, strict=True):
             share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
@@ -70,16 +77,48 @@ def _by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
     return list(trajectories.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A pair or a sequence, and the tokens that are computed for it."""
+
+    samples: list[Sample]
+    alone: int
+    """As the first of its micro-batch."""
+    after: int
+    """After the unit before it."""
+
+    @property
+    def longest(self) -> int:
+        return max(sample.length for sample in self.samples)
+
+
+def _units(units: Iterable[list[Sample]], layout: Layout) -> list[_Unit]:
+    """Return units in an order in which neighbours go well together."""
+    if layout != "shared":
+        sized = [(samples, sum(sample.length for sample in samples)) for samples in units]
+        return sorted((_Unit(s, n, n) for s, n in sized), key=lambda unit: unit.longest)
+    given = list(units)
+    ordered, before = list[_Unit](), None
+    for number in in_order([samples[0].token_ids_T for samples in given]):
+        alone = saved = 0
+        for index, sample in enumerate(given[number]):
+            common = 0 if before is None else common_length(before, sample.token_ids_T)
+            alone += sample.length - (common if index else 0)
+            saved += 0 if index else common
+            before = sample.token_ids_T
+        ordered.append(_Unit(given[number], alone, alone - saved))
+    return ordered
+
+
 def _buckets(
-    units: Sequence[list[Sample]], max_tokens: int, ranks: int, packed: bool
-) -> list[list[list[Sample]]]:
+    units: Sequence[_Unit], max_tokens: int, ranks: int, layout: Layout
+) -> list[list[_Unit]]:
     """Put pairs and sequences in buckets of at most `max_tokens`; their number is a multiple of the
     ranks if possible."""
-    by_length = sorted(units, key=_longest)
     while True:
-        buckets: list[list[list[Sample]]] = []
-        for unit in by_length:
-            if buckets and _cost([*buckets[-1], unit], packed) <= max_tokens:
+        buckets: list[list[_Unit]] = []
+        for unit in units:
+            if buckets and _cost([*buckets[-1], unit], layout) <= max_tokens:
                 buckets[-1].append(unit)
             else:
                 buckets.append([unit])
@@ -87,24 +126,21 @@ def _buckets(
         if not missing or len(units) < len(buckets) + missing:
             return buckets
         # Shrink the buckets until they can be distributed evenly.
-        largest = max(_cost(bucket, packed) for bucket in buckets)
+        largest = max(_cost(bucket, layout) for bucket in buckets)
         max_tokens = min(max_tokens, largest) * len(buckets) // (len(buckets) + 1)
 
 
-def _longest(unit: list[Sample]) -> int:
-    return max(sample.length for sample in unit)
-
-
-def _cost(bucket: Sequence[list[Sample]], packed: bool) -> int:
+def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
     """Return the tokens that are computed, padding included."""
-    lengths = [sample.length for unit in bucket for sample in unit]
-    return sum(lengths) if packed else len(lengths) * max(lengths)
+    if layout == "padded":
+        return sum(len(unit.samples) for unit in bucket) * max(unit.longest for unit in bucket)
+    return bucket[0].alone + sum(unit.after for unit in bucket[1:])
 
 
-def _assign(buckets: Sequence[list[list[Sample]]], ranks: int) -> list[list[list[Sample]]]:
+def _assign(buckets: Sequence[list[_Unit]], ranks: int) -> list[list[list[Sample]]]:
     """Assign buckets of similar size to one round; a rank without one gets an empty bucket."""
-    flat = [[sample for unit in bucket for sample in unit] for bucket in buckets]
-    flat.sort(key=lambda bucket: -sum(sample.length for sample in bucket))
+    ordered = sorted(buckets, key=lambda bucket: -_cost(bucket, "packed"))
+    flat = [[sample for unit in bucket for sample in unit.samples] for bucket in ordered]
     rounds = -(-len(flat) // ranks)
     flat += [[] for _ in range(rounds * ranks - len(flat))]
     dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
@@ -121,7 +157,8 @@ class MicroBatch:
     """`B` rows of `T` tokens.
 
     The mask marks *targets*: a position is scored from the logits before it. When packed, B is 1
-    and `position_ids_BT` restarts at each sample.
+    and `position_ids_BT` restarts at each sample. Where samples share columns, `prefixes` has the
+    row and its targets, and the mask marks nothing.
     """
 
     token_ids_BT: torch.Tensor
@@ -143,6 +180,7 @@ class MicroBatch:
     experts_BTR: torch.Tensor | None = None
     """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
     is 1 where there is one; None if no token has one."""
+    prefixes: SharedPrefixes | None = None
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
@@ -160,7 +198,7 @@ def make_micro_batch(
     samples: Sequence[Sample],
     trajectory_tokens: Mapping[int, int],
     version: int,
-    packed: bool,
+    layout: Layout,
     device: torch.device,
 ) -> MicroBatch:
     """Return the tensors of samples; without samples, a batch of one token that is not trained.
@@ -169,14 +207,18 @@ def make_micro_batch(
         trajectory_tokens: Trained tokens of each trajectory, from the rank's share.
         version: Weight version at the start of the step.
     """
-    if samples:
+    positions, prefixes, packed = None, None, layout != "padded"
+    if samples and layout == "shared":
+        prefixes = SharedPrefixes.of(samples, device)
+        token_ids_BT, positions = prefixes.token_ids_1C, prefixes.position_ids_1C
+        mask_BT = torch.zeros_like(token_ids_BT, dtype=torch.bool)
+    elif samples:
         token_ids_BT = _joined([s.token_ids_T for s in samples], packed)
         mask_BT = _joined([s.response_mask_T for s in samples], packed)
+        if packed:
+            positions = _joined([np.arange(s.length) for s in samples], packed).to(device)
     else:
         token_ids_BT, mask_BT = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1).bool()
-    positions = None
-    if packed and samples:
-        positions = _joined([np.arange(s.length) for s in samples], packed).to(device)
     numbers: dict[int, int] = {}
     for sample in samples:
         numbers.setdefault(sample.sequence, len(numbers))
@@ -199,6 +241,7 @@ def make_micro_batch(
         len(numbers),
         sum(s.length for s in samples),
         _experts(samples, packed, device),
+        prefixes,
     )
 
 

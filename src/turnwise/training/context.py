@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from turnwise.errors import InputError
+from turnwise.training.prefixes import SharedPrefixes
 
 CONTEXT_KEY = "training.context_parallel"
 
@@ -84,8 +85,8 @@ class Columns:
     token_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None
     """None where each row begins at 0."""
-    before_BT: torch.Tensor
-    """True at positions before masked tokens."""
+    before_N: torch.Tensor
+    """Positions before masked tokens, counted row by row."""
     targets_N: torch.Tensor
     """The masked tokens that follow them."""
     lengths: list[int] | None
@@ -97,6 +98,8 @@ class Columns:
     """Number of targets in all columns."""
     experts_BTR: torch.Tensor | None = None
     """As in `MicroBatch`."""
+    prefixes: SharedPrefixes | None = None
+    """The samples of a row that share columns; None where each has its own."""
 
     @classmethod
     def of(
@@ -137,13 +140,30 @@ class Columns:
         return cls(
             token_ids_BT[:, own],
             None if position_ids_BT is None else position_ids_BT[:, own],
-            before_BT[:, own],
+            before_BT[:, own].flatten().nonzero()[:, 0],
             following_BT[:, own][before_BT[:, own]],
             lengths,
             group,
             number_BT[:, own][before_BT[:, own]],
             int(before_BT.sum()),
             None if experts_BTR is None else experts_BTR[:, own],
+        )
+
+    @classmethod
+    def shared(cls, prefixes: SharedPrefixes) -> "Columns":
+        """Return all columns of samples that share some."""
+        targets_N = prefixes.targets_N
+        number_N = torch.arange(len(targets_N), device=targets_N.device)
+        return cls(
+            prefixes.token_ids_1C,
+            prefixes.position_ids_1C,
+            prefixes.before_N,
+            targets_N,
+            None,
+            None,
+            number_N,
+            len(targets_N),
+            prefixes=prefixes,
         )
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ makes a plain model of an adapter and the model that it belongs to.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
+from turnwise.core.memory import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import load_model
@@ -43,6 +45,7 @@ def export_model(
     shape: PretrainedConfig,
     layout: Iterable[tuple[str, torch.Tensor]],
     tensors: NamedTensors,
+    buffers: Mapping[str, torch.Tensor],
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
@@ -52,22 +55,26 @@ def export_model(
 
     Args:
         layout: Names and shapes of the tensors, in their order.
+        buffers: Further tensors of the model's files, which keep their types.
 
     Raises:
         TurnwiseError: when the disk is full.
     """
-    with drained(tensors) as source:
+    with drained(chain(tensors, buffers.items())) as source:
         if rank:
             return
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         trust = config.model.trust_remote_code
-        files = plan_chunks(layout, dtype, file_bytes, alignment=1)
+        typed = ((name, tensor.to("meta", dtype)) for name, tensor in layout)
+        files = plan_chunks(chain(typed, buffers.items()), None, file_bytes, alignment=1)
         with translate_disk_full(folder):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(
                     shape, dtype=dtype, trust_remote_code=trust
                 )
             empty.save_pretrained(folder, state_dict={})  # everything but the weights
+            del empty
+            give_back()
             names: dict[str, str] = {}
             for number, entries in enumerate(files, start=1):
                 name = f"model-{number:05}-of-{len(files):05}.safetensors"

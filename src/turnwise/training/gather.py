@@ -7,6 +7,7 @@ the files.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from mmap import mmap
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def full_tensors(model: PreTrainedModel) -> NamedTensors:
     Args:
         model: A model of Transformers.
     """
-    return _tensors(model, _whole)
+    return _tensors(model, whole)
 
 
 def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
@@ -35,7 +36,18 @@ def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
     return _tensors(model, lambda parameter: torch.empty(parameter.shape, device="meta"))
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong into a model's files, such as the bias of some routers.
+
+    Training does not change them, so engines have them already.
+    """
+    kept = model.state_dict().keys()
+    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return revert_weight_conversion(model, found) if found and _transforms(model) else found
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a sharded parameter whole; every rank must call it."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -43,12 +55,24 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor()
     # gloo would gather into a buffer of its own, and copy: the whole tensor twice.
     local, number = tensor.to_local(), dist.get_rank()
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for rank, part in enumerate(whole.chunk(dist.get_world_size())):
+    gathered = _mapped(tensor.shape, tensor.dtype)
+    for rank, part in enumerate(gathered.chunk(dist.get_world_size())):
         if rank == number:
             part.copy_(local)
         dist.broadcast(part, src=rank)
-    return whole
+    return gathered
+
+
+def _mapped(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor whose memory the process gives back when the tensor is freed.
+
+    The C library would keep it, and take more for the next tensor if that does not fit into it.
+    """
+    count = shape.numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap(-1, count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _tensors(

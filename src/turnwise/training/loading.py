@@ -29,8 +29,6 @@ from turnwise.training.context import check_divisible
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
-_FROZEN_BYTES = 4
-"""Bytes of a frozen parameter in float32."""
 _GIB = 2**30
 POLICY = OtherModel()
 """The model of `model.path` itself."""
@@ -82,7 +80,12 @@ def check_room(
         config
     )
     for key, role, other, each in (
-        ("algorithm.kl.model", "reference", frozen, _FROZEN_BYTES),
+        (
+            "algorithm.kl.model",
+            "reference",
+            frozen,
+            learning_dtype(config, frozen or POLICY).itemsize,
+        ),
         (
             "algorithm.advantage.model",
             "value",
@@ -119,7 +122,7 @@ def _trained_bytes(config: Config, other: OtherModel) -> int:
 
 def _frozen_bytes(config: Config) -> int:
     """Return the bytes of a frozen parameter of the policy."""
-    return _FROZEN_BYTES if config.model.dtype == "float32" else 2
+    return dtype_of(config, POLICY).itemsize
 
 
 def parameters_of(config: Config, other: OtherModel) -> int:
@@ -165,7 +168,7 @@ def dtype_of(config: Config, other: OtherModel) -> torch.dtype:
 
 
 def learning_dtype(config: Config, other: OtherModel) -> torch.dtype:
-    """Return the type in which the weights of a model that learns are kept."""
+    """Return the type in which the weights of a model that learns are kept, and of a reference."""
     kept: torch.dtype = getattr(torch, config.training.weights_dtype)
     return kept if dtype_of(config, other) == kept else torch.float32
 
@@ -228,6 +231,12 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.flo
 def _prepare(model: PreTrainedModel, config: Config) -> None:
     exchanges = use_packed_attention(model, config.training.attention)
     check_divisible(model, config.training.context_parallel, exchanges)
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if config.training.packing == "shared" and (convolves or not exchanges):
+        raise InputError(
+            f"training.packing: shared needs a model that combines tokens by torch's attention "
+            f"alone, and a {model.config.model_type} model does not: set it to padded"
+        )
 
 
 def _with_head(model: PreTrainedModel, files: list[str]) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import optional
 from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
+from turnwise.training.gather import whole
 
 Untyped = Any
 """Objects of PEFT and Transformers."""
@@ -149,7 +150,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         tensor = parameter.detach()
         if layer is not None:
             tensor = _merged(tensor, layer).to(tensor.dtype)
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole(tensor)
 
 
 def _merged(weight: torch.Tensor, layer: Untyped) -> torch.Tensor:
@@ -182,9 +183,7 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     (adapter,) = ADAPTERS["policy"]
     for name, parameter in model.named_parameters():
         if f".{adapter}." in name and ".lora_" in name:
-            tensor = parameter.detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield _PREFIX + name.replace(f".{adapter}.", "."), whole
+            yield _PREFIX + name.replace(f".{adapter}.", "."), whole(parameter)
 
 
 def adapter_config(model: Untyped, base: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
 
 from turnwise.config import Config, OtherModel, SamplingConfig
+from turnwise.core.memory import give_back
 from turnwise.errors import InputError
 from turnwise.training.batching import MicroBatch
 from turnwise.training.context import Columns, ContextGroup
@@ -108,6 +109,8 @@ def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
 
 
 def _columns(batch: MicroBatch, group: ContextGroup | None) -> Columns:
+    if batch.prefixes is not None:
+        return Columns.shared(batch.prefixes)
     tensors = (batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT)
     return Columns.of(*tensors, group, batch.experts_BTR)
 
@@ -221,7 +224,7 @@ def load_models(
     frozen = policy if "reference" in roles else None
     if reference is not None and frozen is None:
         frozen = Scorer(
-            load_model(config, reference),
+            load_model(config, reference, learning_dtype(config, reference)),  # as the policy's
             config.sampling,
             dtype_of(config, reference),
             group=group,
@@ -231,6 +234,7 @@ def load_models(
     if value is not None and critic is None:
         critic = Critic(load_value_model(config, value), dtype_of(config, value), group)
         critic = distribute(critic, config, device, value)
+    give_back()
     return Models(policy, frozen, critic, shape, device)
 
 

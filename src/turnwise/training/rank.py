@@ -22,10 +22,10 @@ from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingCon
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.batching import Layout, MicroBatch, RankBatches, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.gather import full_tensors, tensor_shapes
+from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
 from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
 from turnwise.training.model import ModelName, load_models
 from turnwise.training.objective import TrainingObjective
@@ -68,7 +68,7 @@ class TrainerRank:
 
     Example:
         rank = TrainerRank(config)
-        (shares,) = plan_micro_batches(samples, 1, 1, 16384, packed=False)
+        (shares,) = plan_micro_batches(samples, 1, 1, 16384, "padded")
         metrics = merge([rank.train(shares)])
     """
 
@@ -85,7 +85,7 @@ class TrainerRank:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._packed = packs(config.training, self.device)
+        self._layout = layout_of(config.training, self.device)
         group = None
         if place.address:
             _join(place, self.device, config.training.step_timeout)
@@ -150,7 +150,7 @@ class TrainerRank:
         steps = [
             [
                 make_micro_batch(
-                    samples, s.trajectory_tokens, self.version, self._packed, self.device
+                    samples, s.trajectory_tokens, self.version, self._layout, self.device
                 )
                 for samples in s.micro_batches
             ]
@@ -230,7 +230,7 @@ class TrainerRank:
         scored: list[tuple[int, list[float]]] = []
         for samples in share.micro_batches:
             batch = make_micro_batch(
-                samples, share.trajectory_tokens, self.version, self._packed, self.device
+                samples, share.trajectory_tokens, self.version, self._layout, self.device
             )
             with torch.no_grad():
                 if name == "value":
@@ -316,6 +316,7 @@ class TrainerRank:
                     self._models.shape,
                     tensor_shapes(model),
                     full_tensors(model),
+                    saved_buffers(model),
                 )
 
     def load(self, folder: Path) -> int:
@@ -360,9 +361,11 @@ def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
     return ""
 
 
-def packs(training: TrainingConfig, device: torch.device) -> bool:
-    """Return whether micro-batches are packed, by default on GPUs."""
-    return training.packing == "packed" or (training.packing == "auto" and device.type == "cuda")
+def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
+    """Return the layout of micro-batches: by default packed on GPUs, padded on CPUs."""
+    if training.packing == "auto":
+        return "packed" if device.type == "cuda" else "padded"
+    return training.packing
 
 
 def threads_of(training: TrainingConfig) -> int:

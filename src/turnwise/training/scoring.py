@@ -84,7 +84,7 @@ def hidden_before(backbone: Any, columns: Columns) -> torch.Tensor:
         given["position_ids"] = columns.position_ids_BT
     with attending(backbone, columns) as more:
         hidden_BTH = backbone(**given, **more).last_hidden_state
-    hidden_NH: torch.Tensor = hidden_BTH[columns.before_BT]
+    hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
     return hidden_NH
 
 

@@ -23,7 +23,7 @@ from turnwise.core.actor import (
     killed_on_failure,
 )
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
-from turnwise.training.batching import RankBatches, plan_micro_batches
+from turnwise.training.batching import Layout, RankBatches, plan_micro_batches
 from turnwise.training.reports import TrainedSample, TrainMetrics, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
@@ -57,12 +57,12 @@ class TrainerActor:
         self._store = open_store(host, 0)
         return f"{host}:{self._store.port}"
 
-    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, bool]:
-        """Build the rank; return its process's id, and whether it packs micro-batches."""
-        from turnwise.training.rank import TrainerRank, packs
+    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, Layout]:
+        """Build the rank; return its process's id, and its layout of micro-batches."""
+        from turnwise.training.rank import TrainerRank, layout_of
 
         self._policy = TrainerRank(config, place, Path(folder))
-        return os.getpid(), packs(config.training, self._policy.device)
+        return os.getpid(), layout_of(config.training, self._policy.device)
 
     def call(self, method: str, *args: object) -> object:
         """Call any method of the rank."""
@@ -88,7 +88,7 @@ class TrainerGroup:
     def __init__(self, config: Config, ranks: Sequence[ActorHandle]) -> None:
         self.pids: list[int] = []
         self.version = 0
-        self.packed = False
+        self.layout: Layout = "padded"
         self.trained_tokens: list[TrainedSample] = []
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
@@ -150,7 +150,7 @@ class TrainerGroup:
             arguments = [(config, place, str(folder)) for place in places]
             started = await trainer._each("start", "start", arguments)
         trainer.pids = [pid for pid, _ in started]
-        _, trainer.packed = started[0]
+        _, trainer.layout = started[0]
         return trainer
 
     async def _open_rendezvous(self) -> str:
@@ -183,7 +183,7 @@ class TrainerGroup:
             updates,
             training.ranks // size,
             training.micro_batch_tokens,
-            self.packed,
+            self.layout,
         )
         return [share for share in planned for _ in range(size)]
 

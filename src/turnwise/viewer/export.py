@@ -32,6 +32,7 @@ _MODULES = (
     "template.js",
     "timeline.js",
     "trajectory.js",
+    "groups.js",
     "steps.js",
     "app.js",
 )

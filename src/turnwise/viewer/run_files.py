@@ -5,6 +5,7 @@ and a summary of each line; a trajectory is then read by its range alone.
 """
 
 import json
+import mmap
 import re
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ import yaml
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.run.alarms import alarms_of_run
+from turnwise.run.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Renderer
@@ -153,6 +155,11 @@ class RunFiles:
                 del self._indices[next(iter(self._indices))]
         return kept
 
+    def files_with(self, problem: str) -> list[str]:
+        """Return the names of the files that have trajectories of a problem."""
+        start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
+        return [name for name, path in self.files().items() if _contains(path, start)]
+
     def line(self, name: str, index: int) -> bytes:
         """Return one trajectory as the bytes of its line.
 
@@ -193,7 +200,7 @@ class RunFiles:
 
     def timeline(self, name: str) -> JsonObject:
         """Return the times of the turns of each trajectory of a file; none if it has none."""
-        path = self.path / "timeline" / f"{self._file(name).stem}.jsonl"
+        path = self.path / TIMELINE / f"{self._file(name).stem}.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
         return {"calls": [json.loads(line) for line in lines]}
 
@@ -285,6 +292,7 @@ def summarise(tree: JsonObject) -> JsonObject:
         "events": tree.get("events", {}),
         "metrics": tree.get("metrics", {}),
         "forks": dict(forks),
+        "tools": _tools(messages),
         "turns": len(turns),
         "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
         "length": max((_path_length(turn) for turn in turns), default=0),
@@ -307,6 +315,15 @@ def read_range(path: Path, start: int, length: int) -> bytes:
         return file.read(length)
 
 
+def _contains(path: Path, text: bytes) -> bool:
+    """Return whether a text is in a file, which is not read into memory."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return view.find(text) >= 0
+
+
 def _is_own(path: Path) -> bool:
     """Return whether a file is there, and part of the run folder: no link to another place."""
     return path.is_file() and not path.is_symlink()
@@ -326,6 +343,24 @@ def _said(message: JsonObject) -> str:
         content = "".join(str(part.get("text") or "") for part in content)
     calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
     return "\n".join([*([str(content)] if content else []), *calls])
+
+
+def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
+    """Return for each tool the number of its answers, and of those that are errors.
+
+    An error begins with "Error", as a `Toolbox` writes it; a call without a name was unreadable.
+    """
+    counts: dict[str, list[int]] = {}
+    names: dict[object, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            names[call.get("id")] = str((call.get("function") or call).get("name"))
+        if message.get("role") == "tool":
+            name = names.get(message.get("tool_call_id")) or message.get("name")
+            counted = counts.setdefault(str(name or "an unreadable call"), [0, 0])
+            counted[0] += 1
+            counted[1] += not name or _said(message).casefold().startswith("error")
+    return counts
 
 
 def _texts(tree: JsonObject) -> Iterator[str]:

@@ -68,6 +68,10 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def config(run: str) -> dict[str, object]:
         return runs[run].config()
 
+    @app.get("/api/runs/{run}/problem")
+    def files_with(run: str, name: str) -> JsonObject:
+        return {"files": runs[run].files_with(name)}
+
     @app.get("/api/runs/{run}/files/{file}")
     def summaries(run: str, file: str) -> JsonObject:
         return {"trajectories": runs[run].index(file).summaries}

@@ -35,7 +35,16 @@ SHARD_BYTES = 512 * 2**20
 _PART_BYTES = 2 * 2**20
 """Bytes of a tensor that are copied at once to be written."""
 _KEPT = 2
-_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 """safetensors' names of torch's types."""
 
 

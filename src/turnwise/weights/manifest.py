@@ -113,13 +113,18 @@ class Publication:
 
 
 def lay_out(
-    tensors: NamedTensors, dtype: torch.dtype, alignment: int = _ALIGNMENT
+    tensors: NamedTensors, dtype: torch.dtype | None, alignment: int = _ALIGNMENT
 ) -> tuple[tuple[TensorEntry, ...], int]:
-    """Return consecutive, aligned entries for named tensors, and their total size in bytes."""
+    """Return consecutive, aligned entries for named tensors, and their total size in bytes.
+
+    Args:
+        dtype: Type of all tensors; None: each has its own.
+    """
     entries, offset = [], 0
     for name, tensor in tensors:
-        nbytes = tensor.numel() * dtype.itemsize
-        entries.append(TensorEntry(name, dtype_name(dtype), tuple(tensor.shape), offset, nbytes))
+        kind = dtype or tensor.dtype
+        nbytes = tensor.numel() * kind.itemsize
+        entries.append(TensorEntry(name, dtype_name(kind), tuple(tensor.shape), offset, nbytes))
         offset += -(-nbytes // alignment) * alignment
     return tuple(entries), offset
 
@@ -130,7 +135,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def plan_chunks(
-    tensors: NamedTensors, dtype: torch.dtype, buffer_bytes: int, alignment: int = _ALIGNMENT
+    tensors: NamedTensors,
+    dtype: torch.dtype | None,
+    buffer_bytes: int,
+    alignment: int = _ALIGNMENT,
 ) -> tuple[Chunk, ...]:
     """Divide tensors, in their order, into chunks of at most `buffer_bytes`.
 

@@ -52,7 +52,6 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
     receiver: Receiver | None = None
     """The update in progress."""
     _reloading = False
-    _experts_loaded = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -61,23 +60,18 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         if self._reloading:  # an update failed half-way: drop its tensors
             vllm.finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = True
-        self._experts_loaded = False
+        if vllm.current_platform.is_cpu():
+            for module in self.model.modules():
+                _pack_experts_again(module)
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self.receiver is not None
         for tensors in self.receiver.chunks():
             if self.receiver.reuses_buffers:
-                self._load_copies(self._noted(tensors))
+                self._load_copies(tensors)
             else:
-                self.model.load_weights(self._noted(tensors))
-
-    def _noted(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            self._experts_loaded |= ".experts." in name
-            yield name, tensor
+                self.model.load_weights(tensors)
 
     def _load_copies(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         name = ""
@@ -97,21 +91,12 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = False
         if vllm.current_platform.is_cpu():
             self._repack_output_heads()
-            if self._experts_loaded:
-                self._repack_experts()
 
     def _repack_output_heads(self) -> None:
         """Repack the head's copy on a CPU, which a reload of tied weights misses."""
         for module in self.model.modules():
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
-
-    def _repack_experts(self) -> None:
-        """Pack the experts of a mixture for a CPU, which vLLM does only at their first load."""
-        for module in self.model.modules():
-            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-            if kernel is not None:
-                kernel.fused_experts.process_weights_after_loading(module)
 
     def end_update(self, error: str) -> None:
         if self.receiver is not None:
@@ -120,6 +105,21 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.end_update("the engine was shut down")
+
+
+def _pack_experts_again(module: torch.nn.Module) -> None:
+    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
+    method = getattr(module, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
+        return
+    process = method.process_weights_after_loading
+
+    def process_and_pack(layer: torch.nn.Module) -> None:
+        process(layer)
+        kernel.fused_experts.process_weights_after_loading(layer)
+
+    method.process_weights_after_loading = process_and_pack
 
 
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:

@@ -173,7 +173,7 @@ def micro_batches(
 ) -> list[tuple[list[Sample], MicroBatch, RankBatches]]:
     made = make_samples(tables.groups, config, 1)
     assert made.report.violations == 0
-    ((share,),) = plan_micro_batches(made.samples, 1, 1, 40, packed=False)
+    ((share,),) = plan_micro_batches(made.samples, 1, 1, 40, "padded")
     assert len(share.micro_batches) > 1
     return [
         (own, make_micro_batch(own, share.trajectory_tokens, 1, False, torch.device("cpu")), share)

@@ -3,10 +3,10 @@
 A turn without a call goes to the environment's `step`; its answer continues the conversation.
 """
 
-import asyncio
 import json
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
+from turnwise.core.aio import task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
@@ -86,7 +86,7 @@ async def answer_calls(
         context.count("tool_malformed")
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": advice}]
     with context.timed("tools"):
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
             calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
     return [
         {"role": "tool", "tool_call_id": _call_id(turn, index), **call.result()}

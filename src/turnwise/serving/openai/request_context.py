@@ -33,8 +33,8 @@ class RequestContext:
     """vLLM's text of each completion, by its ids."""
     choices: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Index of each completion, by its ids."""
-    streamed: dict[int, Answer] = field(default_factory=dict)
-    """Answers as the client got them, by the index; only of streamed chats with tools."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """Answers as the client got them, by the index; of streamed chats only those with tools."""
     adapter: str = ""
     """Name of the adapter that samples; "" for the policy."""
     began: float = field(default_factory=time.time)

@@ -138,9 +138,13 @@ class SessionHooks:
             metadata = getattr(raw_request.state, "request_metadata", None)
             if metadata is not None:
                 self._remember(metadata.request_id, context.session)
-            if isinstance(response, ChatCompletionResponse) and request.return_token_ids:
+            if isinstance(response, ChatCompletionResponse):
                 for choice in response.choices:
-                    _add_tokens(context, choice, response.prompt_token_ids)
+                    message = choice.message
+                    calls = [(c.function.name, c.function.arguments) for c in message.tool_calls]
+                    context.answers[choice.index] = answer(message.content, calls)
+                    if request.return_token_ids:
+                        _add_tokens(context, choice, response.prompt_token_ids)
             return response
 
         return create
@@ -250,9 +254,9 @@ class SessionHooks:
     def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:
         """Return an answer as the client got it, or parse it as vLLM parses it for the client."""
         request, chat = context.request, self._chat
-        streamed = context.streamed.get(context.choices.get(tuple(token_ids), -1))
-        if streamed is not None:
-            return streamed
+        said = context.answers.get(context.choices.get(tuple(token_ids), -1))
+        if said is not None:
+            return said
         text = context.texts.get(tuple(token_ids))
         if text is None:  # the client disconnected before the end
             text = self._template(request).decode(token_ids)
@@ -285,7 +289,7 @@ def _watching(
         context = CURRENT.get()
         if context is None or not request.tools or not isinstance(response, AsyncGenerator):
             return response
-        return watched(response, context.streamed, objects)
+        return watched(response, context.answers, objects)
 
     return watching
 

@@ -34,7 +34,7 @@ async def watched(
             JSON are none.
 
     Example:
-        >>> async for event in watched(events, context.streamed):
+        >>> async for event in watched(events, context.answers):
         ...     yield event
     """
     choices: dict[int, _Parts] = defaultdict(_Parts)

@@ -1,10 +1,10 @@
-// The trajectories of one step: a histogram, filters, groups, and the samples of a group side by side.
+// The trajectories of one step: a histogram, filters and groups.
 
-import { chip, counted, deviation, h, mean, select, short } from "./dom.js";
-import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
+import { counted, deviation, h, mean, select, short } from "./dom.js";
+import { exported, fetchNow, link, trajectoryPath } from "./data.js";
 import { rewardColor } from "./color.js";
 import { VirtualList } from "./list.js";
-import { messageCard } from "./chat.js";
+import { showGroup, titleOf } from "./groups.js";
 
 const BINS = 20;
 const GROUP_ROW = 66;
@@ -95,8 +95,10 @@ export async function showStep(main, runs, place, go) {
 
   async function find(text) {
     state.text = text;
-    state.found = text ? new Set((await fetchNow(`${path}/search?q=${encodeURIComponent(text)}`)).found) : null;
-    if (state.text === text) redraw();
+    const found = text ? new Set((await fetchNow(`${path}/search?q=${encodeURIComponent(text)}`)).found) : null;
+    if (state.text !== text) return;
+    state.found = found;
+    redraw();
   }
   function redraw() {
     drawHistogram();
@@ -128,63 +130,48 @@ export async function showStep(main, runs, place, go) {
   const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
   drawFiles(runs);
 
+  const filters = h("section", { class: "panel filters", "aria-label": "Filters" },
+    h("div", null, histogram, axis),
+    h("div", { class: "stack" },
+      h("div", { class: "row" },
+        select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
+        select("Status", statuses, state.status, change("status")),
+        tools.length > 0 && select("Tool outcome", [[ANY, "any"], ...tools.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
+        events.length > 0 && select("Event", [[ANY, "any"], ...events.map((name) => [name, name])], state.event, change("event")),
+        forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
+        select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
+      h("div", { class: "row" }, exported ? null : search,
+        h("button", { type: "button", onclick: () => {
+          Object.assign(state, { status: ANY, tool: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
+          state.bins.clear();
+          clearTimeout(timer);
+          search.value = "";
+          for (const choice of filters.querySelectorAll("select")) choice.selectedIndex = 0;
+          history.replaceState(null, "", link(run, file));
+          redraw();
+        } }, "Clear filters"), message),
+      summary));
   main.replaceChildren(h("div", { class: "stack" },
-    h("div", { class: "row spread" }, h("h1", null, title(file)), files),
-    h("section", { class: "panel filters", "aria-label": "Filters" },
-      h("div", null, histogram, axis),
-      h("div", { class: "stack" },
-        h("div", { class: "row" },
-          select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
-          select("Status", statuses, state.status, change("status")),
-          tools.length > 0 && select("Tool outcome", [[ANY, "any"], ...tools.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
-          events.length > 0 && select("Event", [[ANY, "any"], ...events.map((name) => [name, name])], state.event, change("event")),
-          forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
-          select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
-        h("div", { class: "row" }, exported ? null : search,
-          h("button", { type: "button", onclick: () => {
-            Object.assign(state, { status: ANY, tool: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
-            state.bins.clear();
-            go(link(run, file));
-          } }, "Clear filters"), message),
-        summary)),
+    h("div", { class: "row spread" }, h("h1", null, titleOf(file)), files),
+    filters,
+    toolTable(trajectories),
     box));
   redraw();
   if (state.text) await find(state.text);
   if (query.group !== undefined) {
     const group = groups.find((one) => one.problem === query.group);
-    if (group) return showGroup(main, run, file, group, low, high);
+    if (group) return showGroup(main, runs, place, group.members, go);
   }
-  return { title: title(file), trail: [[run, null], [file, null]], refresh: drawFiles };
+  return { title: titleOf(file), trail: [[run, null], [file, null]], refresh: drawFiles };
 }
 
-function title(file) {
-  const [kind, number] = file.split("-");
-  if (number === undefined) return file;
-  return kind === "step" ? `Step ${Number(number)}` : `Held-out, step ${Number(number)}`;
-}
-
-async function showGroup(main, run, file, group, low, high) {
-  const columns = h("div", { class: "columns", tabindex: "0", role: "list", "aria-label": "Samples side by side" });
-  const ordered = [...group.members].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0));
-  main.replaceChildren(h("div", { class: "stack" },
-    h("div", { class: "row spread" }, h("h1", null, group.problem), h("a", { href: link(run, file) }, `All of ${file}`)),
-    h("div", { class: "row" }, chip("mean reward", short(mean(group.members.map((one) => one.reward ?? 0)))), chip("spread", short(deviation(group.members.map((one) => one.reward ?? 0)))), chip("samples", group.members.length)),
-    columns));
-  const watcher = new IntersectionObserver((seen) => {
-    for (const entry of seen.filter((each) => each.isIntersecting)) {
-      watcher.unobserve(entry.target);
-      keep(trajectoryPath(run, file, Number(entry.target.dataset.index))).then(
-        (trajectory) => entry.target.append(h("div", { style: { "margin-top": "0.6rem" } }, trajectory.messages.map((message) => messageCard(message)))),
-        (error) => entry.target.append(h("p", { class: "error" }, error.message)));
-    }
-  });
-  for (const one of ordered) {
-    const column = h("section", { role: "listitem", "data-index": one.index, "aria-label": `sample ${one.sample}` },
-      h("div", { class: "panel row spread", style: { background: rewardColor(one.reward, low, high) } },
-        h("a", { href: link(run, file, one.index) }, `sample ${one.sample}`),
-        h("span", { class: "number small" }, `reward ${short(one.reward)} · ${one.status} · ${counted(one.tokens, "token", "tokens")}`)));
-    columns.append(column);
-    watcher.observe(column);
-  }
-  return { title: group.problem, trail: [[run, null], [file, link(run, file)], [group.problem, null]] };
+// The answers of each tool in all conversations of a file, the one with the most errors first.
+function toolTable(trajectories) {
+  const names = sortedKeys(trajectories, (one) => one.tools);
+  if (!names.length) return null;
+  const sums = names.map((name) => [name, ...[0, 1].map((at) => trajectories.reduce((sum, one) => sum + (one.tools[name]?.[at] ?? 0), 0))]);
+  sums.sort((a, b) => b[2] - a[2] || b[1] - a[1]);
+  return h("div", { class: "wide" }, h("table", { "aria-label": "Tools" },
+    h("thead", null, h("tr", null, h("th", { scope: "col" }, "Tool"), ["Answers", "Errors", "Share of errors"].map((name) => h("th", { scope: "col", class: "number" }, name)))),
+    h("tbody", null, sums.map(([name, answers, errors]) => h("tr", null, h("td", null, name), [answers.toLocaleString("en"), errors.toLocaleString("en"), `${short(100 * errors / answers)} %`].map((value) => h("td", { class: "number" }, value)))))));
 }

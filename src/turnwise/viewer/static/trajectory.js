@@ -88,7 +88,7 @@ export async function showTrajectory(main, runs, place, go) {
   const head = h("div", { class: "stack" },
     h("div", { class: "row spread" },
       h("h1", null, trajectory.problem_id, h("span", { class: "quiet" }, ` sample ${trajectory.sample_index}`)),
-      h("div", { class: "row" }, h("span", { class: "quiet small number" }, `${index + 1} of ${count}`), neighbour(-1, "Trajectory before", "←"), neighbour(1, "Next trajectory", "→"))),
+      h("div", { class: "row" }, h("a", { href: link(run, file, null, { group: trajectory.problem_id }) }, "Its group"), h("span", { class: "quiet small number" }, `${index + 1} of ${count}`), neighbour(-1, "Trajectory before", "←"), neighbour(1, "Next trajectory", "→"))),
     h("div", { class: "row" },
       chip("reward", trajectory.reward === null ? "none" : short(trajectory.reward)),
       parts.length > 1 && parts.map(([name, value]) => chip(name, short(value))),

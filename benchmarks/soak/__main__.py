@@ -1,0 +1,337 @@
+"""The soak test: `make soak MINUTES=60`.
+
+    python -m benchmarks.soak [--minutes N] [--every SECONDS] [--json FILE] [--folder FOLDER]
+
+`turnwise train` and `turnwise serve`, each with two engines and the demo's model, under load for
+some minutes: training one step ahead, in two rollout processes, with each environment in a process
+of its own; serving two clients, each with three conversations at a time. Every minute one process
+is killed by SIGKILL, of one kind after the other:
+
+    training  an engine, a worker, a rollout process, an environment, an environment server
+    serving   an engine, a worker
+    clients   one, in the middle of its streams
+
+Of each kind the youngest is killed, so that the others live as long as the programs do. In tests of
+five minutes or more the trainer's rank is killed first, once, and the run goes on from its last
+checkpoint with other processes: those are watched. The driver is never killed.
+
+Afterwards nothing may be lost: each trajectory of each step is finished or counted by reason, each
+request is answered or its error was reported, every token is exact, no request is left in an
+engine, and no process after the end. The memory (USS) and the open files of each process that lived
+from the warm-up (a sixth of the time) to the end are compared, last quarter by first (a growth of
+up to 8 MiB does not count), and so are the rates of the last and the first sixth; both are judged
+in tests of an hour, because oneDNN's cache of compiled kernels alone fills an engine's memory for
+more than ten minutes. Exits with 1 when a goal is missed.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.report import Claim, show
+from benchmarks.soak.checks import change_of, counts_by_time, memory_claims, training_claims
+from benchmarks.soak.memory import Memory
+from benchmarks.soak.programs import Client, Program
+from examples.calculator.prepare import prepare
+from turnwise.trajectory import Trajectory, audit
+
+PROMPTS, SAMPLES = 4, 8
+"""Problems of a step, and trajectories of a problem."""
+LANES = 3
+SAMPLES_EVERY = 5.0
+"""Seconds between two samples of memory."""
+RANK_MINUTES = 5.0
+"""Length of the test from which a rank is killed, too."""
+JUDGED_MINUTES = 60.0
+"""Length of the test from which memory and rates are judged."""
+SUCCESSOR_SECONDS = 120.0
+"""Time for a successor of a killed process, before which no other is killed."""
+IDLE_SECONDS = 60.0
+CHECKPOINT = 10
+
+
+class Soak:
+    """One test in progress."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.options = folder, options
+        self.kills: Counter[str] = Counter()
+        self.not_replaced: list[str] = []
+        self.ended: list[Client] = []
+        self.begin = self.end = 0.0
+        self._replaced: Callable[[], bool] | None = None
+        """Whether the process that was killed last has a successor; None once it has."""
+        self._killed = ("", 0.0)
+        build = folder / "build"
+        prepare(build)
+        self.problems = build / "train.jsonl"
+        common = {
+            "model": {"path": str(build / "model"), "max_length": 512},
+            "engine": {"kv_cache_gib": 0.0625, "max_num_seqs": 64},
+            "serving": {"workers": 2, "port": 0, "session_memory_mb": 4},
+        }
+        train = {
+            **common,
+            "environment": "examples.calculator.environment:Calculator",
+            "output_dir": str(folder),
+            "name": "run",
+            "data": {"path": str(self.problems)},
+            "rollout": {
+                "prompts_per_step": PROMPTS,
+                "processes": 2,
+                "environment_process": True,
+                "retries": 1,
+            },
+            "sampling": {"n": SAMPLES, "max_tokens": 64},
+            "training": {
+                "steps": 1_000_000,
+                "learning_rate": 1e-9,  # the load stays as it is
+                "max_staleness": 1,
+                "checkpoint_every": CHECKPOINT,
+                "restarts": 1,
+                "threads": 1,
+            },
+            "trajectories": {"keep": 2},
+        }
+        for name, tree in (("train", train), ("serve", common)):
+            (folder / f"{name}.yaml").write_text(json.dumps(tree))
+        self.training = Program("train", folder, ["train", folder / "train.yaml"])
+        try:
+            self.serving = Program("serve", folder, ["serve", folder / "serve.yaml"])
+        except BaseException:
+            self.training.end()
+            raise
+        self.memory = Memory([self.training, self.serving])
+        self.clients: list[Client] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of all steps so far."""
+        path = self.folder / "run" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [row for row in rows if row["step"]]
+
+    def step(self) -> int:
+        """Return the last finished step."""
+        rows = self.rows()
+        return int(rows[-1]["step"]) if rows else 0
+
+    def start(self) -> None:
+        """Wait until both programs work, and begin the load."""
+        self.serving.until("the server's address", self._address)
+        self.training.until("the first steps", lambda: self.step() >= 2)
+        for _ in range(2):
+            self.clients.append(self._client())
+        if self.options.minutes >= RANK_MINUTES:
+            self.training.until("a checkpoint", lambda: self.step() > CHECKPOINT)
+            (rank,) = self.training.with_role("rank")
+            rank.kill()
+            self.kills["train rank"] += 1
+            before = len(self.rows())
+            self.training.until("the restart", lambda: self._restarted(rank, before))
+
+    def _restarted(self, rank: psutil.Process, before: int) -> bool:
+        ranks = self.training.with_role("rank")
+        return bool(ranks) and rank not in ranks and self.step() > before + 1
+
+    def _address(self) -> str:
+        found = re.search(r"http://\S+/v1", self.serving.log.read_text())
+        return found[0].removesuffix("/v1") if found else ""
+
+    def _client(self) -> Client:
+        return Client(self._address(), self.problems, LANES, self.folder / "client.log")
+
+    def run(self) -> None:
+        """Kill and sample until the time is over."""
+        self.begin = time.monotonic()
+        ends = self.begin + 60 * self.options.minutes
+        kinds = itertools.cycle(self._kinds())
+        next_kill, next_sample = self.begin + self.options.every, self.begin
+        while (now := time.monotonic()) < ends or self._replaced is not None:
+            for program in (self.training, self.serving):
+                program.until("the test", lambda: True)
+            if now >= next_sample:
+                self.memory.sample()
+                next_sample += SAMPLES_EVERY
+            if self._replaced is not None:
+                self._check_successor(now)
+            elif now >= next_kill:
+                name, kill = next(kinds)
+                self._replaced, self._killed = kill(), (name, now)
+                self.kills[name] += 1
+                print(f"{now - self.begin:5.0f} s: killed {name}; step {self.step()}", flush=True)
+                next_kill = max(next_kill + self.options.every, now)
+            time.sleep(0.2)
+        self.end = time.monotonic()
+        self.memory.write(self.folder / "memory.jsonl")
+
+    def _check_successor(self, now: float) -> None:
+        assert self._replaced is not None
+        name, killed = self._killed
+        late = now - killed > SUCCESSOR_SECONDS
+        if late:
+            self.not_replaced.append(name)
+        if late or self._replaced():
+            self._replaced = None
+
+    def _kinds(self) -> list[tuple[str, Callable[[], Callable[[], bool]]]]:
+        """Return what is killed, in this order: each kills one, and returns whether there is
+        another in its place."""
+
+        def of(program: Program, role: str) -> Callable[[], Callable[[], bool]]:
+            return lambda: self._kill(program, role)
+
+        order = [
+            (self.training, "engine"),
+            (self.training, "rollout process"),
+            (self.serving, "engine"),
+            (self.training, "environment"),
+            (self.training, "worker"),
+            (self.training, "environment server"),
+            (self.serving, "worker"),
+        ]
+        kinds = [(f"{program.name} {role}", of(program, role)) for program, role in order]
+        return [*kinds[:3], ("client", self._kill_client), *kinds[3:]]
+
+    def _kill(self, program: Program, role: str) -> Callable[[], bool]:
+        """Kill the youngest process of a role, as soon as there are two."""
+        found: list[psutil.Process] = []
+
+        def two() -> bool:
+            found[:] = program.with_role(role)
+            return len(found) > 1
+
+        program.until(f"two processes: {role}", two)
+        found[-1].kill()
+        before = set(found)
+
+        def replaced() -> bool:
+            now = set(program.with_role(role))
+            return role == "environment" or (len(now) >= len(before) and now != before)
+
+        return replaced
+
+    def _kill_client(self) -> Callable[[], bool]:
+        """Kill the younger client in the middle of its streams."""
+        client = self.clients[-1]
+        self.serving.until("a client's stream", lambda: client.streaming)
+        client.kill()
+        self.ended.append(client)
+        self.clients[-1] = self._client()
+        return lambda: True
+
+    def stop(self) -> list[Claim]:
+        """End the load and the programs; returns the claims."""
+        for client in self.clients:
+            client.end()
+        clients = [*self.ended, *self.clients]
+        outcomes = sum((client.outcomes for client in clients), Counter[str]())
+        sessions = sum((client.sessions for client in clients), Counter[bool]())
+        whys = Counter(why[:300] for client in clients for why in client.whys)
+        sessions += self._sessions_left()
+        idle = self._requests_in_engines()
+        left = [self.training.end(), self.serving.end()]
+        for why, count in whys.most_common(10):
+            print(f"clients, {count} times: {why}")
+        answers = sorted(end for client in clients for end in client.ends)
+        rates = counts_by_time(answers, self.begin, self.end)
+        report = json.loads((self.folder / "run" / "exactness.json").read_text())
+        judged = self.options.minutes >= JUDGED_MINUTES
+        return [
+            Claim("kills", "count", [sum(self.kills.values())], note=str(dict(self.kills))),
+            Claim(
+                "killed processes that had no successor",
+                "count",
+                [len(self.not_replaced)],
+                at_most=0,
+                note=", ".join(self.not_replaced),
+            ),
+            *memory_claims(self.memory, self.begin, self.end, judged),
+            *training_claims(
+                self.rows(), report["violations"], PROMPTS * SAMPLES, self.end - self.begin, judged
+            ),
+            Claim("requests answered", "1/s", rates, note=str(dict(outcomes))),
+            change_of("the same, last by first sixth", rates, judged),
+            Claim("requests lost", "count", [outcomes["lost"]], at_most=0),
+            Claim("sessions that are not exact", "count", [sessions[False]], at_most=0),
+            Claim("sessions audited", "count", [sessions.total()], at_least=1),
+            Claim("requests left in the engines", "count", [idle], at_most=0),
+            Claim("processes left after the end", "count", [sum(left)], at_most=0),
+        ]
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self._address()}{path}", timeout=60) as response:
+            found: bytes = response.read()
+            return found
+
+    def _sessions_left(self) -> Counter[bool]:
+        """Audit the sessions that killed clients left; returns their number, by whether exact."""
+        found: Counter[bool] = Counter()
+        for session in json.loads(self._get("/sessions"))["sessions"]:
+            reply = json.loads(self._get(f"/sessions/{session['id']}"))
+            trajectory = Trajectory.from_json(json.dumps(reply["trajectory"]))
+            found[audit(trajectory).violations == 0] += 1
+        return found
+
+    def _requests_in_engines(self) -> float:
+        """Return the requests that the engines still have after a while without clients."""
+        ends = time.monotonic() + IDLE_SECONDS
+        while True:
+            text = self._get("/metrics").decode()
+            names = r"(?:vllm:num_requests_(?:running|waiting)|turnwise_worker_load)"
+            values = re.findall(rf"^{names}{{[^}}]*}} (\S+)", text, re.MULTILINE)
+            total = sum(map(float, values))
+            if (values and total < 1e-6) or time.monotonic() > ends:
+                return total if values else float("nan")
+            time.sleep(0.5)
+
+
+def main() -> int:
+    """Run the test; returns the exit code."""
+    made = argparse.ArgumentParser(
+        prog="benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--minutes", type=float, default=60.0)
+    made.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
+    made.add_argument("--json", type=Path, help="write the claims there, too")
+    made.add_argument("--folder", type=Path, help="keep logs and the run there")
+    options = made.parse_args()
+    with tempfile.TemporaryDirectory(prefix="turnwise-soak-") as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        soak = Soak(folder.resolve(), options)
+        try:
+            soak.start()
+            soak.run()
+            claims = soak.stop()
+        finally:
+            for client in soak.clients:
+                with suppress(ProcessLookupError):
+                    client.process.kill()
+            for program in (soak.training, soak.serving):
+                program.end()
+    show(claims)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(claim) for claim in claims]))
+    missed = [claim.name for claim in claims if not claim.met]
+    print(f"missed: {'; '.join(missed)}" if missed else "every goal is met")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Memory and file descriptors of the soak test's processes, sampled from the start to the end."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.soak.programs import Program
+
+MIB = 2**20
+WARM_UP = 1 / 6
+"""Share of the time that is not compared."""
+PART = 1 / 4
+"""Share of the rest that is compared with its last such share."""
+SLACK = 8.0
+"""Growth in MiB that does not count."""
+
+
+def growth(
+    values: Sequence[tuple[float, float]],
+    begin: float,
+    end: float,
+    middle: Callable[[Sequence[float]], float] = statistics.median,
+    slack: float = 0.0,
+) -> float | None:
+    """Return the last quarter's median by the first's, after the warm-up.
+
+    Args:
+        values: Pairs of a time and a value.
+        begin: Start of the test.
+        end: Its end.
+        middle: What is taken instead of the median.
+        slack: Growth that does not count.
+
+    Returns:
+        None where a quarter has no value, or the first value came after the warm-up.
+    """
+    begin += (end - begin) * WARM_UP
+    if not values or values[0][0] > begin:
+        return None
+    part = (end - begin) * PART
+    first = [value for at, value in values if begin <= at < begin + part]
+    last = [value for at, value in values if end - part <= at <= end]
+    if not first or not last:
+        return None
+    before, after = middle(first), middle(last)
+    return 1.0 if before <= after <= before + slack else after / before
+
+
+@dataclass
+class Watched:
+    """The samples of one process."""
+
+    name: str = ""
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    """Its own memory (USS) in MiB, by time."""
+    descriptors: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Memory:
+    """The samples of all processes of some programs.
+
+    Example:
+        memory = Memory([training, serving])
+        memory.sample()
+        print(memory.long_lived(begin, time.monotonic()))
+    """
+
+    def __init__(self, programs: Iterable[Program]) -> None:
+        self._programs = tuple(programs)
+        self._watched: dict[psutil.Process, Watched] = {}
+
+    def sample(self) -> None:
+        """Sample every process that is there now, without an environment's short ones."""
+        now = time.monotonic()
+        for program in self._programs:
+            for role, process in program.processes():
+                if role == "environment":
+                    continue
+                with suppress(psutil.Error):
+                    uss = process.memory_full_info().uss / MIB
+                    watched = self._watched.setdefault(process, Watched())
+                    watched.name = f"{program.name}: {role} {process.pid}"  # forks get theirs late
+                    watched.memory.append((now, uss))
+                    watched.descriptors.append((now, process.num_fds()))
+
+    def write(self, path: Path) -> None:
+        """Write all samples, a line of JSON for each process."""
+        lines = [json.dumps(asdict(watched)) + "\n" for watched in self._watched.values()]
+        path.write_text("".join(lines))
+
+    def long_lived(self, begin: float, end: float) -> list[tuple[Watched, float, float]]:
+        """Return the processes that lived from the warm-up to the end, with the growth of their
+        memory and of their descriptors, the fastest-growing first."""
+        found = []
+        for watched in self._watched.values():
+            memory = growth(watched.memory, begin, end, slack=SLACK)
+            # The fewest, because an environment server has one for each trajectory.
+            descriptors = growth(watched.descriptors, begin, end, min)
+            if memory is not None and descriptors is not None:
+                found.append((watched, memory, descriptors))
+        return sorted(found, key=lambda item: -item[1])

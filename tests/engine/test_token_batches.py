@@ -1,0 +1,90 @@
+"""Tokens that an engine's process sends together."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from turnwise.engine import vllm_api as vllm
+from turnwise.engine.token_batches import TokenBatches
+
+INTERVAL = 4
+
+
+def requests(**params: Any) -> Any:
+    chosen = {"detokenize": False, "stream_interval": INTERVAL, **params}
+    return {"a": SimpleNamespace(sampling_params=SimpleNamespace(**chosen))}
+
+
+def output(token: int, **fields: Any) -> Any:
+    logprobs = vllm.LogprobsLists(
+        np.array([[token, 7]]), np.array([[-token / 8, -1.0]], np.float32), np.array([2])
+    )
+    return vllm.EngineCoreOutput("a", [token], logprobs, **fields)
+
+
+def step(*outputs: Any, version: str = "3") -> Any:
+    return {5: vllm.EngineCoreOutputs(outputs=list(outputs), weight_version=version)}
+
+
+def tokens(sent: Any) -> list[list[int]]:
+    return [each.new_token_ids for outputs in sent.values() for each in outputs.outputs]
+
+
+def test_tokens_are_sent_together_with_their_logprobs() -> None:
+    batches = TokenBatches(requests())
+    sent = []
+    for token in range(1, 10):
+        outputs = step(output(token, finish_reason=0 if token == 9 else None))
+        batches.collect(outputs)
+        sent.append(outputs)
+    assert [tokens(each) for each in sent] == [
+        *[[], [], [], [[1, 2, 3, 4]]],
+        *[[], [], [], [[5, 6, 7, 8]]],
+        [[9]],
+    ]
+    assert sent[0] == {}  # the frontend is not woken
+    joined = sent[3][5].outputs[0].new_logprobs
+    assert joined.logprob_token_ids.tolist() == [[token, 7] for token in range(1, 5)]
+    assert joined.logprobs.tolist() == [[-token / 8, -1.0] for token in range(1, 5)]
+    assert joined.sampled_token_ranks.tolist() == [2] * 4
+
+
+def test_a_first_token_and_an_end_wait_for_nothing() -> None:
+    batches = TokenBatches(requests())
+    first, second = step(output(1, prefill_stats=vllm_stats())), step(output(2))
+    last = step(output(3, finish_reason=1, stop_reason="x"))
+    for outputs in (first, second, last):
+        batches.collect(outputs)
+    assert [tokens(each) for each in (first, second, last)] == [[[1]], [], [[2], [3]]]
+    assert last[5].outputs[1].stop_reason == "x"
+
+
+def vllm_stats() -> Any:
+    return SimpleNamespace(num_cached_tokens=0)
+
+
+def test_held_tokens_are_released_under_their_version() -> None:
+    batches = TokenBatches(requests())
+    sent: list[Any] = []
+    for token in (1, 2):
+        batches.collect(step(output(token)))
+    batches.release(sent.append)
+    assert [(client, outputs.weight_version) for client, outputs in sent] == [(5, "3")]
+    assert tokens(dict(sent)) == [[1, 2]]
+    batches.release(sent.append)
+    assert len(sent) == 1
+    new = step(output(3, finish_reason=0), version="4")
+    batches.collect(new)
+    assert tokens(new) == [[3]]
+
+
+def test_some_requests_get_each_token_at_once() -> None:
+    for params in ({"stream_interval": None}, {"detokenize": True}):
+        outputs = step(output(1))
+        TokenBatches(requests(**params)).collect(outputs)
+        assert tokens(outputs) == [[1]]
+    for fields in ({"routed_experts": np.zeros(1)}, {"num_nans_in_logits": 1}, {"events": []}):
+        outputs = step(output(1, **fields))
+        TokenBatches(requests()).collect(outputs)
+        assert tokens(outputs) == [[1]]
