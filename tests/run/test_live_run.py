@@ -1,8 +1,9 @@
 """A training run that is looked at from beside: its metrics, its stacks, and its turns' times."""
 
 import json
-import socket
+import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.slow  # one training run for all
 @dataclass
 class Run:
     folder: Path
-    port: int
     process: "subprocess.Popen[bytes]"
     said: Path
     """The file of what it prints; a pipe that nobody reads would stop it after some steps."""
@@ -32,12 +32,17 @@ class Run:
         """The metrics, as soon as the run has made two steps."""
         while True:
             assert self.process.poll() is None, self.said.read_text()
-            try:
-                text = get(self.port)
-            except OSError:
-                continue
-            if "turnwise_step 0" not in text and "turnwise_step 1.0" not in text:
+            text = get(port) if (port := self._port()) is not None else ""
+            if text and "turnwise_step 0" not in text and "turnwise_step 1.0" not in text:
                 return text
+            time.sleep(0.1)
+
+    def _port(self) -> int | None:
+        """The port of the metrics; None as long as they are not served."""
+        log = self.folder / "logs" / "turnwise.log"
+        text = log.read_text() if log.exists() else ""
+        served = re.search(r"metrics: http://127\.0\.0\.1:(\d+)/metrics", text)
+        return int(served[1]) if served else None
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +51,20 @@ def run(
 ) -> Iterator[Run]:
     """A run that goes on for as long as it is looked at."""
     folder = tmp_path_factory.mktemp("live")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     file = write_config(make_config, folder)
     said = folder / "said.txt"
     with said.open("wb") as output:
         process = subprocess.Popen(
             [
                 *(*python(), "-m", "turnwise.cli", "train", str(file), "training.steps=100000"),
-                *(f"metrics.port={port}", "algorithm.kl.coef=0.001", "name=live"),
+                *("metrics.port=0", "algorithm.kl.coef=0.001", "name=live"),
             ],
             cwd=ROOT,
             env=command_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    yield Run(folder / "runs" / "live", port, process, said)
+    yield Run(folder / "runs" / "live", process, said)
     process.terminate()
     process.wait(300)
 

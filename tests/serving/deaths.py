@@ -98,6 +98,14 @@ async def back(manager: Any, losses: int) -> None:
             await asyncio.sleep(0.05)
 
 
+def runs(pid: int) -> bool:
+    """Return whether a process runs; one that ended may wait for long for a new parent to notice."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def bounded() -> dict[str, str]:
     """Settings of a raylet that kills where little more memory is used than now."""
     memory = psutil.virtual_memory()
@@ -191,9 +199,10 @@ def main(folder: str) -> None:
     cluster.wait_for_nodes()
     start_ray(cluster.address)
     told = asyncio.run(play(cluster, second, folder))
-    workers = [pid for pid in told["pids"] if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers], timeout=120)
-    told["alive"] = [process.pid for process in alive]
+    end = time.monotonic() + 120
+    while (alive := [*filter(runs, told["pids"])]) and time.monotonic() < end:
+        time.sleep(0.1)
+    told["alive"], told["ended_seconds"] = alive, time.monotonic() + 120 - end
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     cluster.shutdown()

@@ -165,8 +165,15 @@ class EngineWorker:
         """Return the base URL of this worker's own OpenAI server; None without one."""
         return None if self._server is None else str(self._server.base_url)
 
-    async def shutdown(self) -> bool:
-        """End the server and the engine, and return True; the owner kills the actor."""
+    async def shutdown(self, exit_after: float | None = None) -> bool:
+        """End the server and the engine, and return True; the owner kills the actor.
+
+        Args:
+            exit_after: Seconds after which this process ends by itself, because its owner cannot
+                kill it once Ray's head is gone; None for never.
+        """
+        if exit_after is not None:
+            asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
         if self._server is not None:
             await self._server.stop()
         await self._engine.shutdown()

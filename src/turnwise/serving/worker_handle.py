@@ -51,6 +51,8 @@ _BATCH = 4
 still being prepared."""
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
+_SHUTDOWN_SECONDS = 5.0
+"""Time in which an engine ends; its process is killed then."""
 _MAX_CALLS = 4096
 """Maximum number of calls that run at once in a worker's actor."""
 
@@ -322,7 +324,9 @@ class WorkerHandle:
         if self._listening is not None:
             self._listening.cancel()
         try:
-            await self._process.call("shutdown", what="shut down", seconds=5.0)
+            await self._process.call(
+                "shutdown", 2 * _SHUTDOWN_SECONDS, what="shut down", seconds=_SHUTDOWN_SECONDS
+            )
         except TurnwiseError:
             pass  # dead or hung: it is killed in either case
         finally:
