@@ -99,7 +99,7 @@ async def back(manager: Any, losses: int) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process runs; one that ended may wait for long for a new parent to notice."""
+    """Return whether a process runs; one that ended may be kept until a new parent notices."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
