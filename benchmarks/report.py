@@ -29,8 +29,8 @@ class Claim:
     against: str = ""
     """Name of the counterpart."""
     theirs: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
     """The counterpart's value of each round, in `unit`."""
+    ratios: list[float] = field(default_factory=list)
     ratio_of: str = ""
     """Ratio of each round, where it is not ours by theirs."""
     at_least: float | None = None

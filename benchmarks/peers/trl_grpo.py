@@ -1,12 +1,13 @@
-"""TRL's GRPOTrainer on the demo's model, tool and problems; prints JSON, a step's seconds each.
+"""TRL's GRPOTrainer on the demo's model, tool and problems; its last line is JSON.
 
     python -m benchmarks.peers.trl_grpo --model FOLDER --problems FILE --prompts P --steps N \\
         [--long-tailed-steps M] [--rank R] [--tokens T] [--parity] [--micro-batch N]
 
 Problems are used in the file's order. The tool answers at once in the first N steps, and with a
-long tail in the following M. Mean rewards by question are printed as well, with the trained
-parameters and the peak memory. With --rank a LoRA of that rank is trained by PEFT; --tokens limits
-a rollout; --parity rewards by `benchmarks.lora:parity`.
+long tail in the following M. Each step prints its seconds and mean reward; the last line has the
+seconds of all, mean rewards by question, the trained parameters and the peak memory. With --rank a
+LoRA of that rank is trained by PEFT; --tokens limits a rollout; --parity rewards by
+`benchmarks.lora:parity`.
 
 Generation is Transformers' own, since TRL's vLLM mode needs a GPU.
 """
@@ -45,22 +46,27 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 class Clock(TrainerCallback):
-    """Records the seconds from one step's end to the next one's."""
+    """Records the seconds of each step, and prints them with its mean reward."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
         self._last = time.perf_counter()
+        print("training", flush=True)
 
     def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
+        print("step", self.seconds[-1], statistics.mean(LATEST or [0.0]), flush=True)
+        LATEST.clear()
 
 
 REWARDS = defaultdict[str, list[float]](list)
 """Rewards by question."""
+LATEST: list[float] = []
+"""Rewards since the last step's end."""
 
 
 def right(
@@ -74,6 +80,7 @@ def right(
         stated = _ANSWER.findall(text)
         rewards.append(float(len(stated) == 1 and int(stated[0]) == number))
         REWARDS[prompt[0]["content"]].append(rewards[-1])
+    LATEST.extend(rewards)
     return rewards
 
 
