@@ -29,11 +29,11 @@ def run(*rows: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"step": 0, "accuracy_heldout": 0.1}, *steps]
 
 
-def make(staleness: int = 0, **alarms: Any) -> Config:
+def make(staleness: int = 0, updates: int = 1, **alarms: Any) -> Config:
     return Config(
         model=ModelConfig(path="m"),
         rollout=RolloutConfig(prompts_per_step=8),
-        training=TrainingConfig(max_staleness=staleness),
+        training=TrainingConfig(max_staleness=staleness, updates_per_step=updates),
         alarms=alarms,
     )
 
@@ -48,6 +48,7 @@ BAD: dict[str, dict[str, Any]] = {
     "idle": {"phase_seconds": {"idle": 9.5, "train": 0.5}},
     "slow_worker": {"worker_tokens_per_s": {"worker-0": 20.0, "worker-1": 50.0, "worker-2": 55}},
     "stale": {"staleness": {"0": 10, "1": 90}},
+    "reward_left": {"reward_mean": 0.1},
 }
 SAID = {
     "no_signal": "88% of the groups have no signal: all their rewards are equal; raise sampling.n",
@@ -58,7 +59,8 @@ SAID = {
     "entropy_left": "the policy's entropy fell from 1 to 0.01 nats",
     "idle": "the trainer waits for rollouts during 95% of a step; more engines",
     "slow_worker": "worker-0 samples 20 tokens/s in a turn, 38% of what the other workers do",
-    "stale": "90% of the trained tokens are as old as training.max_staleness allows (1)",
+    "stale": "90% of the trained tokens are as old as training.max_staleness allows (1 step): ",
+    "reward_left": "the mean reward fell from 0.500 to 0.100",
 }
 
 
@@ -69,6 +71,8 @@ def test_an_alarm_is_raised_once_after_its_steps(name: str) -> None:
     (alarm,) = find_alarms(rows, config)
     assert (alarm.name, alarm.step) == (name, 8)
     assert alarm.message.startswith(SAID[name])
+    share = name in ("no_signal", "truncated", "tool_errors", "dropped", "idle", "stale")
+    assert alarm.message.endswith(" (a mean over 3 steps)") == share
     assert find_alarms(rows[:8], config) == []
     assert find_alarms(rows, make(staleness=1, **{name: None})) == []
     assert find_alarms(rows, make(staleness=1, steps=4))[0].step == 9
@@ -88,6 +92,17 @@ def test_a_reward_that_does_not_rise_is_an_alarm(rewards: list[float], raised: b
     alarms = find_alarms(rows, make(flat_steps=20))
     assert [alarm.name for alarm in alarms] == ["flat_steps"] * raised
     assert find_alarms(rows, make(flat_steps=0)) == []
+
+
+def test_a_reward_that_varies_has_not_fallen() -> None:
+    rewards = [0.0, 0.0, 0.09, 0.0, 0.0, 0.0, 0.0]
+    assert find_alarms(run(*({"reward_mean": reward} for reward in rewards)), make()) == []
+
+
+def test_staleness_counts_versions_and_its_bound_counts_steps() -> None:
+    rows = run(*[{"staleness": {"0": 10, "2": 90}}] * 5)
+    assert [alarm.name for alarm in find_alarms(rows, make(staleness=1, updates=2))] == ["stale"]
+    assert find_alarms(rows, make(staleness=2, updates=2)) == []
 
 
 def test_steps_without_some_metrics_raise_nothing() -> None:

@@ -24,6 +24,8 @@ class AlarmsConfig(Section):
     """Largest growth of logprob_diff_mean, as a multiple of its mean over the first steps."""
     entropy_left: Fraction | None = 0.1
     """Smallest entropy, as a share of its mean over the first steps."""
+    reward_left: Fraction | None = 0.5
+    """Smallest mean reward, as a share of its highest mean over as many steps."""
     flat_steps: NonNegativeInt = 100
     """Number of steps over which the mean reward must rise."""
     idle: Fraction | None = 0.8

@@ -84,6 +84,8 @@ class Alarms:
                 continue
             if message := check(self._rows, self._config):
                 self._raised.add(name)
+                if name in _MEANS:
+                    message += f" (a mean over {self._config.alarms.steps} steps)"
                 found.append(Alarm(name, row["step"], message))
         return found
 
@@ -176,6 +178,23 @@ def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
+def _reward_left(rows: Sequence[JsonObject], config: Config) -> str:
+    steps = config.alarms.steps
+    rewards = [row["reward_mean"] for row in rows]
+    if len(rewards) < 2 * steps:
+        return ""
+    windows = [rewards[end - steps : end] for end in range(steps, len(rewards) - steps + 1)]
+    best, last = max(windows, key=statistics.fmean), rewards[-steps:]
+    high, low = statistics.fmean(best), statistics.fmean(last)
+    error = (sum(map(statistics.pvariance, (best, last))) / steps) ** 0.5
+    if max(last) >= high * (config.alarms.reward_left or 0) or high - low <= 2 * error:
+        return ""
+    return (
+        f"the mean reward fell from {high:.3f} to {low:.3f}: lower training.learning_rate, set "
+        "algorithm.kl.coef, and go back to a checkpoint from before"
+    )
+
+
 def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     count = config.alarms.flat_steps
     if len(rows) < max(count, 2):
@@ -209,20 +228,21 @@ def _idle(rows: Sequence[JsonObject], config: Config) -> str:
 
 def _stale(rows: Sequence[JsonObject], config: Config) -> str:
     bound = config.training.max_staleness
+    versions = bound * config.training.updates_per_step
     if not bound:
         return ""
 
     def share(row: JsonObject) -> float:
         by_age: dict[str, int] = row.get("staleness", {})
-        old = sum(count for age, count in by_age.items() if int(age) >= bound)
+        old = sum(count for age, count in by_age.items() if int(age) >= versions)
         return _share(old, sum(by_age.values()))
 
     if (mean := _passed(rows, config, share, config.alarms.stale)) is None:
         return ""
     return (
-        f"{mean:.0%} of the trained tokens are as old as training.max_staleness allows ({bound}): "
-        "rollouts are slower than the trainer; use more engines, or correct for it "
-        "(algorithm.correction)"
+        f"{mean:.0%} of the trained tokens are as old as training.max_staleness allows ({bound} "
+        f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
+        "engines, or correct for it (algorithm.correction)"
     )
 
 
@@ -258,11 +278,14 @@ _CHECKS: dict[str, Check] = {
     "dropped": _dropped,
     "logprob_growth": _logprob_growth,
     "entropy_left": _entropy_left,
+    "reward_left": _reward_left,
     "flat_steps": _flat_steps,
     "idle": _idle,
     "slow_worker": _slow_worker,
     "stale": _stale,
 }
+_MEANS = frozenset({"no_signal", "truncated", "tool_errors", "dropped", "idle", "stale"})
+"""Checks whose share is a mean over `alarms.steps` steps."""
 
 
 def _passed(
