@@ -11,6 +11,10 @@ time is the reference for the fleet's. The cost of a turn is real time, of sched
 together, and of the scheduler's choice alone; the garbage collector is off, because it would mostly
 work on the simulation's heap. Round robin shows the growth that is not the scheduler's.
 
+In two more runs, of twice as many sessions, 5 % of the engines take twice the time, or 2 % of them
+die one after the other and are not replaced. The perfect balancer loses the speed of the slow ones,
+and none that died.
+
 With `rollout.processes`, each of 16 schedulers gives its sessions to a sixteenth of the engines;
 against that, each may use all of them, without knowledge of the others' loads.
 """
@@ -69,9 +73,9 @@ class Processes:
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], count: int, *, divided: bool) -> None:
-        self._schedulers = [schedule(engines) for _ in range(count)]
+        self.schedulers = [schedule(engines) for _ in range(count)]
         if divided:
-            for place, scheduler in enumerate(self._schedulers):
+            for place, scheduler in enumerate(self.schedulers):
                 scheduler.prefer(engine.name for engine in engines[place::count])
         self._busy = [0] * count
         self._places: dict[str, int] = {}
@@ -81,7 +85,7 @@ class Processes:
             place = self._places[route.group] = self._busy.index(min(self._busy))
         self._busy[place] += 1
         try:
-            return await self._schedulers[place].generate(*request, route=route)
+            return await self.schedulers[place].generate(*request, route=route)
         finally:
             self._busy[place] -= 1
 
@@ -106,6 +110,27 @@ def schedule(engines: Sequence[SimulatedEngine]) -> Scheduler:
     for engine in engines:
         scheduler.add(engine.name, engine)
     return scheduler
+
+
+def hurt(
+    engines: Sequence[SimulatedEngine], schedulers: Sequence[Scheduler], slow: float, dying: float
+) -> None:
+    """Slow a share of the engines down by half, and let another share die within three seconds.
+
+    None that died is replaced: their turns continue on other engines.
+    """
+    count, loop = len(engines), asyncio.get_running_loop()
+    for engine in engines[: round(slow * count)]:
+        engine.slowdown = 2.0
+    last = engines[count - round(dying * count) :]
+
+    def die(engine: SimulatedEngine) -> None:
+        engine.die()
+        for scheduler in schedulers:
+            scheduler.remove(engine.name)
+
+    for number, engine in enumerate(last):
+        loop.call_later(0.5 + 2.5 * number / len(last), die, engine)
 
 
 async def run_sessions(
@@ -149,21 +174,30 @@ def fleet_of(count: int, sessions: int, seed: int, *, sticky: bool = True) -> Ou
 
 
 def fleet_of_processes(
-    count: int, processes: int, sessions: int, seed: int, *, divided: bool
+    count: int,
+    processes: int,
+    sessions: int,
+    seed: int,
+    *,
+    divided: bool = True,
+    slow: float = 0.0,
+    dying: float = 0.0,
 ) -> Outcome:
     async def work() -> Outcome:
         engines = make_engines(count)
-        generator: Any = Processes(engines, processes, divided=divided)
+        random.Random(seed).shuffle(engines)
+        generator = Processes(engines, processes, divided=divided)
+        hurt(engines, generator.schedulers, slow, dying)
         return await run_sessions(generator, engines, sessions, PER_ENGINE * count, seed)
 
     return run_virtually(work())
 
 
-def perfect(count: int, sessions: int, seed: int) -> Outcome:
-    """Run all sessions on one engine as fast as `count`."""
+def perfect(count: int, sessions: int, seed: int, lost: float = 0.0) -> Outcome:
+    """Run all sessions on one engine as fast as `count`, without the speed that is lost."""
 
     async def work() -> Outcome:
-        (engine,) = engines = make_engines(1, faster=count)
+        (engine,) = engines = make_engines(1, faster=round(count * (1 - lost)))
         return await run_sessions(engine, engines, sessions, PER_ENGINE * count, seed)
 
     return run_virtually(work())
@@ -192,6 +226,13 @@ def main() -> None:
     processes = 4 if options.quick else 16
     divided, undivided = (
         fleet_of_processes(many, processes, sessions, seed, divided=each) for each in (True, False)
+    )
+    slow, dying = (
+        fleet_of_processes(many, processes, 2 * sessions, seed, **share)
+        for share in ({"slow": 0.05}, {"dying": 0.02})
+    )
+    without_slow, with_all = (
+        perfect(many, 2 * sessions, seed, lost=lost) for lost in (0.05 / 2, 0.0)
     )
     small = [fleet_of(8, few, seed + i) for i in range(rounds)]
     robin = [fleet_of(8, few, seed + i, sticky=False) for i in range(rounds)]
@@ -235,6 +276,24 @@ def main() -> None:
                 [undivided.makespan],
                 [divided.makespan / undivided.makespan],
                 at_most=1.0,
+            ),
+            Claim(
+                f"makespan of {2 * sessions:,} sessions, 5 % slow engines",
+                "virtual s",
+                [slow.makespan],
+                "a perfect balancer",
+                [without_slow.makespan],
+                [slow.makespan / without_slow.makespan],
+                at_most=1.05,
+            ),
+            Claim(
+                f"makespan of {2 * sessions:,} sessions, 2 % of the engines die",
+                "virtual s",
+                [dying.makespan],
+                "a perfect balancer",
+                [with_all.makespan],
+                [dying.makespan / with_all.makespan],
+                at_most=1.05,
             ),
             Claim(
                 f"a turn among {many:,} engines, simulation included",

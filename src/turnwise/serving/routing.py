@@ -7,8 +7,8 @@ little more than among eight.
 
 The constants were found by simulation and are checked in `tests/serving/test_scheduler.py`: eight
 workers, sessions of 1 to 12 turns whose tools take 0.3 s to a minute, one worker four times slower
-than the others. Goals: even load, at least 95 % of the turns on the session's worker, few sessions
-on a slow worker.
+than the others. Goals: even load, at least 95 % of the turns on the session's worker, few turns on
+a slow worker: whatever its load, its tokens take longer, and a step ends with its last turn.
 """
 
 from collections import Counter, OrderedDict
@@ -32,6 +32,19 @@ sessions for noise, higher ones leave them on a slow worker."""
 _AVERAGE_WEIGHT = 32
 """Weight of the average load, relative to the present one, in the choice of a session's worker: a
 slow worker has a high average, and gets fewer sessions rather than fewer turns of each."""
+_TOKENS = (512, 8192)
+"""Number of sampled tokens after which the speed of a worker is known, and that of the last ones
+which count most."""
+_FORGETTING = 0.01
+"""Share of its difference from the median that a slow worker is forgiven at each comparison, so
+that it is measured again even if it gets no turns."""
+_COMPARED = 4
+"""Number of choices for each worker between two comparisons of speeds."""
+_SLOW = 1.5
+"""Multiple of the median time per token above which a worker is slow: sessions leave it, and turns
+come to it only while the others are busier."""
+_BASE_LOAD = 8.0
+"""Load that is added before a slow worker's is multiplied: an idle slow worker is not the first."""
 _TIE = 1e-9
 """Weight of each served turn; decides only between workers with equal load."""
 
@@ -40,7 +53,7 @@ class Router:
     """Loads of the usable workers, and the homes of sessions and groups.
 
     Args:
-        events: Counts choices: sticky, moved_overload, moved_gone.
+        events: Counts choices: sticky, moved_overload, moved_slow, moved_gone.
     """
 
     def __init__(self, serving: ServingConfig, events: Counter[str]) -> None:
@@ -57,7 +70,10 @@ class Router:
         self._events = events
         self._overload = serving.overload
         self._known = serving.known_sessions
-        self._loads_W = self._averages_W = self._turns_W = _zeros(0)
+        self._loads_W = self._averages_W = self._turns_W = self._slowness_W = _zeros(0)
+        self._any_slow = False
+        self._choices = 0
+        """Number of choices since the speeds of workers were compared."""
 
     def rebuild(self) -> None:
         """Rebuild the arrays after a worker was added or removed."""
@@ -74,6 +90,7 @@ class Router:
             self._loads_W[index] = worker.load
             self._averages_W[index] = averages.get(worker.name, worker.load)
             self._turns_W[index] = worker.turns
+        self._compare_speeds()
 
     def add_load(self, worker: Worker, weight: float, now: float) -> None:
         """Change a worker's load; `now` is the event loop's time."""
@@ -107,7 +124,10 @@ class Router:
         """
         loads_W, averages_W, count = self._loads_W, self._averages_W, len(self.usable)
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
-        mean = float(np.add.reduce(loads_W)) / count
+        self._choices += 1
+        if self._choices >= _COMPARED * count:
+            self._compare_speeds()
+        mean = self._mean(loads_W)
         bound = self._overload * mean + _SLACK
         known = self.sessions.get(route.session)
         if known is not None:
@@ -116,6 +136,8 @@ class Router:
                 self._events["moved_gone"] += 1
             elif home.load > bound or self._is_overloaded_for_long(home, mean):
                 self._events["moved_overload"] += 1
+            elif home.index >= 0 and self._slowness_W[home.index] > 1.0:
+                self._events["moved_slow"] += 1
             else:
                 self._events["sticky"] += 1
                 return home
@@ -126,13 +148,34 @@ class Router:
         cost_W = loads_W + _TIE * self._turns_W
         if route.session:
             cost_W += _AVERAGE_WEIGHT * averages_W
+        if self._any_slow:
+            cost_W = (cost_W + _BASE_LOAD * (1 + _AVERAGE_WEIGHT)) * self._slowness_W
         return self.usable[int(cost_W.argmin())]
+
+    def _compare_speeds(self) -> None:
+        """Find the workers that are slow now."""
+        self._choices = 0
+        times_W = np.array([worker.time_per_token(*_TOKENS) for worker in self.usable])
+        known_W = ~np.isnan(times_W)
+        self._slowness_W = np.ones(len(times_W))
+        if known_W.any():
+            median = float(np.median(times_W[known_W]))
+            slow_W = known_W & (times_W > _SLOW * median)
+            self._slowness_W[slow_W] = times_W[slow_W] / median
+            for index in np.flatnonzero(slow_W):
+                self.usable[index].forget_slowness(median, _FORGETTING)
+        self._any_slow = bool((self._slowness_W > 1.0).any())
 
     def _is_overloaded_for_long(self, home: Worker, mean: float) -> bool:
         if home.load <= _LASTING * mean or home.index < 0:
             return False
-        mean_average = float(np.add.reduce(self._averages_W)) / len(self.usable)
-        return bool(self._averages_W[home.index] > _LASTING * mean_average)
+        return bool(self._averages_W[home.index] > _LASTING * self._mean(self._averages_W))
+
+    def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
+        """Return the mean of the workers that are not slow: a slow one is meant to have less."""
+        if self._any_slow:
+            values_W = values_W[self._slowness_W == 1.0]
+        return float(np.add.reduce(values_W)) / max(1, len(values_W))
 
 
 def _zeros(count: int) -> npt.NDArray[np.float64]:

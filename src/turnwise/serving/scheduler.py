@@ -50,7 +50,8 @@ class Scheduler:
         self.events: Counter[str] = Counter()
         """Counts of routing decisions and failures.
 
-        Choices for sessions that have a worker: sticky (unchanged), moved_overload, moved_gone.
+        Choices for sessions that have a worker: sticky (unchanged), moved_overload, moved_slow,
+        moved_gone.
         Interruptions: aborted_by_update. After a failure: continued (from the sampled tokens),
         restarted (from the prompt, discarding tokens), moved (no token was sampled yet),
         quarantined.

@@ -1,6 +1,7 @@
 """Workers and turns of a fleet, shared by the scheduler and the manager."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -124,12 +125,37 @@ class Worker:
     lost: "asyncio.Future[bool] | None" = None
     """Set by the supervisor after a failure: True if the worker is dead. None at other times."""
     _changed: float = field(default_factory=time.monotonic)
+    _measured: tuple[float, float] = (0.0, 0.0)
+    """Seconds and tokens of `time_per_token`."""
+    _seen: tuple[float, int] = (0.0, 0)
+    """`load_seconds` and `tokens` at the last measurement."""
 
     def add(self, weight: float, now: float) -> None:
         """Change the load; `now` is the event loop's time."""
         self.load_seconds += self.load * (now - self._changed)
         self._changed = now
         self.load += weight
+
+    def time_per_token(self, enough: int, most: int) -> float:
+        """Return the seconds that a turn takes for a token; not a number before it is known.
+
+        By Little's law they are the load's seconds by the tokens.
+
+        Args:
+            enough: Number of tokens from which on it is known.
+            most: Number of tokens whose weight is halved, so that the last ones count most.
+        """
+        seconds, tokens = self._measured
+        seconds += self.load_seconds - self._seen[0]
+        tokens += self.tokens - self._seen[1]
+        self._seen = (self.load_seconds, self.tokens)
+        self._measured = (seconds / 2, tokens / 2) if tokens > most else (seconds, tokens)
+        return seconds / tokens if tokens > enough else math.nan
+
+    def forget_slowness(self, median: float, share: float) -> None:
+        """Take the time per token to be nearer to the median than it was measured."""
+        seconds, tokens = self._measured
+        self._measured = (seconds + share * (median * tokens - seconds), tokens)
 
     def note_suspects(self) -> None:
         """Remember which of the running turns may have killed the worker."""
