@@ -68,6 +68,7 @@ def look_at_a_step(page: "Page") -> None:
     page.locator(".histogram button").first.click()
     expect(found).not_to_have_text(everything)
     expect(page.locator(".histogram button").first).to_have_attribute("aria-pressed", "true")
+    assert page.url.endswith("?bins=0"), page.url
     page.get_by_role("button", name="Clear filters").click()
     expect(found).to_have_text(everything)
     for label, value in (
@@ -76,12 +77,20 @@ def look_at_a_step(page: "Page") -> None:
         ("Tool outcome", "tool_error"),
         ("Branches", "history_edited"),
     ):
-        page.get_by_label(label).select_option(value)
+        page.get_by_role("combobox", name=label).select_option(value)
         if label != "Histogram of":
             expect(found).not_to_have_text(everything)
         page.get_by_role("button", name="Clear filters").click()
         expect(found).to_have_text(everything)
     page.get_by_role("searchbox").fill("onerror")
+    expect(found).to_have_text(re.compile("^1 trajectory of"))
+    expect(tools.locator("td")).to_have_text(["add", "1", "1", "100 %"])
+    page.get_by_label("Status").select_option("length")
+    page.get_by_role("link", name=re.compile("has branches$")).click()
+    expect(page.locator(".message.failed header").first).to_contain_text("error")
+    page.go_back()
+    expect(page.get_by_role("searchbox")).to_have_value("onerror")
+    expect(page.get_by_label("Status")).to_have_value("length")
     expect(found).to_have_text(re.compile("^1 trajectory of"))
     page.get_by_role("button", name="Clear filters").click()
     expect(found).to_have_text(everything)
@@ -121,6 +130,9 @@ def look_at_a_trajectory(page: "Page") -> None:
     page.get_by_label("Colour by").select_option("advantage")
     assert "color=advantage" in page.url
     shoot(page, "tokens")
+    turn = re.search(r"turn=(\d+)", page.url)
+    assert turn is not None
+    expect(tree.locator("[aria-current=true]")).to_have_attribute("data-turn", turn[1])
     before = chosen.get_attribute("data-at")
     page.get_by_role("listbox").focus()
     page.keyboard.press("ArrowLeft")
@@ -134,6 +146,8 @@ def look_at_a_trajectory(page: "Page") -> None:
     page.get_by_role("tab", name="Timeline").click()
     expect(page.locator(".timeline tbody tr")).to_have_count(3)
     expect(page.locator(".timeline")).to_contain_text("worker-1")
+    expect(page.locator(".timeline thead th").nth(5)).to_have_text("In all")
+    expect(page.locator(".timeline tbody tr").first.locator("td").nth(4)).to_have_text("2")
     page.go_back()
     # The address leads back to the token.
     at, link = chosen.get_attribute("data-at"), page.url

@@ -36,19 +36,19 @@ def a_trajectory(number: int) -> Trajectory:
     logprobs = [-0.05 * (1 + (i + number) % 8) ** 2 for i in range(8)]
     trajectory.add_turn(first, sampled, logprobs, [1] * 8, "stop")
     trajectory.add_turn([*first, *sampled, 30, 31], sampled, logprobs, [1] * 4 + [2] * 4, "stop")
-    said = f"The answer is {number}.\nThat is all."
+    said, answered = f"The answer is {number}.\nThat is all.", str(number + 2)
     if number == 5:
         edited = [*first[:6], 40, 41]
         trajectory.add_turn(
             edited, sampled, logprobs, [2] * 8, "stop", fork_reason="history_edited"
         )
-        said = "<img src=x onerror=alert(1)>"
+        said, answered = "<img src=x onerror=alert(1)>", "Error: add failed: ValueError: 5"
         trajectory.events["tool_error"] += 1
     trajectory.events["tool_call"] += 1
     trajectory.messages = [
         {"role": "user", "content": f"What is {number} + 2?"},
         {"role": "assistant", "content": "", "tool_calls": [a_call(number)]},
-        {"role": "tool", "name": "add", "content": str(number + 2)},
+        {"role": "tool", "name": "add", "content": answered},
         {"role": "assistant", "content": said},
     ]
     trajectory.status = "length" if number == 5 else "completed"

@@ -19,8 +19,8 @@ function announceStep(step) {
 }
 
 // `series`: [{ label, color, second, points: [[step, value], ...] }].
-export function chart({ title, unit, series, alarms, log, low, high, open }) {
-  const drawn = series.map((one) => ({ ...one, points: one.points.filter((point) => point[1] !== null && point[1] !== undefined && (!log || point[1] > 0)) }))
+export function chart({ title, unit, series, alarms, log, low, high, most, open }) {
+  const drawn = series.map((one) => ({ ...one, ...withoutGaps(one.points, log) }))
     .filter((one) => one.points.length);
   if (!drawn.length) return null;
   const all = drawn.flatMap((one) => one.points);
@@ -30,11 +30,12 @@ export function chart({ title, unit, series, alarms, log, low, high, open }) {
   let bottom = Math.min(...all.map((point) => scale(point[1])), ...(low === undefined ? [] : [low]));
   let top = Math.max(...all.map((point) => scale(point[1])), ...(high === undefined ? [] : [high]));
   if (bottom === top) [bottom, top] = [bottom - Math.abs(bottom || 1) * 0.1, top + Math.abs(top || 1) * 0.1];
+  if (most !== undefined) top = Math.min(top, most);
   if (log) [bottom, top] = [Math.floor(bottom), Math.ceil(top)];
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (WIDTH - LEFT - 8);
   const y = (value) => TOP + (1 - (scale(value) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
   const marked = (alarms ?? []).filter((alarm) => alarm.step >= first && alarm.step <= last);
-  const warned = marked.map((alarm) => ` Alarm at step ${alarm.step}: ${alarm.message}.`).join("");
+  const warned = marked.map((alarm) => ` Alarm${alarm.run ? ` of ${alarm.run}` : ""} at step ${alarm.step}: ${alarm.message}.`).join("");
   const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
     "aria-label": `${title}: ${drawn.map((one) => `${one.label} from ${short(one.points[0][1])} at step ${one.points[0][0]} to ${short(one.points.at(-1)[1])} at step ${one.points.at(-1)[0]}`).join("; ")}.${warned} Arrow keys read steps.` });
   for (const part of ticks(bottom, top, log)) {
@@ -46,12 +47,16 @@ export function chart({ title, unit, series, alarms, log, low, high, open }) {
     image.append(svg("text", { x: x(step), y: HEIGHT - 4, "text-anchor": step === last && last !== first ? "end" : step === first ? "start" : "middle" }, step));
   }
   for (const alarm of marked) {
-    const at = x(alarm.step);
-    image.append(svg("line", { class: "alarm", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
-      svg("path", { class: "alarm-head", d: `M${at - 5} ${TOP - 7}h10l-5 8z` }, svg("title", null, `step ${alarm.step}: ${alarm.message}`)));
+    // Marks of several runs at one step stand side by side.
+    const before = marked.slice(0, marked.indexOf(alarm)).filter((each) => each.step === alarm.step).length;
+    const at = x(alarm.step) + 6 * before;
+    const color = alarm.color && { fill: alarm.color, stroke: alarm.color };
+    image.append(svg("line", { class: "alarm", style: color && { stroke: alarm.color }, x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }),
+      svg("path", { class: "alarm-head", style: color, d: `M${at - 5} ${TOP - 7}h10l-5 8z` }, svg("title", null, `${alarm.run ? `${alarm.run}, ` : ""}step ${alarm.step}: ${alarm.message}`)));
   }
   for (const one of drawn) {
-    const d = one.points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    // "h0" draws a dot, which is all that there is of a point between two gaps.
+    const d = one.points.map(([step, value]) => `${one.begins.has(step) ? "M" : "L"}${x(step).toFixed(1)} ${y(value).toFixed(1)}${one.begins.has(step) ? "h0" : ""}`).join("");
     image.append(svg("path", { class: one.second ? "curve second" : "curve", d, stroke: one.color }));
     if (one.points.length < 25) {
       for (const [step, value] of one.points) image.append(svg("circle", { cx: x(step), cy: y(value), r: 2.4, fill: one.color }));
@@ -98,7 +103,23 @@ export function chart({ title, unit, series, alarms, log, low, high, open }) {
     h("figcaption", null, h("h3", null, title), h("span", { class: "quiet small" }, unit ?? "")), image, readout);
 }
 
-function ticks(bottom, top, log) {
+// The points that have a value, and the steps at which a line begins: the first, and those after a gap.
+function withoutGaps(all, log) {
+  const begins = new Set();
+  const points = [];
+  let gap = true;
+  for (const [step, value] of all) {
+    if (value === null || value === undefined) gap = true;
+    else if (!log || value > 0) {
+      if (gap) begins.add(step);
+      gap = false;
+      points.push([step, value]);
+    }
+  }
+  return { points, begins };
+}
+
+export function ticks(bottom, top, log) {
   if (log) {
     const every = Math.max(1, Math.ceil((top - bottom) / 4));
     return range(bottom, top, every);

@@ -21,11 +21,39 @@ function callOf(call) {
   return h("div", { class: "call" }, h("b", null, called.name ?? "?"), `(${text})`);
 }
 
+// An answer that is one call in the usual tags, and nothing else; null for any other.
+function callInTags(said) {
+  const tagged = /^\s*<tool_call>\s*(\{[^]*\})\s*<\/tool_call>\s*$/.exec(said);
+  if (!tagged) return null;
+  try {
+    const call = JSON.parse(tagged[1]);
+    return typeof call.name === "string" && call.arguments !== null && typeof call.arguments === "object" && !Array.isArray(call.arguments) ? call : null;
+  } catch {
+    return null;
+  }
+}
+
+// An answer of which only the sampled text is known, because its client sent nothing after it.
+function sampledMessage(content) {
+  const call = callInTags(content);
+  return { role: "assistant", content: call ? "" : content, tool_calls: call ? [call] : [], sampled: true };
+}
+
+// Whether a recorded answer opens a call, and none was read from it.
+function isUnread(message) {
+  return message.role === "assistant" && !message.sampled && !(message.tool_calls ?? []).length && contentOf(message).includes("<tool_call>");
+}
+
+// Whether a tool's answer is an error: it begins as a Toolbox writes it, as in run_files.py.
+function isError(message) {
+  return message.role === "tool" && contentOf(message).toLowerCase().startsWith("error");
+}
+
 export function messageCard(message, notes) {
   const role = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "other";
   const said = contentOf(message);
-  return h("article", { class: `message ${role}`, "aria-label": `${message.role} message` },
-    h("header", null, h("b", null, message.role), message.name && h("span", null, message.name), notes ?? null),
+  return h("article", { class: `message ${role}${isError(message) ? " failed" : ""}`, "aria-label": `${message.role} message` },
+    h("header", null, h("b", null, message.role), isError(message) && h("span", { class: "error" }, "error"), isUnread(message) && h("span", { class: "error" }, "not read as a call"), message.name && h("span", null, message.name), notes ?? null),
     said && h("div", { class: said.length > 3000 ? "said long" : "said" }, said),
     (message.tool_calls ?? []).map(callOf),
     !said && !(message.tool_calls ?? []).length && h("div", { class: "quiet small" }, "empty"));
@@ -77,7 +105,7 @@ function messagesByTurn(trajectory, leaf, textOf) {
     said = [...said, ...(whole ? own.slice(said.length) : own).map((message) => [message, null])];
     const content = textOf(turns[index].completion_token_ids);
     const recorded = [trajectory.messages, ...turns.map((turn) => turn.messages)].find((all) => isAnswer(all[said.length], content) && said.every(([message], at) => same(message, all[at])));
-    said.push([recorded ? recorded[said.length] : { role: "assistant", content }, index]);
+    said.push([recorded ? recorded[said.length] : sampledMessage(content), index]);
   }
   return said;
 }
@@ -98,7 +126,7 @@ export function chatView(trajectory, path, textOf, openTurn) {
   }
   return feed([...trajectory.messages.map((message) => messageCard(message, null)),
     h("p", { class: "quiet small" }, "The messages are those of the whole trajectory; its turns sampled:"),
-    ...path.map((index) => messageCard({ role: "assistant", content: textOf(turns[index].completion_token_ids) }, note(index)))]);
+    ...path.map((index) => messageCard(sampledMessage(textOf(turns[index].completion_token_ids)), note(index)))]);
 }
 
 function turnLink(index, turn, openTurn) {

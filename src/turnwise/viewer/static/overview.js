@@ -29,8 +29,8 @@ function notCompleted(row) {
 
 // Title, unit, [[label, value of a row], ...], options. The second value of a chart is dashed.
 const CHARTS = [
-  ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "no_signal"] }],
-  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout]], { low: 0, high: 1 }],
+  ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "reward_left", "no_signal"] }],
+  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout]], { low: 0, high: 1, sparse: true }],
   ["Length", "sampled tokens of a trajectory", [["tokens", perTrajectory]], { alarm: ["truncated"] }],
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
   ["Entropy", "nats per token", [["entropy", (row) => row.entropy]], { low: 0, alarm: ["entropy_left"] }],
@@ -45,7 +45,7 @@ const CHARTS = [
   ["Not completed", "share of the trajectories", [["share", notCompleted]], { low: 0, alarm: ["truncated", "dropped"] }],
   ["Throughput", "tokens per second", [["rollout", (row) => row.rollout_tokens_per_s], ["train", (row) => row.train_tokens_per_s || null]], { low: 0 }],
   ["Step", "seconds", [["step", (row) => row.step_seconds]], { low: 0, alarm: ["idle"] }],
-  ["Exact tokens", "% of the trained", [["exact", (row) => row.exact_percent]], { high: 100 }],
+  ["Exact tokens", "% of the trained", [["exact", (row) => (row.trained_tokens === 0 ? null : row.exact_percent)]], { high: 100, most: 100 }],
 ];
 
 export async function showOverview(main, runs, go) {
@@ -70,9 +70,9 @@ export async function showOverview(main, runs, go) {
       const series = current.flatMap((run, index) => values.map(([label, value], second) => ({
         label: many ? (values.length > 1 ? `${run.name} ${label}` : run.name) : label,
         color: runColor(index), second: second > 0,
-        points: rows[index].map((row) => [row.step, value(row)]),
+        points: rows[index].map((row) => [row.step, value(row)]).filter(([, known]) => !options.sparse || (known !== null && known !== undefined)),
       })));
-      const here = alarms.flatMap((each) => each.alarms.filter((alarm) => options.alarm?.includes(alarm.name)));
+      const here = alarms.flatMap((each, index) => each.alarms.filter((alarm) => options.alarm?.includes(alarm.name)).map((alarm) => (many ? { ...alarm, run: current[index].name, color: runColor(index) } : alarm)));
       const open = (step) => {
         const name = `step-${String(step).padStart(4, "0")}`;
         const run = current.find((each) => name in each.files);

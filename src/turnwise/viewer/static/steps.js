@@ -1,7 +1,7 @@
 // The trajectories of one step: a histogram, filters and groups.
 
-import { counted, deviation, h, mean, select, short } from "./dom.js";
-import { exported, fetchNow, link, trajectoryPath } from "./data.js";
+import { counted, deviation, h, mean, select, short, svg } from "./dom.js";
+import { exported, fetchNow, link, startPlace, trajectoryPath } from "./data.js";
 import { rewardColor } from "./color.js";
 import { VirtualList } from "./list.js";
 import { showGroup, titleOf } from "./groups.js";
@@ -13,6 +13,11 @@ const TOOL = "tool_";
 
 function sortedKeys(all, pick) {
   return [...new Set(all.flatMap((one) => Object.keys(pick(one) ?? {})))].sort();
+}
+
+// The bars of the histogram that an address names.
+function binsIn(text) {
+  return (text ?? "").split(" ").filter(Boolean).map(Number).filter((bin) => Number.isInteger(bin) && bin >= 0 && bin < BINS);
 }
 
 export async function showStep(main, runs, place, go) {
@@ -28,7 +33,7 @@ export async function showStep(main, runs, place, go) {
   };
   if ("part: environment" in measures && sortedKeys(trajectories, (one) => one.parts).length === 1) delete measures["part: environment"];
   const query = place.query;
-  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(), status: query.status ?? ANY, tool: query.tool ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
+  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(query.measure === undefined || query.measure in measures ? binsIn(query.bins) : []), status: query.status ?? ANY, tool: query.tool ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
   const rewards = trajectories.map((one) => one.reward).filter((reward) => reward !== null);
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const groups = [...Map.groupBy(trajectories, (one) => one.problem)].map(([problem, members]) => ({ problem, members }));
@@ -36,11 +41,12 @@ export async function showStep(main, runs, place, go) {
   const axis = h("div", { class: "axis" });
   const summary = h("p", { class: "small quiet number", role: "status" });
   const box = h("div", { style: { height: "max(360px, calc(100vh - 390px))" }, tabindex: "0", role: "list", "aria-label": "Groups" });
+  const tools = h("div");
   let shown = [];
 
   const passes = (one) => (state.status === ANY || one.status === state.status)
     && [state.tool, state.event].every((name) => name === ANY || (one.events[name] ?? 0) > 0)
-    && (state.fork === ANY || (state.fork === "any" ? Object.keys(one.forks).length > 0 : state.fork === "none" ? !Object.keys(one.forks).length : one.forks[state.fork] > 0))
+    && (state.fork === ANY || (state.fork === "any" ? hasBranches(one) : state.fork === "none" ? !hasBranches(one) : one.forks[state.fork] > 0))
     && (state.found === null || state.found.has(one.index));
   let edges = [0, 1];
   const binOf = (one) => {
@@ -63,6 +69,7 @@ export async function showStep(main, runs, place, go) {
       return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(state.bins.has(bin)),
         onclick: () => {
           if (!state.bins.delete(bin)) state.bins.add(bin);
+          named();
           drawHistogram();
           drawList();
           histogram.children[bin].focus();
@@ -81,6 +88,7 @@ export async function showStep(main, runs, place, go) {
     const chosen = shown.reduce((sum, group) => sum + group.chosen.size, 0);
     summary.textContent = `${counted(chosen, "trajectory", "trajectories")} of ${trajectories.length.toLocaleString("en")}, in ${counted(shown.length, "group", "groups")}${shown.length ? `; mean reward ${short(mean(trajectories.filter(selected).map((one) => one.reward ?? 0)))}` : ""}`;
     list.reset(shown.length);
+    tools.replaceChildren(...[toolTable(trajectories.filter(selected))].filter(Boolean));
   }
 
   const list = new VirtualList(box, GROUP_ROW, (row) => {
@@ -90,7 +98,7 @@ export async function showStep(main, runs, place, go) {
       h("div", { class: "number small" }, h("b", null, short(mean(members.map((one) => one.reward ?? 0)))), h("span", { class: "quiet" }, ` ± ${short(deviation(members.map((one) => one.reward ?? 0)))}`)),
       h("div", { class: "samples" }, members.map((one) => h("a", { class: chosen.has(one.index) ? null : "out", href: link(run, file, one.index), style: { background: rewardColor(one.reward, low, high) },
         title: `sample ${one.sample}: reward ${short(one.reward)}, ${one.status}, ${counted(one.turns, "turn", "turns")}, ${counted(one.tokens, "token", "tokens")}\n${one.answer}`,
-        "aria-label": `sample ${one.sample}, reward ${short(one.reward)}, ${one.status}` }, short(one.reward), Object.keys(one.forks).length ? " ⑂" : ""))));
+        "aria-label": `sample ${one.sample}, reward ${short(one.reward)}, ${one.status}${hasBranches(one) ? ", has branches" : ""}` }, short(one.reward), hasBranches(one) && branchMark()))));
   });
 
   async function find(text) {
@@ -98,16 +106,23 @@ export async function showStep(main, runs, place, go) {
     const found = text ? new Set((await fetchNow(`${path}/search?q=${encodeURIComponent(text)}`)).found) : null;
     if (state.text !== text) return;
     state.found = found;
+    named();
     redraw();
+  }
+  // The address has the filters, so that a way back leads to them; it may name another view by now.
+  function named() {
+    const here = (location.hash || startPlace).split("?")[0] === link(run, file);
+    if (here && query.group === undefined) history.replaceState(null, "", link(run, file, null, { ...keptQuery(), ...(state.bins.size ? { bins: [...state.bins].join(" ") } : {}) }));
   }
   function redraw() {
     drawHistogram();
     drawList();
   }
-  const [tools, events] = [true, false].map((wanted) => sortedKeys(trajectories, (one) => one.events).filter((name) => name.startsWith(TOOL) === wanted));
+  const [outcomes, events] = [true, false].map((wanted) => sortedKeys(trajectories, (one) => one.events).filter((name) => name.startsWith(TOOL) === wanted));
   const change = (key) => (value) => {
     state[key] = value;
     if (key === "measure") state.bins.clear();
+    named();
     redraw();
   };
   const statuses = [[ANY, "any"], ...[...new Set(trajectories.map((one) => one.status))].sort().map((name) => [name, name])];
@@ -127,7 +142,7 @@ export async function showStep(main, runs, place, go) {
     const to = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: label, disabled: !kind[at + offset], onclick: () => go(link(run, kind[at + offset], null, keptQuery())) }, symbol);
     files.replaceChildren(h("span", { class: "row" }, to(-1, "Step before", "←"), select("Trajectories of", names.map((name) => [name, name]), file, (name) => go(link(run, name, null, keptQuery()))), to(1, "Next step", "→")));
   };
-  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
+  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order], ["q", state.text]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
   drawFiles(runs);
 
   const filters = h("section", { class: "panel filters", "aria-label": "Filters" },
@@ -136,7 +151,7 @@ export async function showStep(main, runs, place, go) {
       h("div", { class: "row" },
         select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
         select("Status", statuses, state.status, change("status")),
-        tools.length > 0 && select("Tool outcome", [[ANY, "any"], ...tools.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
+        outcomes.length > 0 && select("Tool outcome", [[ANY, "any"], ...outcomes.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
         events.length > 0 && select("Event", [[ANY, "any"], ...events.map((name) => [name, name])], state.event, change("event")),
         forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
         select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
@@ -154,7 +169,7 @@ export async function showStep(main, runs, place, go) {
   main.replaceChildren(h("div", { class: "stack" },
     h("div", { class: "row spread" }, h("h1", null, titleOf(file)), files),
     filters,
-    toolTable(trajectories),
+    tools,
     box));
   redraw();
   if (state.text) await find(state.text);
@@ -165,7 +180,16 @@ export async function showStep(main, runs, place, go) {
   return { title: titleOf(file), trail: [[run, null], [file, null]], refresh: drawFiles };
 }
 
-// The answers of each tool in all conversations of a file, the one with the most errors first.
+function hasBranches(one) {
+  return Object.keys(one.forks).length > 0;
+}
+
+// A stem that divides, for a trajectory with branches; the name of its link says so, too.
+function branchMark() {
+  return svg("svg", { viewBox: "0 0 8 10", "aria-hidden": "true" }, svg("title", null, "has branches"), svg("path", { d: "M4 10V5L1 1M4 5l3-4" }));
+}
+
+// The answers of each tool in some conversations, the one with the most errors first.
 function toolTable(trajectories) {
   const names = sortedKeys(trajectories, (one) => one.tools);
   if (!names.length) return null;

@@ -1,6 +1,7 @@
 // When each turn was asked for and sampled: one trajectory's, beside others of its step.
 
 import { h, short, svg } from "./dom.js";
+import { ticks } from "./chart.js";
 import { runColor } from "./color.js";
 
 const SPAN = 1000;
@@ -26,10 +27,10 @@ export function timelineView(recorded, index, summaries) {
   const top = 52;
   const height = top + near.length * THIN + 22;
   const image = svg("svg", { viewBox: `0 0 ${SPAN} ${height}`, role: "img", "aria-label": `Turns of this trajectory and of ${near.length - 1} others of the step, over ${short(length)} seconds. The table has the same times.` });
-  for (let part = 0; part <= 4; part++) {
-    const at = x(start + (length * part) / 4);
+  for (const seconds of ticks(0, length, false)) {
+    const at = x(start + seconds);
     image.append(svg("line", { class: "grid", x1: at, x2: at, y1: 14, y2: height - 18 }),
-      svg("text", { x: at, y: height - 4, "text-anchor": part === 4 ? "end" : "middle" }, `${short((length * part) / 4)} s`));
+      svg("text", { x: at, y: height - 4, "text-anchor": at > SPAN - 30 ? "end" : "middle" }, `${short(seconds)} s`));
   }
   image.append(svg("text", { x: 0, y: 33 }, "this one"), svg("text", { x: 0, y: top + 12 }, "the step"));
   const bars = (call, y, size, kind) => {
@@ -53,13 +54,13 @@ export function timelineView(recorded, index, summaries) {
   const lines = calls.map((call, row) => {
     const { turn, asked, first, ended, worker, queued, tools } = call;
     const later = calls[row + 1];
-    const seconds = [asked - start, queued, first === null ? null : first - asked, ended - (first ?? asked), tools, later ? later.asked - ended - (tools ?? 0) : null];
+    const seconds = [asked - start, queued, first === null ? null : first - asked, ended - (first ?? asked), ended - asked, tools, later ? later.asked - ended - (tools ?? 0) : null];
     return h("tr", null, h("th", { scope: "row" }, `turn ${turn}`), seconds.map((value) => h("td", { class: "number" }, value === null ? "–" : short(Math.max(0, value)))), h("td", null, worker || "–"));
   });
-  const heads = ["Asked at", "Queued", "To the first token", "Sampling", "Tools, environment", "Until the next turn"];
+  const heads = ["Asked at", "Queued", "To the first token", "Sampling", "In all", "Tools, environment", "Until the next turn"];
   const unknown = calls.every((call) => call.queued === null) && "The time in the engine's queue is known with engine.metrics: true; without it, it is part of the wait for the first token. ";
   return h("div", { class: "timeline stack" },
     h("div", { class: "panel" }, image),
-    h("p", { class: "quiet small" }, workers.filter(Boolean).map((name) => [h("i", { class: "swatch", style: { background: runColor(workers.indexOf(name)) } }), ` ${name}  `]), "Palest: in the queue. Pale: until the first token. Grey: tools and environment. ", unknown, `${summaries.length > near.length ? `${near.length} of ${summaries.length} trajectories are shown.` : ""}`),
+    h("p", { class: "quiet small" }, workers.filter(Boolean).map((name) => [h("i", { class: "swatch", style: { background: runColor(workers.indexOf(name)) } }), ` ${name} `]), "· Palest: in the queue. Pale: until the first token. Grey: tools and environment. ", unknown, `${summaries.length > near.length ? `${near.length} of ${summaries.length} trajectories are shown.` : ""}`),
     h("div", { class: "wide" }, h("table", null, h("thead", null, h("tr", null, h("th", { scope: "col" }, "Seconds"), heads.map((name) => h("th", { scope: "col", class: "number" }, name)), h("th", { scope: "col" }, "Worker"))), h("tbody", null, lines))));
 }

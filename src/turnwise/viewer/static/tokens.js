@@ -111,12 +111,12 @@ export class TokenView {
       if (this.current !== null) this.select(this.tokens[this.current]);
     } }, options.map((name) => h("option", { value: name }, MEASURES[name][0])));
     measure.value = this.measure;
-    const jump = this.has("difference") ? ["largest difference", (token) => token.difference] : ["least likely token", (token) => -token.logprob];
+    const jump = this.has("difference") ? ["largest difference", (token) => token.difference, "to the token with the next smaller difference"] : ["least likely token", (token) => -token.logprob, "to the next token, from the least likely on"];
     return h("div", { class: "row spread" },
       h("div", { class: "row" }, h("label", { class: "field" }, "Colour by", measure), this.legend),
       h("div", { class: "row" },
         h("button", { type: "button", onclick: () => this.choose(this.extreme(jump[1])) }, `Jump to the ${jump[0]}`),
-        h("button", { type: "button", title: "from the least likely token to the next", onclick: () => this.next(jump[1]) }, "Next")));
+        h("button", { type: "button", title: jump[2], onclick: () => this.next(jump[1]) }, "Next")));
   }
 
   ranked(value) {
@@ -266,7 +266,7 @@ export class TokenView {
     const parts = {
       unlikely: ["likely", ...scale([0, 0.25, 0.5, 0.75, 1].map(heat)), "p < 2 %"],
       largest: ["0", ...scale([0, 0.25, 0.5, 0.75, 1].map(heat)), this.measure === "difference" ? short(this.largest.difference) : "large"],
-      signed: ["−", ...scale([-1, -0.5, 0, 0.5, 1].map(signed)), "+"],
+      signed: [this.measure === "ratio" ? "≤ 0.74" : `−${short(this.largest.advantage)}`, ...scale([-1, -0.5, 0, 0.5, 1].map(signed)), this.measure === "ratio" ? "≥ 1.35" : short(this.largest.advantage)],
       mask: [...scale(["rgb(var(--sampled) / 0.3)"]), "sampled", h("span", { class: "quiet" }, "· grey: context")],
       category: [],
     };

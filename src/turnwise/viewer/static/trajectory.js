@@ -47,6 +47,16 @@ export async function showTrajectory(main, runs, place, go) {
       ["audit", !report ? "running" : report.violations ? "not exact" : "exact"]];
   }
 
+  // Mark a turn in the tree, without drawing anything again.
+  function mark(turn) {
+    // A turn that branches share keeps the branch that is shown.
+    if (branchOf(branches, state.turn).own.includes(turn)) state.turn = turn;
+    for (const button of side.querySelectorAll("button[data-turn]")) {
+      if (Number(button.dataset.turn) === turn) button.setAttribute("aria-current", "true");
+      else button.removeAttribute("aria-current");
+    }
+  }
+
   function draw(query) {
     const branch = branchOf(branches, state.turn);
     // What is drawn again keeps the focus: a tab, or a turn of the tree.
@@ -73,7 +83,7 @@ export async function showTrajectory(main, runs, place, go) {
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const addressOf = (token) => address({ tab: "tokens", turn: token.turn, token: token.at, ...(view.measure === "logprob" ? {} : { color: view.measure }) });
-      const view = new TokenView(tokens, query.color, { select: (token) => history.replaceState(null, "", addressOf(token)), proof: proofOf, address: addressOf });
+      const view = new TokenView(tokens, query.color, { select: (token) => { history.replaceState(null, "", addressOf(token)); mark(token.turn); }, proof: proofOf, address: addressOf });
       tokenView = view;
       content.replaceChildren(view.element);
       const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));

@@ -46,7 +46,7 @@ export function treeView(turns, branches, currentBranch, currentTurn, open) {
       `branch ${branch.number + 1}: ${first.fork_reason ?? "another conversation"}`,
       h("div", { class: "quiet" }, shared ? `shares ${counted(shared, "token", "tokens")} with turn ${first.parent}` : "shares no token")) : null;
     const list = h("ol", null, branch.own.map((index) => h("li", null, h("button", {
-      type: "button", onclick: () => open(index), "aria-current": index === currentTurn ? "true" : null,
+      type: "button", "data-turn": index, onclick: () => open(index), "aria-current": index === currentTurn ? "true" : null,
       "aria-label": `turn ${index}, ${counted(turns[index].completion_token_ids.length, "sampled token", "sampled tokens")}`,
     }, h("span", { class: "row spread" }, h("span", null, `turn ${index}`), h("span", { class: "quiet small number" }, `${turns[index].completion_token_ids.length.toLocaleString("en")} tok`))))));
     return h("li", { class: branch === currentBranch ? "current" : null }, because, forked && shared ? h("ol", null, h("li", null, list)) : list);
