@@ -87,6 +87,9 @@ def trl(data: Path, limit: float, seed: int, prompts: int) -> Run:
     """Train with TRL until the target is reached or the time is over.
 
     The time of a step that did not end is counted, too, with a reward of 0.
+
+    Raises:
+        RuntimeError: when it ends by itself before.
     """
     command = [
         *(sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", str(data / "model")),
@@ -111,9 +114,10 @@ def trl(data: Path, limit: float, seed: int, prompts: int) -> Run:
                     run.rewards.append(float(reward))
                     if run.rewards[-1] >= TARGET:
                         break
+            in_time = time.perf_counter() < started + limit
             timer.cancel()
             process.kill()
-        if not started:
+        if not started or (in_time and run.learned == math.inf):
             errors.seek(0)
             raise RuntimeError(f"{' '.join(command)} failed: {errors.read()[-2000:]}")
     if run.learned == math.inf:
@@ -165,7 +169,8 @@ def run(rounds: int, steps: int, compared: Sequence[int], quick: bool, folder: P
         for ahead, into in runs.items():
             into.append(turnwise(folder, folder / "runs", seed, steps, ahead))
         if seed == 0 and not quick:
-            other = trl(folder, PATIENCE * runs[0][0].learned, seed, prompts=32)
+            first = runs[0][0]
+            other = trl(folder, PATIENCE * min(first.learned, sum(first.seconds)), seed, prompts=32)
     return claims_of(runs, steps, other)
 
 

@@ -84,8 +84,6 @@ class Alarms:
                 continue
             if message := check(self._rows, self._config):
                 self._raised.add(name)
-                if name in _MEANS:
-                    message += f" (a mean over {self._config.alarms.steps} steps)"
                 found.append(Alarm(name, row["step"], message))
         return found
 
@@ -93,6 +91,17 @@ class Alarms:
 Check = Callable[[Sequence[JsonObject], Config], str]
 
 
+def _mean(check: Check) -> Check:
+    """Add to a check's sentence that its share is a mean over `alarms.steps` steps."""
+
+    def with_steps(rows: Sequence[JsonObject], config: Config) -> str:
+        message = check(rows, config)
+        return message and f"{message} (a mean over {config.alarms.steps} steps)"
+
+    return with_steps
+
+
+@_mean
 def _no_signal(rows: Sequence[JsonObject], config: Config) -> str:
     def share(row: JsonObject) -> float:
         silent: float = row.get("groups_without_signal", 0)
@@ -109,6 +118,7 @@ def _no_signal(rows: Sequence[JsonObject], config: Config) -> str:
     return f"{mean:.0%} of the groups have no signal: all their rewards are equal{advice}"
 
 
+@_mean
 def _truncated(rows: Sequence[JsonObject], config: Config) -> str:
     def share(row: JsonObject) -> float:
         ended = row.get("statuses", {})
@@ -122,6 +132,7 @@ def _truncated(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
+@_mean
 def _tool_errors(rows: Sequence[JsonObject], config: Config) -> str:
     def failed(row: JsonObject) -> dict[str, int]:
         events: dict[str, int] = row.get("events", {})
@@ -141,6 +152,7 @@ def _tool_errors(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
+@_mean
 def _dropped(rows: Sequence[JsonObject], config: Config) -> str:
     def share(row: JsonObject) -> float:
         lost = sum(row.get("dropped", {}).values())
@@ -212,6 +224,7 @@ def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
+@_mean
 def _idle(rows: Sequence[JsonObject], config: Config) -> str:
     def share(row: JsonObject) -> float:
         return _share(row.get("phase_seconds", {}).get("idle", 0), row.get("step_seconds", 0))
@@ -226,6 +239,7 @@ def _idle(rows: Sequence[JsonObject], config: Config) -> str:
     return f"the trainer waits for rollouts during {mean:.0%} of a step; {advice} may help"
 
 
+@_mean
 def _stale(rows: Sequence[JsonObject], config: Config) -> str:
     bound = config.training.max_staleness
     versions = bound * config.training.updates_per_step
@@ -284,8 +298,6 @@ _CHECKS: dict[str, Check] = {
     "slow_worker": _slow_worker,
     "stale": _stale,
 }
-_MEANS = frozenset({"no_signal", "truncated", "tool_errors", "dropped", "idle", "stale"})
-"""Checks whose share is a mean over `alarms.steps` steps."""
 
 
 def _passed(
