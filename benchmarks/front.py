@@ -68,14 +68,14 @@ def vllm_server(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
 
 
 async def ask(base_url: str, model: Path, questions: list[str], tag: str) -> None:
-    """Send one request for each question; every session has one."""
+    """Send one request for each question; every session has one, and no two prompts are equal."""
     waiting = iter(enumerate(questions))
 
     async def lane(http: aiohttp.ClientSession) -> None:
         for number, question in waiting:
             body: dict[str, Any] = {
                 "model": str(model),
-                "messages": [{"role": "user", "content": question}],
+                "messages": [{"role": "user", "content": f"{question} This is {tag}-{number}."}],
                 "tools": [TOOL_SCHEMA],
                 "max_tokens": NEW_TOKENS,
                 "ignore_eos": True,

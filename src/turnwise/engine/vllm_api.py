@@ -42,6 +42,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import PromptLogprobs
@@ -278,6 +279,7 @@ __all__ = [
     "capture_experts",
     "cleanup_dist_env_and_memory",
     "current_platform",
+    "enable_envs_cache",
     "finalize_layerwise_reload",
     "get_distributed_init_method",
     "get_ip",

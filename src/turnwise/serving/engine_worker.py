@@ -147,10 +147,11 @@ class EngineWorker:
 
     def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
         """Make the engine; a hook for subclasses that change its arguments."""
+        from turnwise.engine import vllm_api as vllm
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
 
-        return VllmEngine(
+        made = VllmEngine(
             self._config.model,
             engine,
             seed=self._seed,
@@ -160,6 +161,8 @@ class EngineWorker:
             weight_backend=BACKEND,
             name=self._name,
         )
+        vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
+        return made
 
     async def report_dp_openai_server_base_url(self) -> str | None:
         """Return the base URL of this worker's own OpenAI server; None without one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.serving.openai.middleware import split_path
+from turnwise.serving.openai.middleware import read_body, split_path
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class RetryDeduplicator:
         if scope["type"] != "http" or scope["method"] != "POST" or not named:
             await self._app(scope, receive, send)
             return
-        body = await _body(receive)
+        body = await read_body(receive)
         if body is None:
             return
         conversation = _conversation(scope["path"], headers)
@@ -109,18 +109,6 @@ def _conversation(path: str, headers: dict[bytes, bytes]) -> bytes:
     """Return the headers that, together with the path, identify a request's conversation."""
     named = headers.get(b"x-session-id") or split_path(path)[0]
     return headers.get(b"x-session-id", b"") if named else headers.get(b"x-request-id", b"")
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """Return a request's whole body; None if the client disconnected."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)
 
 
 async def _relay(running: _Running, receive: Receive, send: Send) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from turnwise.config import Config
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.adapters import POLICY, EngineAdapters
-from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route
+from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route, Sampling
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
@@ -183,38 +183,25 @@ class EngineCoreAdapter:
     async def _run(self, request: EngineCoreRequest, context: RequestContext | None) -> None:
         params, request_id = request.sampling_params, request.request_id
         prompt = list(request.prompt_token_ids)
-        chunks: list[Chunk] = []
+        lora = request.lora_request
+        adapter = lora.lora_name if lora is not None else POLICY
         try:
             sampling = _sampling_of(params, len(prompt), context)
-            lora = request.lora_request
-            adapter = lora.lora_name if lora is not None else POLICY
-            session = context.session if context is not None else None
-            route = Route(session.id if session else "", session.group if session else "", adapter)
-            turn = len(session.trajectory.turns) if session else 0
-            stream = self._generator.stream(prompt, sampling, request_id, params.seed, route)
-            with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
-                async with contextlib.aclosing(stream) as pieces:
-                    async for chunk in pieces:
-                        chunks.append(chunk)
-                        if chunk.finish_reason is not None and context is not None:
-                            self._record(context, prompt, chunks)
-                        self._pass_on(request_id, params, chunk)
-                sampled = sum(len(chunk.token_ids) for chunk in chunks)
-                version = max((max(c.weight_versions, default=-1) for c in chunks), default=-1)
-                reason = str(chunks[-1].finish_reason) if chunks else "none"
-                record_answer(span, len(prompt), sampled, reason, version)
-        except (EngineError, DeadlineError) as error:
-            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
-        except InputError as error:
-            self._fail(request_id, VLLMValidationError(str(error)))
-        except TrajectoryError as error:  # its own logits processor failed: a retry would fail too
-            self._fail(request_id, GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY))
-        except asyncio.CancelledError:
-            if context is not None and (not chunks or chunks[-1].finish_reason is None):
-                context.session.lost_turns += 1
-            raise
+            stream = sample(
+                self._generator,
+                self._record,
+                context,
+                prompt,
+                sampling,
+                request_id,
+                params.seed,
+                adapter,
+            )
+            async with contextlib.aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    self._pass_on(request_id, params, chunk)
         except Exception as error:  # raised to this request's client; other requests continue
-            self._fail(request_id, error)
+            self._fail(request_id, client_error(error))
         finally:
             self._tasks.pop(request_id, None)
 
@@ -251,6 +238,58 @@ class EngineCoreAdapter:
         for ended in self._outputs.abort_requests([name], internal=True):
             if ended != request_id and (task := self._tasks.get(ended)) is not None:
                 task.cancel()
+
+
+async def sample(
+    generator: Generator,
+    record: Recorder,
+    context: RequestContext | None,
+    prompt: list[int],
+    sampling: Sampling,
+    request_id: str,
+    seed: int | None,
+    adapter: str = POLICY,
+) -> AsyncGenerator[Chunk, None]:
+    """Sample a request's tokens on the way of its session, and record the finished completion.
+
+    Args:
+        record: Called before the last chunk is returned.
+        context: The request; None for one that belongs to no session.
+        adapter: Name of the adapter that samples.
+    """
+    session = context.session if context is not None else None
+    route = Route(session.id if session else "", session.group if session else "", adapter)
+    turn = len(session.trajectory.turns) if session else 0
+    chunks: list[Chunk] = []
+    stream = generator.stream(prompt, sampling, request_id, seed, route)
+    try:
+        with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
+            async with contextlib.aclosing(stream) as pieces:
+                async for chunk in pieces:
+                    chunks.append(chunk)
+                    if chunk.finish_reason is not None and context is not None:
+                        record(context, prompt, chunks)
+                    yield chunk
+            sampled = sum(len(chunk.token_ids) for chunk in chunks)
+            version = max((max(c.weight_versions, default=-1) for c in chunks), default=-1)
+            reason = str(chunks[-1].finish_reason) if chunks else "none"
+            record_answer(span, len(prompt), sampled, reason, version)
+    except asyncio.CancelledError:
+        if session is not None and (not chunks or chunks[-1].finish_reason is None):
+            session.lost_turns += 1
+        raise
+
+
+def client_error(error: Exception) -> Exception:
+    """Return an error in the form that vLLM sends to a client."""
+    shown = error
+    if isinstance(error, EngineError | DeadlineError):
+        shown = GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    elif isinstance(error, InputError):
+        shown = VLLMValidationError(str(error))
+    elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
+        shown = GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+    return shown
 
 
 def _sampling_of(

@@ -49,6 +49,18 @@ def split_path(path: str) -> tuple[str | None, str]:
     return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
+async def read_body(receive: Receive) -> bytes | None:
+    """Return a request's whole body; None if the client disconnected."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
 class BodyLimit:
     """Refuses bodies that are too large (413) or too many (503), before they are read.
 

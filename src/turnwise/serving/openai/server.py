@@ -23,6 +23,7 @@ from turnwise.engine.protocol import Generator
 from turnwise.serving.openai.address import QUEUE, listen, reachable
 from turnwise.serving.openai.connections import Connection
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
+from turnwise.serving.openai.direct_chat import DirectChat
 from turnwise.serving.openai.metrics import make_metrics
 from turnwise.serving.openai.middleware import (
     ApiKeyMiddleware,
@@ -134,7 +135,8 @@ class OpenAIServer:
         )
         app.state.server = self  # vLLM's error handler reads it
         key = serving.api_key or os.environ.get("TURNWISE_API_KEY")
-        inner = RetryDeduplicator(SessionMiddleware(app, store, counts), counts)
+        direct = DirectChat(app, self._config, self._generator)
+        inner = RetryDeduplicator(SessionMiddleware(direct, store, counts), counts)
         return BodyLimit(ApiKeyMiddleware(inner, key, store), serving.max_body_mb << 20)
 
     def _healthy(self) -> bool:

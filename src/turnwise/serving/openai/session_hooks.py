@@ -72,12 +72,12 @@ class SessionHooks:
 
     def __init__(self, config: Config, remember: Callable[[str, Session], None]) -> None:
         self._config = config
-        self._remember = remember
+        self.remember = remember
 
     def attach(self, state: State, tokenizer: "Tokenizer") -> None:
         """Wrap the methods of vLLM's application that render chats and answer them."""
         self._tokenizer = tokenizer
-        self._base_template = load_template(self._config, tokenizer)
+        self.template = load_template(self._config, tokenizer)
         self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._chat = state.openai_serving_chat
         renderer = state.online_renderer
@@ -137,7 +137,7 @@ class SessionHooks:
                 return response
             metadata = getattr(raw_request.state, "request_metadata", None)
             if metadata is not None:
-                self._remember(metadata.request_id, context.session)
+                self.remember(metadata.request_id, context.session)
             if isinstance(response, ChatCompletionResponse):
                 for choice in response.choices:
                     message = choice.message
@@ -169,13 +169,13 @@ class SessionHooks:
     async def _checked_prompt(
         self, context: RequestContext, request: SamplingRequest
     ) -> list[int] | None:
-        """Return `_exact_prompt`, with errors in the form that vLLM sends to the client.
+        """Return `exact_prompt`, with errors in the form that vLLM sends to the client.
 
         Raises:
             VLLMValidationError: when the messages, or the ids in them, cannot be used.
         """
         try:
-            return await self._exact_prompt(context, request)
+            return await self.exact_prompt(context, request)
         except VLLMError:
             raise
         except RefusedParameter as error:
@@ -188,7 +188,7 @@ class SessionHooks:
                 parameter="messages",
             ) from error
 
-    async def _exact_prompt(
+    async def exact_prompt(
         self, context: RequestContext, request: SamplingRequest
     ) -> list[int] | None:
         """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`."""
@@ -219,10 +219,10 @@ class SessionHooks:
         """Return the template with a request's variables; all share the tokenizer."""
         own = getattr(request, "chat_template_kwargs", None)
         if not own:
-            return self._base_template
+            return self.template
         key = json.dumps(own, sort_keys=True, default=str)
         if key not in self._templates:
-            self._templates[key] = self._base_template.with_variables(**own)
+            self._templates[key] = self.template.with_variables(**own)
             if len(self._templates) > _TEMPLATES:
                 self._templates.popitem(last=False)
         self._templates.move_to_end(key)

@@ -6,6 +6,7 @@ Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 from typing import TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.generate.base.protocol import ToolCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -13,18 +14,25 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
+    ChatMessage,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.parser.abstract_parser import Parser
 from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.hf import resolve_chat_template_content_format
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -40,6 +48,7 @@ __all__ = [
     "ChatCompletionRequest",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",
+    "ChatMessage",
     "CompletionRequest",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -48,11 +57,13 @@ __all__ = [
     "FinishReason",
     "FlexibleArgumentParser",
     "GracefulHTTPError",
+    "IncrementalDetokenizer",
     "InputProcessor",
     "LoRARequest",
     "LogprobsLists",
     "OpenAIServingChat",
     "OutputProcessor",
+    "Parser",
     "PrefillStats",
     "RequestOutput",
     "RequestOutputKind",
@@ -60,10 +71,15 @@ __all__ = [
     "ResponsesResponse",
     "SamplingParams",
     "SamplingRequest",
+    "ToolCall",
+    "UsageInfo",
     "VLLMError",
     "VLLMValidationError",
     "build_app",
+    "create_error_response",
     "init_app_state",
     "make_arg_parser",
+    "make_tool_call_id",
     "renderer_from_config",
+    "resolve_chat_template_content_format",
 ]

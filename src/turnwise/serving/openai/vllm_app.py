@@ -96,6 +96,7 @@ async def build(
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
     serve_adapters(app.state, config.serving.adapters, names)
     hooks.attach(app.state, client.renderer.tokenizer)
+    app.state.session_hooks = hooks
     return app
 
 

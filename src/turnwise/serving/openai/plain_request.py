@@ -1,0 +1,120 @@
+"""Chat completions that need nothing of vLLM's frontend.
+
+`read` returns a request whose keys and messages are all among those below; for any other, and for
+one that has to be refused, it returns None.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, cast
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.logits_processors import EXTRA_ARG
+
+_Limit = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_Item = str | int | float
+_OWN_NAMES = ("temperature", "top_p", "top_k", "min_tokens", "ignore_eos")
+"""Sampling parameters that the configuration calls by the same names."""
+
+
+class _Function(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class _Call(Struct, forbid_unknown_fields=True):
+    id: str
+    function: _Function
+    type: Literal["function"]
+
+
+class _System(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+    content: str
+
+
+class _User(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
+    content: str
+
+
+class _Tool(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
+    content: str
+    tool_call_id: str
+    name: str | UnsetType = UNSET
+
+
+class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
+    """An answer; clients send keys without a value back as well."""
+
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
+
+
+class PlainRequest(Struct, forbid_unknown_fields=True):
+    """The keys of a plain request, with OpenAI's meaning; None and UNSET stand for the default.
+
+    Example:
+        >>> request, messages = read(b'{"messages": [{"role": "user", "content": "2 + 2?"}]}')
+        >>> messages
+        [{'role': 'user', 'content': '2 + 2?'}]
+    """
+
+    messages: Annotated[list[_System | _User | _Tool | _Assistant], Meta(min_length=1)]
+    model: str | None = None
+    user: str | None = None
+    tools: list[JsonObject] | None = None
+    """As the client sent them: vLLM checks them."""
+    tool_choice: Literal["auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: _Count | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    min_tokens: _Count | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    vllm_xargs: dict[str, _Item | list[_Item]] | None = None
+
+    @property
+    def sampling(self) -> JsonObject:
+        """The sampling parameters that the client set, but for the limit of tokens."""
+        values = {name: getattr(self, name) for name in _OWN_NAMES}
+        if self.vllm_xargs:
+            values["logits_processor_args"] = self.vllm_xargs
+        return {name: value for name, value in values.items() if value not in (None, UNSET)}
+
+
+def read(body: bytes) -> tuple[PlainRequest, list[JsonObject]] | None:
+    """Return a plain request and its messages as the client sent them, or None."""
+    try:
+        tree = msgspec.json.decode(body)
+        request = msgspec.convert(tree, PlainRequest)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if (
+        request.stream
+        or request.logprobs
+        or request.parallel_tool_calls is False
+        or (request.tool_choice and not request.tools)
+        or EXTRA_ARG in (request.vllm_xargs or ())
+    ):
+        return None
+    return request, cast(list[JsonObject], tree["messages"])
+
+
+def texts(messages: Sequence[JsonObject]) -> list[JsonObject] | None:
+    """Return messages of nothing but text, which every template renders; None for others."""
+    shown = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return shown if all(message.keys() == {"role", "content"} for message in shown) else None
