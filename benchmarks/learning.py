@@ -176,8 +176,10 @@ def run(rounds: int, steps: int, compared: Sequence[int], quick: bool, folder: P
 
 def main() -> None:
     """Run the benchmark and print its claims."""
-    options = parser("learning", __doc__).parse_args()
-    rounds, steps, compared = (1, 2, (0, 1)) if options.quick else (3, 16, AHEAD)
+    made = parser("learning", __doc__)
+    made.add_argument("--rounds", type=int, default=3, help="rounds of a full run")
+    options = made.parse_args()
+    rounds, steps, compared = (1, 2, (0, 1)) if options.quick else (options.rounds, 16, AHEAD)
     with tempfile.TemporaryDirectory() as folder:
         report(run(rounds, steps, compared, options.quick, Path(folder)), options)
 

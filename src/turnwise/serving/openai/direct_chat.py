@@ -19,6 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 
+import msgspec
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
@@ -40,7 +41,6 @@ from turnwise.serving.openai.vllm_api import (
     ChatMessage,
     EngineCoreRequest,
     IncrementalDetokenizer,
-    Parser,
     SamplingParams,
     ToolCall,
     UsageInfo,
@@ -77,7 +77,7 @@ class DirectChat:
         self._chat = app.state.openai_serving_chat
         self._tokenizer = self._chat.renderer.tokenizer
         self._prompts = PromptCache(self._hooks.template)
-        self._tools: OrderedDict[str, _Offer | None] = OrderedDict()
+        self._tools: OrderedDict[bytes, _Offer | None] = OrderedDict()
         self._empty = self._empty_answer()
         self._possible = not (config.serving.adapters or config.serving.reasoning_parser)
 
@@ -112,6 +112,7 @@ class DirectChat:
             return None
         context.request = offer.request
         context.asked = Conversation(messages, offer.tools)
+        context.asked.tools_digest = offer.digest
         try:
             prompt = await self._hooks.exact_prompt(context, offer.request)
             if prompt is None and (shown := texts(messages)) is not None:
@@ -144,7 +145,7 @@ class DirectChat:
 
     def _offer(self, tools: list[JsonObject] | None) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
-        key = json.dumps(tools or None)
+        key = msgspec.json.encode(tools or None)
         if key not in self._tools:
             try:
                 self._tools[key] = self._read_tools(tools or None)
@@ -159,8 +160,10 @@ class DirectChat:
         request = ChatCompletionRequest(messages=[], tools=tools)
         dumped = [tool.model_dump() for tool in request.tools or ()] or None
         request.tool_choice = "auto" if dumped else "none"  # or vLLM removes calls from the text
+        variables = self._chat._effective_chat_template_kwargs(request)
         if dumped and self._chat.parser_cls is not None:
-            request = self._parser(request).adjust_request(request=request)
+            parser = self._chat._make_parser(request, self._tokenizer, variables)
+            request = parser.adjust_request(request=request)
         content = resolve_chat_template_content_format(
             self._chat.chat_template,
             dumped,
@@ -171,11 +174,8 @@ class DirectChat:
         if content != "string" or request.extract_structured_outputs() is not None:
             return None
         params = SamplingParams(skip_special_tokens=request.skip_special_tokens)
-        return _Offer(dumped, request, params)
-
-    def _parser(self, request: ChatCompletionRequest) -> Parser:
-        variables = self._chat._effective_chat_template_kwargs(request)
-        return self._chat._make_parser(request, self._tokenizer, variables)
+        digest = Conversation(tools=dumped).tools_digest
+        return _Offer(dumped, digest, request, variables, params)
 
     async def _complete(self, asked: "_Asked", context: RequestContext) -> tuple[int, bytes]:
         """Sample, and return the status and the body of the answer."""
@@ -221,7 +221,8 @@ class DirectChat:
         if self._chat.parser_cls is not None:
             request = asked.offer.request.model_copy()
             request.messages = asked.messages
-            _, content, found = self._parser(request).parse(
+            parser = self._chat._make_parser(request, self._tokenizer, asked.offer.variables)
+            _, content, found = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=token_ids
             )
             calls = [ToolCall(id=c.id or make_tool_call_id(), function=c) for c in found or ()]
@@ -274,8 +275,12 @@ class _Offer:
 
     tools: list[JsonObject] | None
     """The tools as the template gets them."""
+    digest: bytes
+    """Their digest in a conversation."""
     request: ChatCompletionRequest
     """vLLM's request with these tools and no messages."""
+    variables: JsonObject
+    """Variables of the chat template, for vLLM's parser."""
     params: SamplingParams
     """Parameters of the detokenizer."""
 

@@ -24,7 +24,6 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.parser.abstract_parser import Parser
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.renderers.hf import resolve_chat_template_content_format
@@ -63,7 +62,6 @@ __all__ = [
     "LogprobsLists",
     "OpenAIServingChat",
     "OutputProcessor",
-    "Parser",
     "PrefillStats",
     "RequestOutput",
     "RequestOutputKind",
