@@ -11,7 +11,7 @@ import torch
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.shm import open_nameless
+from turnwise.weights.shm import map_whole, open_nameless
 
 _CUDA_HANDLE = (
     "device",
@@ -52,7 +52,7 @@ class CpuBuffer:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._file = open_nameless(nbytes)
-        self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
+        self.bytes = map_whole(self._file, nbytes)
 
     def handle(self) -> JsonObject:
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}

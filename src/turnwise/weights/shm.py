@@ -69,10 +69,7 @@ class ShmSender(WeightSender):
     ) -> None:
         self._entries, self._nbytes = lay_out(tensors, dtype)
         self._files = [open_nameless(self._nbytes, directory) for _ in range(2)]
-        self._buffers = [
-            torch.frombuffer(mmap.mmap(file, self._nbytes), dtype=torch.uint8)
-            for file in self._files
-        ]
+        self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
@@ -123,6 +120,12 @@ def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     finally:
         os.close(file)
     return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+
+
+def map_whole(file: int, nbytes: int) -> torch.Tensor:
+    """Map a file as bytes, with all of its pages, so that the first write waits for none."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return torch.frombuffer(mmap.mmap(file, nbytes, flags), dtype=torch.uint8)
 
 
 def open_nameless(nbytes: int, directory: str = SHARED_MEMORY) -> int:
