@@ -55,6 +55,8 @@ _OWN_HEADERS = b"endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
 _TOOLS = 256
 """Maximum number of cached sets of tools."""
+_TOOLS_BYTES = 65_536
+"""Maximum size of a cached set; vLLM's application answers requests with larger ones."""
 
 
 class DirectChat:
@@ -146,6 +148,8 @@ class DirectChat:
     def _offer(self, tools: list[JsonObject] | None) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
         key = msgspec.json.encode(tools or None)
+        if len(key) > _TOOLS_BYTES:
+            return None
         if key not in self._tools:
             try:
                 self._tools[key] = self._read_tools(tools or None)

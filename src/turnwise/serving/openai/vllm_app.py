@@ -3,7 +3,7 @@
 Chat Completions, Completions, Responses and Anthropic Messages, streaming, tools, reasoning and
 structured outputs are vLLM's code. Two parts are ours: turning a conversation into ids
 (`session_hooks`), which sessions make exact, and sampling ids (`engine_client`). The server's tests
-fail if vLLM moves these parts.
+fail if vLLM moves these parts. Plain chat completions do not come here (`direct_chat`).
 """
 
 import contextlib
