@@ -45,7 +45,12 @@ def memory_claims(memory: Memory, begin: float, end: float, judged: bool) -> lis
 
 
 def training_claims(
-    rows: Sequence[Row], violations: int, per_step: int, seconds: float, judged: bool
+    rows: Sequence[Row],
+    violations: int,
+    per_step: int,
+    seconds: float,
+    machine: float,
+    judged: bool,
 ) -> list[Claim]:
     """Return what the metrics of a run's steps claim.
 
@@ -53,6 +58,7 @@ def training_claims(
         violations: Those that its audit found.
         per_step: Trajectories asked for in each step.
         seconds: Length of the test, which ended with the last row.
+        machine: Change of the machine's own speed, last by first sixth.
         judged: Whether the rate has a goal.
     """
     asked = len(rows) * per_step
@@ -78,7 +84,7 @@ def training_claims(
         Claim("exact tokens, worst step", "%", [exact], at_least=100),
         Claim("violations of the audit", "count", [violations], at_most=0),
         Claim("trajectories trained", "1/s", rates),
-        change_of("the same, last by first sixth", rates, judged),
+        change_of(rates, machine, judged),
     ]
 
 
@@ -100,9 +106,15 @@ def rates_of(rows: Sequence[dict[str, Any]], seconds: float) -> list[float]:
     return rates[::-1]
 
 
-def change_of(name: str, rates: Sequence[float], judged: bool) -> Claim:
-    """Return the claim of the last sixth's median rate by the first's."""
+def change_of(rates: Sequence[float], machine: float, judged: bool) -> Claim:
+    """Return the claim of the last sixth's median rate by the first's, by the machine's own."""
     part = max(1, len(rates) // 6)
     last, first = statistics.median(rates[-part:]), statistics.median(rates[:part])
     ratio = last / first if first else 0.0
-    return Claim(name, "ratio", [ratio], at_least=0.97 if judged else None)
+    return Claim(
+        "the same, last by first sixth, by the machine's speed",
+        "ratio",
+        [ratio / machine],
+        at_least=0.97 if judged else None,
+        note=f"the rates' own ratio is {ratio:.3f}",
+    )
