@@ -19,7 +19,7 @@ class MachineSpeed:
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float]] = []
-        self._stolen = _stolen_seconds()
+        self._stolen = _stolen_ticks()
 
     def sample(self) -> None:
         """Do the work once, in about 20 ms, and note its speed."""
@@ -27,7 +27,7 @@ class MachineSpeed:
         hashlib.sha256(_HASHED).digest()
         bytes(_COPIED)
         spent, now = time.thread_time() - began, time.monotonic()
-        stolen, total = _stolen_seconds()
+        stolen, total = _stolen_ticks()
         share = (stolen - self._stolen[0]) / max(1e-9, total - self._stolen[1])
         self._stolen = stolen, total
         self._samples.append((now, (1.0 - share) / spent))
@@ -40,8 +40,8 @@ class MachineSpeed:
         return statistics.median(last) / statistics.median(first) if first and last else 1.0
 
 
-def _stolen_seconds() -> tuple[float, float]:
-    """Return the time that other virtual machines took from this one's cores, and all time."""
+def _stolen_ticks() -> tuple[float, float]:
+    """Return the clock ticks that other virtual machines took from this one's cores, and all."""
     with open("/proc/stat") as file:
         values = [float(value) for value in file.readline().split()[1:9]]
     return values[7], sum(values)

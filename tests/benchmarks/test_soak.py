@@ -32,7 +32,7 @@ def test_the_machines_speed_is_compared_by_sixths(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine.time, "monotonic", lambda: clock[0])
     spent = iter([0.0, 0.02] * 6 + [0.0, 0.04] * 6)
     monkeypatch.setattr(machine.time, "thread_time", lambda: next(spent))
-    monkeypatch.setattr(machine, "_stolen_seconds", lambda: (0.0, clock[0]))
+    monkeypatch.setattr(machine, "_stolen_ticks", lambda: (0.0, clock[0]))
     for clock[0] in map(float, range(0, 60, 5)):
         speed.sample()
     assert speed.change(0.0, 60.0) == pytest.approx(0.5, rel=1e-6)

@@ -129,7 +129,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             },
         }
     )
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     killed = 0.0
     manager = make_manager(config, 0)
     try:
@@ -137,23 +137,23 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
             await manager.start()
             load = Load(manager.scheduler)
             head = cluster.head_node.node_id
-            told["seeds"] = await seeds(manager)
+            report["seeds"] = await seeds(manager)
             nodes = {e.name: await e.actor.node.remote() for e in manager.engines}  # type: ignore[attr-defined]
             on_head = next(e for e in manager.engines if nodes[e.name] == head)
             await load.more()
-            told["killed"] = (
+            report["killed"] = (
                 f"the process of {on_head.name} died (its node ran out of memory, and Ray ended it)"
             )
             on_head.actor.grow.remote()  # type: ignore[attr-defined]
             await back(manager, 1)
-            told["memory"] = [loss.why for loss in manager.failures]
+            report["memory"] = [loss.why for loss in manager.failures]
             await load.more()
 
-            told["seeds"] += await seeds(manager)
+            report["seeds"] += await seeds(manager)
             known, waiting = len(manager.failures), asyncio.Event()
             placing = logging.getLogger("turnwise.serving.placement")
             placing.addFilter(lambda record: waiting.set() is None)
-            told["removed"] = next(name for name in nodes if name != on_head.name)
+            report["removed"] = next(name for name in nodes if name != on_head.name)
             second.kill_raylet(check_alive=False)
             async with asyncio.timeout(120):
                 while len(manager.engines) == 2:
@@ -162,11 +162,11 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
                 await waiting.wait()
             cluster.add_node(num_cpus=2, resources={"engines": 1})
             await back(manager, known + 1)
-            told["node"] = [loss.why for loss in manager.failures[known:]]
+            report["node"] = [loss.why for loss in manager.failures[known:]]
             await load.more()
-            told["wrong"], told["continued"] = load.wrong, manager.scheduler.events["continued"]
+            report["wrong"], report["continued"] = load.wrong, manager.scheduler.events["continued"]
 
-            told["pids"] = [engine.pid for engine in manager.engines]  # type: ignore[attr-defined]
+            report["pids"] = [engine.pid for engine in manager.engines]  # type: ignore[attr-defined]
             load.stop()
             killed = time.monotonic()
             cluster.head_node.kill_gcs_server(check_alive=False)
@@ -174,11 +174,11 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
     except TurnwiseError as error:
         if not killed:
             raise
-        told["head"], told["head_seconds"] = str(error), time.monotonic() - killed
+        report["head"], report["head_seconds"] = str(error), time.monotonic() - killed
     finally:
         await manager.shutdown()
         ray.shutdown()
-    return told
+    return report
 
 
 def main(folder: str) -> None:
@@ -198,12 +198,12 @@ def main(folder: str) -> None:
     second = cluster.add_node(**nodes)
     cluster.wait_for_nodes()
     start_ray(cluster.address)
-    told = asyncio.run(play(cluster, second, folder))
+    report = asyncio.run(play(cluster, second, folder))
     end = time.monotonic() + 120
-    while (alive := [*filter(runs, told["pids"])]) and time.monotonic() < end:
+    while (alive := [*filter(runs, report["pids"])]) and time.monotonic() < end:
         time.sleep(0.1)
-    told["alive"] = alive
-    sys.stdout.write(json.dumps(told) + "\n")
+    report["alive"] = alive
+    sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
     cluster.shutdown()
 

@@ -30,7 +30,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, Generator
 from turnwise.serving.openai.engine_client import client_error, sample
-from turnwise.serving.openai.middleware import read_body
+from turnwise.serving.openai.middleware import read_body, send_json
 from turnwise.serving.openai.plain_request import PlainRequest, read, texts
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 from turnwise.serving.openai.session_hooks import SessionHooks
@@ -44,7 +44,6 @@ from turnwise.serving.openai.vllm_api import (
     SamplingParams,
     ToolCall,
     UsageInfo,
-    VLLMError,
     create_error_response,
     make_tool_call_id,
     resolve_chat_template_content_format,
@@ -98,7 +97,7 @@ class DirectChat:
             return
         answered = await _unless_gone(self._complete(asked, context), receive)
         if answered is not None:
-            await _respond(send, *answered)
+            await send_json(send, *answered)
 
     async def _plan(self, body: bytes, context: RequestContext) -> "_Asked | None":
         """Return everything that sampling needs; None if vLLM's application has to answer."""
@@ -153,8 +152,8 @@ class DirectChat:
         if key not in self._tools:
             try:
                 self._tools[key] = self._read_tools(tools or None)
-            except (VLLMError, ValueError, TypeError, NotImplementedError):
-                self._tools[key] = None  # vLLM's application tells the client why
+            except Exception:  # a client's tools may be anything: vLLM's path reports the error
+                self._tools[key] = None
             if len(self._tools) > _TOOLS:
                 self._tools.popitem(last=False)
         self._tools.move_to_end(key)
@@ -356,9 +355,3 @@ async def _unless_gone(
 
 def _json(tree: JsonObject) -> bytes:
     return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-async def _respond(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -250,7 +250,7 @@ async def sample(
     seed: int | None,
     adapter: str = POLICY,
 ) -> AsyncGenerator[Chunk, None]:
-    """Sample a request's tokens on the way of its session, and record the finished completion.
+    """Sample a request's tokens for its session, and record the finished completion.
 
     Args:
         record: Called before the last chunk is returned.

@@ -259,7 +259,11 @@ def error_body(status: int, message: str) -> bytes:
 
 async def refuse(send: Send, status: int, message: str) -> None:
     """Answer with an error in OpenAI's format."""
-    body = error_body(status, message)
+    await send_json(send, status, error_body(status, message))
+
+
+async def send_json(send: Send, status: int, body: bytes) -> None:
+    """Answer with JSON."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
