@@ -157,6 +157,9 @@ def share_with_engines() -> bool:
     """
     own: Any = multiprocessing.forkserver._forkserver
     if own._forkserver_address is not None:
+        # A process forked by a multiprocessing server knows that server's address, but would start
+        # another server, which has imported nothing.
+        own.ensure_running = lambda: None
         return True
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(_SENDING_SECONDS)
