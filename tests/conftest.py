@@ -4,6 +4,7 @@ torch, vLLM and Ray are imported by the fixtures that need them, so that tests o
 at once: `tests/no_engines.py` has the tier of tests that need neither vLLM nor Ray.
 """
 
+import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -47,8 +48,14 @@ PEAK = pytest.StashKey[PeakMemory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist is counted by its parent
-        config.stash[PEAK] = PeakMemory()
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        return
+    config.stash[PEAK] = PeakMemory()
+    with_engines = not config.pluginmanager.hasplugin("tests.no_engines")
+    if config.getoption("numprocesses", None) and with_engines:
+        address = fork_server.address()
+        if address is not None:
+            os.environ[fork_server.VARIABLE] = address  # one for all workers
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,12 +89,21 @@ def python() -> list[str]:
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The calculator example's files, around a model that was hardly trained."""
+    """The calculator example's files, around a model that was hardly trained; read only.
+
+    The workers of pytest-xdist share it.
+    """
     from examples.calculator.prepare import prepare
     from examples.calculator.warm_start import WarmStart
 
-    folder = tmp_path_factory.mktemp("calculator")
-    prepare(folder, seed=0, options=WarmStart(updates=5), train=64, heldout=16)
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / "calculator"
+    with (root / "calculator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            prepare(folder, seed=0, options=WarmStart(updates=5), train=64, heldout=16)
     return folder
 
 

@@ -9,7 +9,7 @@ import psutil
 class PeakMemory:
     """Samples the memory of this process and of all below it, each shared page counted once.
 
-    The figure is the sum of proportional set sizes (PSS), in bytes, every ten seconds: reading them
+    The figure is the sum of proportional set sizes (PSS), in bytes, every 30 seconds: reading them
     takes a noticeable part of a core.
     """
 
@@ -34,5 +34,5 @@ class PeakMemory:
                     count += 1
             if total > self.peak:
                 self.peak, self.processes = total, count
-            if self._ended.wait(10):
+            if self._ended.wait(30):
                 return

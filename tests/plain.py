@@ -49,6 +49,7 @@ def same_in_transformers(checkpoint: str, turns: list[Turn]) -> int:
 
 
 def same_in_vllm(checkpoint: str, turns: list[Turn]) -> int:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 
@@ -57,6 +58,8 @@ def same_in_vllm(checkpoint: str, turns: list[Turn]) -> int:
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,
+        # In this process: each further one would import vLLM again.
+        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
         kv_cache_memory_bytes=2**28,
     )
     outputs = llm.generate(

@@ -232,7 +232,8 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     assert running.mark.left() == []
 
 
-@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # the parts alone: serving/colocated/test_colocated.py
+@pytest.mark.parametrize("shards", [1, 2])
 def test_trainer_and_engine_take_turns_in_the_same_processes(
     file: Path, tmp_path: Path, shards: int
 ) -> None:
