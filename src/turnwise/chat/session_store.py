@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from turnwise.chat.session import Session
@@ -265,6 +265,17 @@ class SessionStore:
             self._remove(session, "is closed")
         return session
 
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Refuse requests to sessions of these names until they are opened again.
+
+        Args:
+            why: The end of "the session NAME ...".
+        """
+        for name in names:
+            self._gone[name] = why
+            if len(self._gone) > _REMEMBERED_NAMES:
+                self._gone.popitem(last=False)
+
     def _add(self, session: Session) -> None:
         self._gone.pop(session.id, None)
         self._named[session.id] = session
@@ -304,9 +315,7 @@ class SessionStore:
             self._by_completion.pop(completion_id, None)
         if self._named.get(session.id) is session:
             del self._named[session.id]
-            self._gone[session.id] = why
-            if len(self._gone) > _REMEMBERED_NAMES:
-                self._gone.popitem(last=False)
+            self.refuse([session.id], why)
         for child in session.children.values():
             if not child.closed:
                 self._remove(child, why)

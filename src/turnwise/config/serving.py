@@ -123,6 +123,10 @@ class ServingConfig(Section):
     """Run each device of an engine in its own actor, so that one engine can span nodes."""
     worker_servers: bool = False
     """Serve each worker's engine separately too, on a free port of `host`."""
+    session_processes: NonNegativeInt = 0
+    """Number of processes that serve the sessions opened by `POST /sessions`, each on a free port
+    of `host`: one process answers a few hundred requests a second, however many engines there are.
+    0 serves them in the process of `turnwise serve`. session_memory_mb holds for each process."""
     api_key: str | None = None
     """Key that clients must send as a bearer token; null uses the environment variable
     TURNWISE_API_KEY, if set. It is not written to the run folder."""

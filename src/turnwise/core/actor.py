@@ -22,7 +22,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from turnwise.config import Config
 from turnwise.core import logs
@@ -67,7 +70,9 @@ class ActorHandle:
         log: str,
         threads: int = 1,
         num_gpus: float = 0,
-        placement: "PlacementGroupSchedulingStrategy | str" = "DEFAULT",
+        placement: "PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str" = (
+            "DEFAULT"
+        ),
         max_concurrency: int | None = None,
         environment: Mapping[str, str] | None = None,
         failure: type[TurnwiseError] = TurnwiseError,
@@ -118,6 +123,12 @@ class ActorHandle:
     def kill(self) -> None:
         """End the actor's process at once."""
         ray.kill(self.actor)
+
+
+def this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the placement of an actor that must run on this node."""
+    node = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 @functools.cache

@@ -62,7 +62,16 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
 
     async def prepare() -> Callable[[AsyncLLMServerManager], "OpenAIServer"]:
         make = await import_server()
-        return lambda manager: make(config, manager.scheduler)
+
+        def front(manager: AsyncLLMServerManager) -> "OpenAIServer":
+            scheduler, processes = manager.scheduler, None
+            if config.serving.session_processes:
+                from turnwise.serving.openai.session_processes import SessionProcesses
+
+                processes = SessionProcesses(config, scheduler)
+            return make(config, scheduler, processes=processes)
+
+        return front
 
     async with _open_fleet(config, progress, SERVER, prepare) as (manager, server):
         server.workers = lambda: manager.base_urls

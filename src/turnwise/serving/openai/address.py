@@ -3,6 +3,7 @@
 import socket
 from contextlib import suppress
 
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
 QUEUE = 2_048
@@ -31,6 +32,16 @@ def listen(host: str, port: int) -> socket.socket:
             "(0 takes a free one) or serving.host"
         ) from error
     return listening
+
+
+def both_urls(base_url: str) -> JsonObject:
+    """Return a base URL as OpenAI's and Anthropic's clients take it.
+
+    Example:
+        >>> both_urls("http://127.0.0.1:8000/v1")["anthropic_base_url"]
+        'http://127.0.0.1:8000'
+    """
+    return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
 
 
 def reachable(host: str) -> str:

@@ -13,7 +13,6 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.samples import Sample
 
-from turnwise.chat.session_store import SessionStore
 from turnwise.engine.protocol import VLLM_METRICS, Generator
 from turnwise.serving.scheduler import Scheduler
 
@@ -126,17 +125,17 @@ def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 def make_metrics(
-    store: SessionStore, generator: Generator, counts: Counter[str]
+    sessions: Callable[[], int], generator: Generator, counts: Counter[str]
 ) -> Callable[[], Awaitable[bytes]]:
     """Return a function that returns all metrics in Prometheus' text format.
 
     Args:
-        store: The server's sessions.
+        sessions: Returns the number of open sessions.
         generator: The engine or scheduler that the server serves.
         counts: HTTP requests, by status or event.
 
     Example:
-        >>> text = await make_metrics(store, scheduler, Counter())()
+        >>> text = await make_metrics(lambda: 0, scheduler, Counter())()
     """
     engines = EngineMetrics(generator)
 
@@ -147,7 +146,7 @@ def make_metrics(
         def collect(self) -> Iterator[Metric]:
             yield from self._of_engines
             yield from process_metrics()
-            yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", len(store))
+            yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", sessions())
             requests = CounterMetricFamily("turnwise_requests", "HTTP requests", labels=["what"])
             for what, count in counts.items():
                 requests.add_metric([what], count)

@@ -1,6 +1,7 @@
 """The server's own routes: index, sessions and Prometheus metrics."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel, Field
@@ -10,8 +11,12 @@ from turnwise.chat.session import NAME_PATTERN, Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
 from turnwise.trajectory import MAX_REWARD
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.session_processes import SessionProcesses
 
 
 class _Opening(BaseModel):
@@ -45,6 +50,7 @@ def add_routes(
     model: str,
     url: Callable[[str | None], str],
     workers: Callable[[], Mapping[str, str]],
+    processes: "SessionProcesses | None" = None,
 ) -> None:
     """Add the routes to vLLM's application, and remove its own middleware and metrics.
 
@@ -54,6 +60,7 @@ def add_routes(
         model: The model's name, for clients.
         url: Returns the base URL of a session, or the server's for None.
         workers: Returns the base URLs of workers' own servers, by name.
+        processes: Processes that serve the sessions that clients open; None without any.
 
     Example:
         >>> add_routes(app, store, metrics, model="policy", url=url, workers=dict)
@@ -67,10 +74,6 @@ def add_routes(
             missing = f"there is no session {session_id}"
             raise HTTPException(404, f"the session {session_id} {why}" if why else missing)
         return session
-
-    def urls(session: Session) -> JsonObject:
-        base_url = url(session.id)
-        return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
 
     def found(session_id: str) -> Session:
         session = opened(session_id)
@@ -92,6 +95,7 @@ def add_routes(
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),
             "workers": workers(),
+            "session_processes": {} if processes is None else processes.base_urls,
             "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
             "reference": "/docs",
         }
@@ -99,17 +103,23 @@ def add_routes(
     @router.get("/sessions")
     async def list_sessions() -> JsonObject:
         """List the sessions that clients opened, without their tokens."""
-        return {"sessions": [session.summary() for session in store]}
+        others = [] if processes is None else await processes.list_sessions()
+        return {"sessions": [*(session.summary() for session in store), *others]}
 
     @router.post("/sessions", status_code=201)
     async def open_session(opening: _Opening | None = None) -> JsonObject:
         """Open a session; the response contains its base URLs. The body is optional."""
         opening = opening or _Opening()
+        name, training, group = opening.id, opening.training, opening.group
         try:
-            session = store.open(opening.id, training=opening.training, group=opening.group)
+            if processes is not None and (name is None or store.get(name) is None):
+                elsewhere = await processes.open(name, training=training, group=group)
+                if elsewhere is not None:
+                    return elsewhere
+            session = store.open(name, training=training, group=group)
         except InputError as error:
             raise HTTPException(409, str(error)) from None
-        return {**session.describe(), **urls(session)}
+        return {**session.describe(), **both_urls(url(session.id))}
 
     @router.post("/sessions/{session_id}/v1/sessions", status_code=201)
     async def open_session_under(
@@ -122,7 +132,7 @@ def add_routes(
             session = store.open_under(parent, opening.id if opening is not None else None)
         except InputError as error:
             raise HTTPException(409, str(error)) from None
-        return {"id": session.id, **urls(session)}
+        return {"id": session.id, **both_urls(url(session.id))}
 
     @router.get("/sessions/{session_id}")
     async def get_session(session_id: str) -> JsonObject:

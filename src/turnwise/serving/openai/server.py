@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,6 +25,7 @@ from turnwise.serving.openai.address import QUEUE, listen, reachable
 from turnwise.serving.openai.connections import Connection
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
 from turnwise.serving.openai.direct_chat import DirectChat
+from turnwise.serving.openai.forward import ForwardSessions
 from turnwise.serving.openai.metrics import make_metrics
 from turnwise.serving.openai.middleware import (
     ApiKeyMiddleware,
@@ -34,6 +36,9 @@ from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
 from turnwise.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.session_processes import SessionProcesses
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
@@ -52,6 +57,8 @@ class OpenAIServer:
         config: Model, sampling defaults, address and key.
         generator: One engine, or the scheduler of several.
         port: Port to listen on; None is serving.port, 0 a free one.
+        processes: Processes that serve the sessions that clients open; started and stopped with
+            the server. None without any.
 
     Example:
         >>> server = OpenAIServer(config, engine, port=0)
@@ -59,7 +66,13 @@ class OpenAIServer:
         >>> await server.stop()
     """
 
-    def __init__(self, config: Config, generator: Generator, port: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        generator: Generator,
+        port: int | None = None,
+        processes: "SessionProcesses | None" = None,
+    ) -> None:
         serving = config.serving
         self.sessions = SessionStore.from_config(config)
         self.base_url = ""
@@ -69,6 +82,10 @@ class OpenAIServer:
         """Model name in responses; requests may use any name if there are no adapters."""
         self.workers: Callable[[], Mapping[str, str]] = dict
         """Returns the base URLs of workers' own servers, by name; set by the owner of a fleet."""
+        self.requests: Counter[str] = Counter() if processes is None else processes.requests
+        """HTTP requests, by status or event; with those of `processes`."""
+        self._processes = processes
+        self._forwarding: ForwardSessions | None = None
         self._config = config
         self._generator = generator
         self._port = serving.port if port is None else port
@@ -86,6 +103,8 @@ class OpenAIServer:
         host, port = listening.getsockname()[:2]
         try:
             app = await self.application()
+            if self._processes is not None:
+                await self._processes.start()
         except BaseException:
             listening.close()
             raise
@@ -114,7 +133,8 @@ class OpenAIServer:
 
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its middleware."""
-        serving, store, counts = self._config.serving, self.sessions, Counter[str]()
+        serving, store, counts = self._config.serving, self.sessions, self.requests
+        processes = self._processes
         app = await build(
             self._config,
             self._generator,
@@ -128,16 +148,22 @@ class OpenAIServer:
         add_routes(
             app,
             store,
-            make_metrics(store, self._generator, counts),
+            make_metrics(
+                lambda: len(store) + (0 if processes is None else processes.count),
+                self._generator,
+                counts,
+            ),
             model=self.model_name,
             url=lambda name: self.base_url if name is None else self.session_url(name),
             workers=lambda: self.workers(),
+            processes=processes,
         )
         app.state.server = self  # vLLM's error handler reads it
         key = serving.api_key or os.environ.get("TURNWISE_API_KEY")
         direct = DirectChat(app, self._config, self._generator)
         inner = RetryDeduplicator(SessionMiddleware(direct, store, counts), counts)
-        return BodyLimit(ApiKeyMiddleware(inner, key, store), serving.max_body_mb << 20)
+        self._forwarding = ForwardSessions(inner, processes)
+        return BodyLimit(ApiKeyMiddleware(self._forwarding, key, store), serving.max_body_mb << 20)
 
     def _healthy(self) -> bool:
         scheduler = self._generator
@@ -146,7 +172,9 @@ class OpenAIServer:
         return True
 
     async def stop(self) -> None:
-        """Close the connections and stop listening."""
+        """Close the connections and stop listening; end the processes."""
+        if self._processes is not None:
+            await self._processes.stop()
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
@@ -157,6 +185,8 @@ class OpenAIServer:
             self._server.force_exit = True
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
+        if self._forwarding is not None:
+            await self._forwarding.close()
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,69 @@
+"""A process that serves sessions of clients (`serving.session_processes`)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from turnwise.config import Config
+from turnwise.core import logs
+from turnwise.core.json_types import JsonObject
+from turnwise.serving.openai import import_server
+from turnwise.serving.openai.address import both_urls
+from turnwise.serving.scheduler_process import Report, SchedulerProcess
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.server import OpenAIServer
+
+
+class SessionProcess(SchedulerProcess):
+    """An actor's class: an OpenAI server, which samples from the driver's engines.
+
+    `SessionProcesses`, in the driver, opens sessions in it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._counted_requests: Counter[str] = Counter()
+
+    async def start(self, port: int, lost: Sequence[str]) -> str:
+        """Start the server, and return its base URL.
+
+        Args:
+            port: Port to listen on; 0 takes a free one.
+            lost: Names of the sessions of the process before this one, to which requests are
+                refused.
+
+        Raises:
+            InputError: when the server cannot start.
+        """
+        logs.follow()
+        self._server: OpenAIServer = (await import_server())(self.config, self.scheduler, port)
+        self._server.sessions.refuse(lost, "was lost when its process died")
+        return await self._server.start()
+
+    async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
+        """Open a session and describe it, with its URLs.
+
+        Raises:
+            InputError: when a session of that name is open.
+        """
+        session = self._server.sessions.open(name, training=training, group=group)
+        return {**session.describe(), **both_urls(self._server.session_url(session.id))}
+
+    async def list_sessions(self) -> list[JsonObject]:
+        """Return a summary of each session of clients."""
+        return [session.summary() for session in self._server.sessions]
+
+    async def report(self) -> Report:
+        """See `SchedulerProcess.report`; with the counts of the server."""
+        report = await super().report()
+        counts = Counter(self._server.requests)
+        report.requests = counts - self._counted_requests
+        report.sessions = len(self._server.sessions)
+        self._counted_requests = counts
+        return report
+
+    async def stop(self) -> bool:
+        """Stop the server, and return True; the owner kills the actor."""
+        await self._server.stop()
+        return True
