@@ -1,9 +1,12 @@
-"""Rollouts in two processes against one: `python -m benchmarks.processes [--quick]`.
+"""Rollouts and sessions in two processes against one: `python -m benchmarks.processes [--quick]`.
 
 The trajectories of `benchmarks.rollouts` (3 turns of 24 tokens, in groups of 8, tools that answer
 at once), on engines that cost nothing: a turn's tokens are there at once. What remains is the work
 of Turnwise itself: prompts, templates, parser, tools, scheduler, trajectories. One process is the
 driver (`rollout.processes: 1`). With two, the driver receives the finished groups from them.
+
+Then sessions of clients over HTTP (`serving.session_processes`): conversations of three requests,
+64 at a time, of a client in the driver, which shares the two cores.
 """
 
 import asyncio
@@ -11,9 +14,11 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import ray
 from ray.actor import ActorHandle
 
@@ -28,10 +33,15 @@ from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.processes import RolloutProcesses
 from turnwise.rollout.producer import RunGroup
 from turnwise.rollout.rollout_process import RolloutProcess
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.openai.session_process import SessionProcess
+from turnwise.serving.openai.session_processes import SessionProcesses
 from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory.audit import audit
 
 ENGINES = 8
+CLIENTS = 64
+"""Conversations at a time."""
 IN_FLIGHT = 32
 """Groups in flight."""
 
@@ -62,6 +72,13 @@ class FreeEngine:
 
 class FreeProcess(RolloutProcess):
     """A rollout process with such engines."""
+
+    def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
+        return engine_of(name)
+
+
+class FreeSessions(SessionProcess):
+    """A process for sessions with such engines."""
 
     def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
         return engine_of(name)
@@ -126,6 +143,62 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float],
     return one[1:], two[1:]
 
 
+async def requests_per_second(base_url: str, seconds: float) -> float:
+    """Hold conversations for some seconds, each in a session of its own."""
+    until = time.perf_counter() + seconds
+    answered = 0
+
+    async def lane(http: aiohttp.ClientSession) -> None:
+        nonlocal answered
+        while time.perf_counter() < until:
+            async with http.post(f"{base_url}/sessions") as response:
+                session = await response.json()
+            messages: list[dict[str, str]] = []
+            for turn in range(TURNS):
+                messages.append({"role": "user", "content": f"What is {answered} plus {turn}?"})
+                body = {"model": "any", "messages": messages, "max_tokens": 24}
+                url = f"{session['base_url']}/chat/completions"
+                async with http.post(url, json=body) as response:
+                    answer = await response.json()
+                    assert response.status == 200, answer
+                text = answer["choices"][0]["message"]["content"]
+                messages.append({"role": "assistant", "content": text})
+                answered += 1
+            root = session["base_url"].removesuffix("/v1")
+            async with http.delete(root) as response:
+                turns = (await response.json())["trajectory"]["turns"]
+                assert len(turns) == TURNS, turns
+
+    started = time.perf_counter()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        await asyncio.gather(*(lane(http) for _ in range(CLIENTS)))
+    return answered / (time.perf_counter() - started)
+
+
+async def measure_sessions(
+    path: Path, rounds: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Return requests per second with one session process and with two, round by round."""
+    config = configuration(path, IN_FLIGHT)
+    scheduler = Scheduler(config.serving, 60.0)
+    for index in range(ENGINES):
+        scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
+    async with AsyncExitStack() as stack:
+        urls = []
+        for count in (1, 2):
+            serving = config.serving.model_copy(update={"session_processes": count})
+            own = config.model_copy(update={"serving": serving, "output_dir": str(path)})
+            processes = SessionProcesses(own, scheduler, FreeSessions)
+            server = OpenAIServer(own, scheduler, 0, processes)
+            urls.append((await server.start()).removesuffix("/v1"))
+            stack.push_async_callback(server.stop)
+        one, two = [], []
+        for number in range(rounds + 1):  # the first warms up
+            one.append(await requests_per_second(urls[0], seconds if number else 1.0))
+            two.append(await requests_per_second(urls[1], seconds if number else 1.0))
+    return one[1:], two[1:]
+
+
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("processes", __doc__).parse_args()
@@ -135,6 +208,7 @@ def main() -> None:
             path = make_model("0.7 M", Path(folder))
             rounds, seconds = (1, 2.0) if options.quick else (5, 3.0)
             one, two = run_loop(measure(path, rounds, seconds))
+            single, double = run_loop(measure_sessions(path, rounds, seconds))
     finally:
         ray.shutdown()
     claim = Claim(
@@ -146,7 +220,16 @@ def main() -> None:
         quotients(two, one),
         at_least=1.8,
     )
-    report([claim], options)
+    sessions = Claim(
+        "requests of sessions in two processes, engines that cost nothing",
+        "1/s",
+        double,
+        "one process",
+        single,
+        quotients(double, single),
+        at_least=1.5,
+    )
+    report([claim, sessions], options)
 
 
 if __name__ == "__main__":

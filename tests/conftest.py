@@ -48,14 +48,8 @@ PEAK = pytest.StashKey[PeakMemory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
-        return
-    config.stash[PEAK] = PeakMemory()
-    with_engines = not config.pluginmanager.hasplugin("tests.no_engines")
-    if config.getoption("numprocesses", None) and with_engines:
-        address = fork_server.address()
-        if address is not None:
-            os.environ[fork_server.VARIABLE] = address  # one for all workers
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist is counted by its parent
+        config.stash[PEAK] = PeakMemory()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

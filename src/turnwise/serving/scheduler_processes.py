@@ -41,7 +41,7 @@ class Process:
     )
     """Set to the reason when the actor died or hangs."""
     busy: int = 0
-    """What it has in hand: groups in flight, or open sessions."""
+    """Number of groups in flight, or of open sessions."""
     restarts: int = 0
     """Restarts since it last finished anything."""
     suspects: set[str] = field(default_factory=set)

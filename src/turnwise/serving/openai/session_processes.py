@@ -37,6 +37,7 @@ class SessionProcesses(SchedulerProcesses):
 
     Args:
         scheduler: Scheduler of the engines.
+        process_class: Class of the actors.
 
     Example:
         processes = SessionProcesses(config, manager.scheduler)
@@ -45,13 +46,19 @@ class SessionProcesses(SchedulerProcesses):
         await processes.stop()
     """
 
-    def __init__(self, config: Config, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        process_class: type[SessionProcess] = SessionProcess,
+    ) -> None:
         count = config.serving.session_processes
         super().__init__(config, scheduler, [f"sessions-{index}" for index in range(count)])
         self.requests: Counter[str] = Counter()
         """Counts of all processes' requests, by status or event."""
         self.base_urls: dict[str, str] = {}
         """Base URLs of the processes, by their names."""
+        self._class = process_class
         self._owners: OrderedDict[str, Process] = OrderedDict()
         """Processes of the sessions that were opened, the oldest first."""
 
@@ -59,7 +66,7 @@ class SessionProcesses(SchedulerProcesses):
         # An address that other nodes cannot reach must be on this one.
         everywhere = self.config.serving.host in ("0.0.0.0", "::")
         return ActorHandle.create(
-            SessionProcess,
+            self._class,
             self.config,
             name=process.name,
             config=self.config,
