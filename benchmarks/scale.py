@@ -213,6 +213,20 @@ async def choice_microseconds(workers: int, count: int) -> float:
     return (time.perf_counter() - started) / count * 1e6
 
 
+def makespan(
+    what: str,
+    run: Outcome,
+    other: Outcome,
+    against: str = "a perfect balancer",
+    at_most: float = 1.05,
+) -> Claim:
+    """Return the claim about the virtual time that a run takes beside another."""
+    ratio = run.makespan / other.makespan
+    return Claim(
+        what, "virtual s", [run.makespan], against, [other.makespan], [ratio], at_most=at_most
+    )
+
+
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("scale", __doc__).parse_args()
@@ -250,50 +264,20 @@ def main() -> None:
     )
     report(
         [
-            Claim(
-                f"makespan of {sessions:,} sessions on {many:,} simulated engines",
-                "virtual s",
-                [one.makespan],
-                "a perfect balancer",
-                [all_.makespan],
-                [one.makespan / all_.makespan],
-                at_most=1.05,
-            ),
-            Claim(
+            makespan(f"makespan of {sessions:,} sessions on {many:,} simulated engines", one, all_),
+            makespan(f"the same, {processes} rollout processes", divided, all_),
+            makespan(
                 f"the same, {processes} rollout processes",
-                "virtual s",
-                [divided.makespan],
-                "a perfect balancer",
-                [all_.makespan],
-                [divided.makespan / all_.makespan],
-                at_most=1.05,
-            ),
-            Claim(
-                f"the same, {processes} rollout processes",
-                "virtual s",
-                [divided.makespan],
+                divided,
+                undivided,
                 "each uses all engines",
-                [undivided.makespan],
-                [divided.makespan / undivided.makespan],
                 at_most=1.0,
             ),
-            Claim(
-                f"makespan of {2 * sessions:,} sessions, 5 % slow engines",
-                "virtual s",
-                [slow.makespan],
-                "a perfect balancer",
-                [without_slow.makespan],
-                [slow.makespan / without_slow.makespan],
-                at_most=1.05,
+            makespan(
+                f"makespan of {2 * sessions:,} sessions, 5 % slow engines", slow, without_slow
             ),
-            Claim(
-                f"makespan of {2 * sessions:,} sessions, 2 % of the engines die",
-                "virtual s",
-                [dying.makespan],
-                "a perfect balancer",
-                [with_all.makespan],
-                [dying.makespan / with_all.makespan],
-                at_most=1.05,
+            makespan(
+                f"makespan of {2 * sessions:,} sessions, 2 % of the engines die", dying, with_all
             ),
             Claim(
                 f"a turn among {many:,} engines, simulation included",
