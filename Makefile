@@ -6,7 +6,8 @@
 # make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
-# make test-all   set up, then what is slow by nature: soak, fuzzing, clusters, every benchmark
+# make test-all   set up, then make quick, and what is slow by nature: soak, fuzzing, clusters, every
+#             benchmark
 # make bench  set up, then measure everything beside what it is compared to (QUICK=1: only run it;
 #             ROW="rollouts agents": only these scripts of benchmarks/)
 # make soak   set up, then train and serve under load with a kill every minute (MINUTES=60)
@@ -123,7 +124,7 @@ quick: setup
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow"
 
-test-all: setup
+test-all: quick
 	$(BIN)/python -m pytest -m slow
 	@$(MAKE) --no-print-directory bench QUICK=1
 

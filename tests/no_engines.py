@@ -27,7 +27,6 @@ TIER = (
     "rollout/test_data.py",
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",
-    "rollout/test_self_play.py",
     "tools/test_python_and_shell.py",
     "tools/test_sandbox_attacks.py",
     "tools/test_mcp.py",
