@@ -13,7 +13,7 @@ from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory
 
-_REMEMBERED_NAMES = 16_384
+REMEMBERED_NAMES = 65_536
 """Maximum number of names of closed and forgotten sessions."""
 _COMPLETION_BYTES = 250
 MAX_CHILDREN = 1_000
@@ -61,6 +61,9 @@ class SessionStore:
         """Memory of the sessions in `_idle`, in bytes."""
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Reason for the end of a session, by its name."""
+        self.changes: dict[str, str] | None = None
+        """Sessions that began ("") or ended (why), by name, for an owner that empties it; None
+        records nothing."""
 
     @classmethod
     def from_config(cls, config: Config) -> "SessionStore":
@@ -273,11 +276,13 @@ class SessionStore:
         """
         for name in names:
             self._gone[name] = why
-            if len(self._gone) > _REMEMBERED_NAMES:
+            if len(self._gone) > REMEMBERED_NAMES:
                 self._gone.popitem(last=False)
 
     def _add(self, session: Session) -> None:
         self._gone.pop(session.id, None)
+        if self.changes is not None:
+            self.changes[session.id] = ""
         self._named[session.id] = session
 
     def _set_busy(self, session: Session) -> None:
@@ -316,6 +321,8 @@ class SessionStore:
         if self._named.get(session.id) is session:
             del self._named[session.id]
             self.refuse([session.id], why)
+            if self.changes is not None:
+                self.changes[session.id] = why
         for child in session.children.values():
             if not child.closed:
                 self._remove(child, why)

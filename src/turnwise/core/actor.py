@@ -125,10 +125,15 @@ class ActorHandle:
         ray.kill(self.actor)
 
 
-def this_node() -> NodeAffinitySchedulingStrategy:
-    """Return the placement of an actor that must run on this node."""
-    node = ray.get_runtime_context().get_node_id()
-    return NodeAffinitySchedulingStrategy(node, soft=False)
+def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
+    """Return the placement of an actor on one node.
+
+    Args:
+        node: The node's id; None means this one.
+        soft: Take another node if this one is gone.
+    """
+    node = node or ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=soft)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from turnwise.config import Config
 from turnwise.core.actor import create_placement_group
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
+from turnwise.serving.api_key import with_api_key
 from turnwise.serving.colocated.engine import on_actors
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -42,7 +43,7 @@ class WorkerStarter:
     def __init__(
         self, config: Config, gpus: float, hosts: Mapping[str, RayActor] | None = None
     ) -> None:
-        self._config = config
+        self._config = with_api_key(config)  # workers may serve HTTP themselves
         self._share = 0 if hosts else gpus
         size = config.engine.devices
         self._bundles = size if config.serving.spread and not hosts else 1

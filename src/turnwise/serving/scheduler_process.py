@@ -54,8 +54,8 @@ class Report:
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
     excused: list[str] = field(default_factory=list)
     """Workers whose death a single request caused."""
-    sessions: int = 0
-    """Open sessions of the process's server."""
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Sessions of the process's server that began ("") or ended (why), by name."""
     requests: Counter[str] = field(default_factory=Counter)
     """Requests of the process's server, by status or event, to add to the driver's."""
 

@@ -22,6 +22,7 @@ from turnwise.core.aio import task_group
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, TurnwiseError, text_of
+from turnwise.serving.api_key import with_api_key
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.scheduler_process import REPORT_SECONDS, Report
 from turnwise.serving.worker_state import Supervisor, Worker
@@ -61,7 +62,7 @@ class SchedulerProcesses:
     """
 
     def __init__(self, config: Config, scheduler: Scheduler, names: list[str]) -> None:
-        self.config = config
+        self.config = with_api_key(config)
         self.failure = ""
         """Reason why no process is left; "" while one is."""
         self.processes = [Process(name) for name in names]
@@ -152,10 +153,14 @@ class SchedulerProcesses:
             if supervisor is not None and name in self._scheduler.workers:
                 supervisor.report_failure(why)
 
+    def forget(self, process: Process) -> None:
+        """Handle the loss of what a process had in hand; called before it is restarted."""
+
     async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
         process.actor, process.loads = None, {}
         process.lost.set_result(why)
         actor.kill()
+        self.forget(process)
         self._assign()
         logger.warning("%s is restarted: %s", process.name, why)
         limit = self.config.serving.max_restarts
@@ -163,6 +168,7 @@ class SchedulerProcesses:
             process.restarts += 1
             if process.restarts > limit:
                 return self._give_up(f"{process.name} was restarted {limit} times; the last: {why}")
+            await asyncio.sleep(process.restarts - 1)  # seconds; what it needs may still be taken
             try:
                 return await self._start(process)
             except TurnwiseError as error:

@@ -115,6 +115,11 @@ async def test_requests_to_the_server_itself_are_forwarded(
     assert bad.status_code == 400
     odd = await http.get("/sessions/weather-1/v1/models?limit=%zz&%20=[]")
     assert odd.status_code == 200
+    assert len(odd.headers.get_list("date")) == len(odd.headers.get_list("server")) == 1
+    child = f"/sessions/{under['id']}"
+    async with asyncio.timeout(SECONDS):  # the server learns of it by the next report
+        while (await http.get(child)).status_code != 200:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_name_has_one_session(http: httpx.AsyncClient, server: OpenAIServer) -> None:
@@ -127,6 +132,30 @@ async def test_a_name_has_one_session(http: httpx.AsyncClient, server: OpenAISer
     assert (await http.post("/sessions", json={"id": "here"})).status_code == 409
     assert (await http.delete("/sessions/once")).status_code == 200
     assert (await http.post("/sessions", json={"id": "once"})).status_code == 201
+    both = await asyncio.gather(*(http.post("/sessions", json={"id": "twice"}) for _ in range(2)))
+    assert sorted(answer.status_code for answer in both) == [201, 409]
+    # The header names the session of a request that samples, and of no other.
+    headers = {"X-Session-ID": "once"}
+    assert (await http.post("/sessions", json={"id": "more"}, headers=headers)).status_code == 201
+    listed = {
+        each["id"] for each in (await http.get("/sessions", headers=headers)).json()["sessions"]
+    }
+    assert {"once", "twice", "more", "here"} <= listed
+    assert (await http.get("/sessions/more")).status_code == 200
+
+
+async def test_a_closed_session_stays_closed_at_the_server_too(
+    http: httpx.AsyncClient, processes: SessionProcesses
+) -> None:
+    opened = (await http.post("/sessions", json={"id": "brief"})).json()
+    root = opened["base_url"].removesuffix("/v1")
+    assert (await http.delete(root)).status_code == 200  # at its process
+    async with asyncio.timeout(SECONDS):
+        while processes.place_of("brief") is not None:
+            await asyncio.sleep(0.05)
+    answer = await chat(http, f"{http.base_url}/sessions/brief/v1", [message("Hello?")])
+    assert answer.status_code == 410
+    assert "is closed" in answer.json()["error"]["message"]
 
 
 async def test_the_key_holds_at_every_address(http: httpx.AsyncClient) -> None:
@@ -171,6 +200,10 @@ async def test_a_process_that_dies_loses_its_own_sessions_only(
         opened.setdefault(one["base_url"].partition("/sessions/")[0], []).append(one)
     (dead, lost), (_, kept) = opened.items()
     addresses = dict(processes.base_urls)
+    helper = (await http.post(f"{lost[0]['base_url']}/sessions")).json()
+    async with asyncio.timeout(SECONDS):
+        while processes.place_of(helper["id"]) is None:
+            await asyncio.sleep(0.05)
     port = int(dead.rpartition(":")[2])
     (pid,) = {c.pid for c in psutil.net_connections() if c.laddr and c.laddr.port == port and c.pid}
     os.kill(pid, signal.SIGKILL)
@@ -185,11 +218,13 @@ async def test_a_process_that_dies_loses_its_own_sessions_only(
             if answer.status_code != 502:
                 break
             await asyncio.sleep(0.1)
+        while processes.base_urls != addresses:  # it is restarted
+            await asyncio.sleep(0.1)
     assert answer.status_code == 410
     assert "was lost when its process died" in answer.json()["error"]["message"]
-    assert processes.base_urls == addresses
-    at_home = await chat(http, lost[0]["base_url"], [message("And you?")])
-    assert at_home.status_code == 410
+    for each in (lost[0], helper):
+        at_home = await chat(http, each["base_url"], [message("And you?")])
+        assert at_home.status_code == 410
     again = await http.post("/sessions", json={"id": lost[0]["id"]})
     assert again.status_code == 201
 
@@ -201,7 +236,7 @@ async def test_without_a_process_the_server_serves_sessions_itself(
     try:
         for process, _ in held:
             process.actor = None
-        opened = (await http.post("/sessions")).json()
+        opened = (await http.post("/sessions", json={"id": "alone"})).json()
     finally:
         for process, actor in held:
             process.actor = actor

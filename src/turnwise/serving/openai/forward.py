@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote_from_bytes
 
 import aiohttp
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
+from turnwise.errors import TurnwiseError, describe_error
 from turnwise.serving.openai.middleware import read_body, refuse
 
 if TYPE_CHECKING:
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 10.0
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}
 _OF_REQUEST = {*_OF_CONNECTION, "content-length", "host"}
+_OF_ANSWER = {*_OF_CONNECTION, "date", "server"}
 """Headers that concern one connection, so that they are not forwarded."""
 _IN_URL = "%/?:@!$&'()*+,;=~[]"
 """Characters that a request's target keeps, beside letters and digits."""
+
+
+class _NoAnswerError(TurnwiseError):
+    """A request was not answered."""
 
 
 class ForwardSessions:
@@ -42,19 +48,39 @@ class ForwardSessions:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
+        name = ""
         if path.startswith("/sessions/"):
             name = path.removeprefix("/sessions/").partition("/")[0]
-        else:
+        elif path.startswith("/v1/"):
             name = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1")
-        if (base_url := self._processes.url_of(name)) is None or path[:1] != "/":
+        if (place := self._processes.place_of(name)) is None:
             await self._app(scope, receive, send)
         elif (body := await read_body(receive)) is not None:
-            await self._forward(base_url.removesuffix("/v1"), name, body, scope, receive, send)
+            base_url, lost = place
+            address = base_url.removesuffix("/v1")
+            try:
+                await self._forward(address, lost, body, scope, receive, send)
+            except _NoAnswerError as error:
+                await refuse(send, 502, f"the process of session {name} does not answer: {error}")
 
     async def _forward(
-        self, address: str, name: str, body: bytes, scope: Scope, receive: Receive, send: Send
+        self,
+        address: str,
+        lost: "asyncio.Future[str]",
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        """Send a request to an address, and its answer back, until the client disconnects."""
+        """Send a request to an address, and its answer back, until the client disconnects.
+
+        Args:
+            lost: Set when no answer will come.
+
+        Raises:
+            _NoAnswerError: when the answer did not begin.
+            ClientError: when it broke off.
+        """
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
             connector = aiohttp.TCPConnector(limit=0)
@@ -78,8 +104,8 @@ class ForwardSessions:
                 allow_redirects=False,
             ) as answer:
                 headers = [
-                    (key.encode("latin-1"), value.encode("latin-1"))
-                    for key, value in _own(answer.raw_headers, _OF_CONNECTION)
+                    (key.encode(), value.encode())
+                    for key, value in _own(answer.raw_headers, _OF_ANSWER)
                 ]
                 start = {"type": "http.response.start", "status": answer.status}
                 started = True
@@ -88,16 +114,20 @@ class ForwardSessions:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-        relayed = asyncio.ensure_future(relay(self._client))
+        relayed: asyncio.Future[None] = asyncio.ensure_future(relay(self._client))
         left = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait({relayed, left}, return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[None] | asyncio.Future[Message] | asyncio.Future[str]]
+            ends = [relayed, left, lost]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if relayed.done():
                 relayed.result()
+            elif lost.done():
+                raise aiohttp.ClientConnectionError(lost.result())
         except aiohttp.ClientError as error:
             if started:
                 raise
-            await refuse(send, 502, f"the process of session {name} does not answer: {error}")
+            raise _NoAnswerError(describe_error(error)) from error
         finally:
             relayed.cancel()
             left.cancel()
@@ -110,5 +140,13 @@ class ForwardSessions:
 
 def _own(headers: Iterable[tuple[bytes, bytes]], left_out: Set[str]) -> list[tuple[str, str]]:
     """Return the headers of an HTTP message that are not among `left_out`."""
-    pairs = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in headers)
+    pairs = ((_text(key), _text(value)) for key, value in headers)
     return [pair for pair in pairs if pair[0].lower() not in left_out]
+
+
+def _text(header: bytes) -> str:
+    """Decode a header as aiohttp encodes it."""
+    try:
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("latin-1")

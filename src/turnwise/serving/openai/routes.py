@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from turnwise.chat.session import NAME_PATTERN, Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
 from turnwise.trajectory import MAX_REWARD
@@ -119,6 +119,8 @@ def add_routes(
             session = store.open(name, training=training, group=group)
         except InputError as error:
             raise HTTPException(409, str(error)) from None
+        except TurnwiseError as error:
+            raise HTTPException(503, str(error)) from None
         return {**session.describe(), **both_urls(url(session.id))}
 
     @router.post("/sessions/{session_id}/v1/sessions", status_code=201)

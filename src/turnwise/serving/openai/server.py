@@ -5,7 +5,6 @@ routes of `routes`. The server runs on the event loop of the engine that it serv
 """
 
 import asyncio
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from turnwise.config import Config
 from turnwise.core.aio import freeze_gc
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
+from turnwise.serving.api_key import api_key
 from turnwise.serving.openai.address import QUEUE, listen, reachable
 from turnwise.serving.openai.connections import Connection
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
@@ -85,6 +85,8 @@ class OpenAIServer:
         self.requests: Counter[str] = Counter() if processes is None else processes.requests
         """HTTP requests, by status or event; with those of `processes`."""
         self._processes = processes
+        if processes is not None:
+            processes.store = self.sessions
         self._forwarding: ForwardSessions | None = None
         self._config = config
         self._generator = generator
@@ -159,7 +161,7 @@ class OpenAIServer:
             processes=processes,
         )
         app.state.server = self  # vLLM's error handler reads it
-        key = serving.api_key or os.environ.get("TURNWISE_API_KEY")
+        key = api_key(self._config)
         direct = DirectChat(app, self._config, self._generator)
         inner = RetryDeduplicator(SessionMiddleware(direct, store, counts), counts)
         self._forwarding = ForwardSessions(inner, processes)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import ray
+
 from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
@@ -13,6 +15,10 @@ from turnwise.serving.scheduler_process import Report, SchedulerProcess
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
+
+
+LOST = "was lost when its process died"
+"""End of a session, after "the session NAME"."""
 
 
 class SessionProcess(SchedulerProcess):
@@ -25,8 +31,8 @@ class SessionProcess(SchedulerProcess):
         super().__init__(config)
         self._counted_requests: Counter[str] = Counter()
 
-    async def start(self, port: int, lost: Sequence[str]) -> str:
-        """Start the server, and return its base URL.
+    async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
+        """Start the server, and return its base URL and the id of its node.
 
         Args:
             port: Port to listen on; 0 takes a free one.
@@ -38,8 +44,10 @@ class SessionProcess(SchedulerProcess):
         """
         logs.follow()
         self._server: OpenAIServer = (await import_server())(self.config, self.scheduler, port)
-        self._server.sessions.refuse(lost, "was lost when its process died")
-        return await self._server.start()
+        self._server.sessions.refuse(lost, LOST)
+        self._server.sessions.changes = {}
+        base_url = await self._server.start()
+        return base_url, ray.get_runtime_context().get_node_id()
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
         """Open a session and describe it, with its URLs.
@@ -59,7 +67,8 @@ class SessionProcess(SchedulerProcess):
         report = await super().report()
         counts = Counter(self._server.requests)
         report.requests = counts - self._counted_requests
-        report.sessions = len(self._server.sessions)
+        store = self._server.sessions
+        report.sessions, store.changes = store.changes or {}, {}
         self._counted_requests = counts
         return report
 
