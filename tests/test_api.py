@@ -187,6 +187,7 @@ def test_ten_lines_train_a_class_of_the_script_itself(
     assert all(t.problem_id.startswith("data:") for t in trajectories)
 
 
+@pytest.mark.slow  # calls from a loop, without a run: core/test_loop_thread.py
 def test_a_running_event_loop_is_no_obstacle(
     model_path: str, keys: dict[str, object], tmp_path: Path
 ) -> None:

@@ -195,7 +195,8 @@ def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
             assert two[key] == expected, (one["step"], key)
 
 
-@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow  # a killed rank alone: training/test_trainer_group.py
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
     file: Path, tmp_path: Path, restarts: int
 ) -> None:

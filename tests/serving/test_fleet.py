@@ -207,7 +207,9 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
         assert slot.restarts <= most
 
 
-@pytest.mark.parametrize("in_flight", ["drain", "abort", "keep"])
+@pytest.mark.parametrize(
+    "in_flight", ["drain", pytest.param("abort", marks=pytest.mark.slow), "keep"]
+)
 async def test_every_token_carries_the_version_that_sampled_it(
     fleet: tuple[Config, AsyncLLMServerManager], model_path: str, in_flight: Any
 ) -> None:

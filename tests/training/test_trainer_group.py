@@ -53,7 +53,10 @@ def make_policy(
     return make
 
 
-@pytest.mark.parametrize("algorithm", [{}, HARD], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param({}, id="grpo", marks=pytest.mark.slow), pytest.param(HARD, id="ppo")],
+)
 async def test_two_ranks_do_what_one_does(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
