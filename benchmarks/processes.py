@@ -6,9 +6,9 @@ of Turnwise itself: prompts, templates, parser, tools, scheduler, trajectories. 
 driver (`rollout.processes: 1`). With two, the driver receives the finished groups from them.
 
 Then sessions of clients over HTTP (`serving.session_processes`): conversations of three requests,
-64 at a time. Their client, which is in the driver, takes more than a third of two cores, so that
-two processes cannot answer twice as much there. What shows whether they would elsewhere is the
-processor time of a request in the processes.
+64 at a time. Their client, which is in the driver, shares the two cores, so that two processes
+cannot answer twice as much there. What shows whether they would elsewhere is the processor time of
+a request in the processes.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from benchmarks.rollouts import TURNS, configuration, make_problems
 from turnwise.chat.template import load_tokenizer
+from turnwise.config import Config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
@@ -73,24 +74,33 @@ class FreeEngine:
         return await collect(self.stream(*arguments, **keywords), self.name)
 
 
-class FreeProcess(RolloutProcess):
+class FreeEngines:
+    """A base class that gives a process such engines."""
+
+    def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
+        return engine_of(name)
+
+
+class FreeProcess(FreeEngines, RolloutProcess):
     """A rollout process with such engines."""
 
-    def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
-        return engine_of(name)
 
-
-class FreeSessions(SessionProcess):
+class FreeSessions(FreeEngines, SessionProcess):
     """A process for sessions with such engines."""
-
-    def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
-        return engine_of(name)
 
 
 def engine_of(name: str) -> Engine:
     engine: Any = FreeEngine(name)
     found: Engine = engine
     return found
+
+
+def scheduler_of(config: Config) -> Scheduler:
+    """Return a scheduler of such engines."""
+    scheduler = Scheduler(config.serving, 60.0)
+    for index in range(ENGINES):
+        scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
+    return scheduler
 
 
 async def turns_per_second(run_group: RunGroup, seconds: float) -> float:
@@ -122,9 +132,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[list[float],
     config = config.model_copy(
         update={"rollout": config.rollout.model_copy(update=rollout), "output_dir": str(path)}
     )
-    scheduler = Scheduler(config.serving, 60.0)
-    for index in range(ENGINES):
-        scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
+    scheduler = scheduler_of(config)
     runner = Runner(config, load_tokenizer(config))
     _ = runner.tool_parser
     processes = RolloutProcesses(config, scheduler, process_class=FreeProcess)
@@ -193,9 +201,7 @@ async def measure_sessions(
 ) -> tuple[list[float], list[float]]:
     """Return milliseconds with one session process and with two, round by round."""
     config = configuration(path, IN_FLIGHT)
-    scheduler = Scheduler(config.serving, 60.0)
-    for index in range(ENGINES):
-        scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
+    scheduler = scheduler_of(config)
     async with AsyncExitStack() as stack:
         urls = []
         for count in (1, 2):

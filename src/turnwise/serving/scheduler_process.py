@@ -55,9 +55,9 @@ class Report:
     excused: list[str] = field(default_factory=list)
     """Workers whose death a single request caused."""
     sessions: dict[str, str] = field(default_factory=dict)
-    """Sessions of the process's server that began ("") or ended (why), by name."""
+    """Sessions of clients that began ("") or ended (why), by name; of a `SessionProcess` only."""
     requests: Counter[str] = field(default_factory=Counter)
-    """Requests of the process's server, by status or event, to add to the driver's."""
+    """Requests of clients, by status or event; of a `SessionProcess` only."""
 
 
 class SchedulerProcess:

@@ -11,6 +11,7 @@ processes would choose the same ones (`python -m benchmarks.scale`).
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -51,14 +52,12 @@ class Process:
     watching: "asyncio.Task[None] | None" = None
 
 
-class SchedulerProcesses:
+class SchedulerProcesses(ABC):
     """The base class of their owners; a `Follower` of the driver's scheduler.
 
     Args:
         scheduler: Scheduler of the engines.
         names: Names of the processes, for logs and errors.
-
-    A subclass creates the actors (`create`).
     """
 
     def __init__(self, config: Config, scheduler: Scheduler, names: list[str]) -> None:
@@ -73,9 +72,9 @@ class SchedulerProcesses:
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
 
+    @abstractmethod
     def create(self, process: Process) -> ActorHandle:
         """Start the actor of a process, without waiting for it."""
-        raise NotImplementedError
 
     async def start_actor(self, process: Process, actor: ActorHandle) -> None:
         """Call the `start` of a new actor."""
@@ -154,10 +153,11 @@ class SchedulerProcesses:
                 supervisor.report_failure(why)
 
     def forget(self, process: Process) -> None:
-        """Handle the loss of what a process had in hand; called before it is restarted."""
+        """Forget what a process had in hand; called when it is lost, before its restart."""
+        process.loads = {}
 
     async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
-        process.actor, process.loads = None, {}
+        process.actor = None
         process.lost.set_result(why)
         actor.kill()
         self.forget(process)

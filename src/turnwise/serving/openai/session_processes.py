@@ -118,6 +118,7 @@ class SessionProcesses(SchedulerProcesses):
             process.restarts = 0
 
     def forget(self, process: Process) -> None:
+        super().forget(process)
         names = [name for name, owner in self._owners.items() if owner is process]
         for name in names:
             self._take_away(name)
