@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+from turnwise.trajectory.segments import SegmentEncoder, segment_starts
 from turnwise.trajectory.trajectory import Message
 
 if TYPE_CHECKING:
@@ -233,7 +234,12 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         backend = type(backend).from_str(backend.to_str())
         backend.no_truncation()
         backend.no_padding()
-        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+        def encode_fast(text: str) -> list[int]:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+
+        starts = segment_starts(backend.get_added_tokens_decoder())
+        return encode_fast if starts is None else SegmentEncoder(encode_fast, starts)
     lock = threading.Lock()
 
     def encode(text: str) -> list[int]:
