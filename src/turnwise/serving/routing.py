@@ -125,7 +125,7 @@ class Router:
         loads_W, averages_W, count = self._loads_W, self._averages_W, len(self.usable)
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
         self._choices += 1
-        if self._choices >= _COMPARED * count:
+        if count > 1 and self._choices >= _COMPARED * count:
             self._compare_speeds()
         mean = self._mean(loads_W)
         bound = self._overload * mean + _SLACK

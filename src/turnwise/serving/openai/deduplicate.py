@@ -17,10 +17,8 @@ class _Running:
     task: "asyncio.Task[None] | None" = None
     sent: list[Message] = field(default_factory=list)
     """The answer so far."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the answer grows, and then replaced by a new event."""
-    listeners: int = 0
-    """Number of waiting clients."""
+    listeners: "set[asyncio.Event]" = field(default_factory=set)
+    """An event for each waiting client, set when the answer grows or ends."""
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last client has disconnected."""
     alone: bool = True
@@ -28,8 +26,11 @@ class _Running:
 
     def add(self, message: Message) -> None:
         self.sent.append(message)
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        self.wake()
+
+    def wake(self) -> None:
+        for listener in self.listeners:
+            listener.set()
 
 
 class RetryDeduplicator:
@@ -100,7 +101,7 @@ class RetryDeduplicator:
         await self._app(scope, receive, send)
 
     def _forget(self, key: bytes, running: _Running) -> None:
-        running.changed.set()
+        running.wake()
         if self._running.get(key) is running:
             del self._running[key]
 
@@ -113,8 +114,10 @@ def _conversation(path: str, headers: dict[bytes, bytes]) -> bytes:
 
 async def _relay(running: _Running, receive: Receive, send: Send) -> None:
     """Send the answer so far, then the rest as it arrives, until the client disconnects."""
-    running.listeners += 1
+    changed = asyncio.Event()
+    running.listeners.add(changed)
     left = asyncio.ensure_future(receive())
+    left.add_done_callback(lambda _: changed.set())
     done = 0
     try:
         while not left.done():
@@ -128,11 +131,10 @@ async def _relay(running: _Running, receive: Receive, send: Send) -> None:
             if running.task.done():
                 running.task.result()
                 return
-            changed = asyncio.create_task(running.changed.wait())
-            await asyncio.wait({left, changed}, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            await changed.wait()
+            changed.clear()
     finally:
         left.cancel()
-        running.listeners -= 1
+        running.listeners.discard(changed)
         if not running.listeners:
             running.abandoned.set()

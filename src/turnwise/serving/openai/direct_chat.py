@@ -343,14 +343,16 @@ async def _unless_gone(
     """Return the answer; None if the client disconnects first, which cancels the work."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
+    gone.add_done_callback(lambda _: working.cancel())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await working
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if gone.done() and task is not None and not task.cancelling():
+            return None
+        raise
     finally:
         gone.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
 
 
 def _json(tree: JsonObject) -> bytes:
