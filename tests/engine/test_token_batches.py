@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.engine import vllm_api as vllm
-from turnwise.engine.token_batches import TokenBatches
+from turnwise.engine.token_batches import TIMES, TokenBatches
 
 INTERVAL = 4
 
@@ -77,6 +77,22 @@ def test_held_tokens_are_released_under_their_version() -> None:
     new = step(output(3, finish_reason=0), version="4")
     batches.collect(new)
     assert tokens(new) == [[3]]
+
+
+def test_tokens_that_waited_bring_their_times_along() -> None:
+    batches = TokenBatches(requests(), timed=True)
+    sent = []
+    for token in range(1, 8):
+        outputs = step(output(token, finish_reason=0 if token == 7 else None))
+        outputs[5].timestamp = token / 8
+        batches.collect(outputs)
+        sent += [each for made in outputs.values() for each in made.outputs]
+    assert [each.new_token_ids for each in sent] == [[1, 2, 3, 4], [5, 6], [7]]
+    assert [(each.kv_transfer_params or {}).get(TIMES) for each in sent] == [
+        [1 / 8, 2 / 8, 3 / 8, 4 / 8],
+        [5 / 8, 6 / 8],
+        None,
+    ]
 
 
 def test_some_requests_get_each_token_at_once() -> None:

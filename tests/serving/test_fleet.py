@@ -87,7 +87,7 @@ async def test_metrics_show_every_engines_own_statistics(
                         told |= {
                             s.labels["worker"]: s.value
                             for s in family.samples
-                            if s.name in (family.name, f"{family.name}_total")
+                            if s.name.removeprefix(family.name) in ("", "_total", "_count")
                         }
                 if families["turnwise_worker_metrics"] == expected:
                     return families[metric]
@@ -96,13 +96,16 @@ async def test_metrics_show_every_engines_own_statistics(
         async with httpx.AsyncClient(base_url=root, timeout=60) as http:
             before = await values(http, "vllm:generation_tokens", names)
             assert sorted(before) == sorted(names)
-            for engine, count in zip(manager.engines, (7, 13), strict=True):
+            waits = await values(http, "vllm:inter_token_latency_seconds", names)
+            for engine, count in zip(manager.engines, (7, 45), strict=True):
                 exact = SamplingConfig(max_tokens=count, ignore_eos=True)
                 counted = await engine.generate([5, 6, 7], exact, f"counted-{engine.name}")
                 assert counted.queued is not None
                 assert counted.queued >= 0
             after = await values(http, "vllm:generation_tokens", names)
-            assert [after[name] - before[name] for name in names] == [7, 13]
+            assert [after[name] - before[name] for name in names] == [7, 45]
+            waited = await values(http, "vllm:inter_token_latency_seconds", names)
+            assert [waited[name] - waits[name] for name in names] == [6, 44]  # of every token
             assert sorted(await values(http, "turnwise_worker_up", names)) == sorted(names)
             os.kill(manager.engines[0].pid, signal.SIGSTOP)
             try:

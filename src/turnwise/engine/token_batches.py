@@ -6,7 +6,8 @@ saves both most of that work. `vllm_api`, which each process of an engine import
 
 A request's first token and its end are sent at once, as before. All collected tokens are sent
 before the process handles anything but a new request: before a pause, an abort or an update, so
-that they keep the version of the weights that sampled them.
+that they keep the version of the weights that sampled them. If vLLM's statistics are collected,
+tokens that waited bring their times along.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from turnwise.engine.vllm_api import EngineCoreOutput, EngineCoreOutputs, Request
 
+TIMES = "turnwise_times"
+"""Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's
+monotonic clock."""
 _UNHELD = (
     "finish_reason",
     "prefill_stats",  # comes with the first token
@@ -41,15 +45,19 @@ class TokenBatches:
 
     Args:
         requests: The scheduler's requests, by id.
+        timed: Whether vLLM's statistics are collected.
 
     Example:
         batches = TokenBatches(core.scheduler.requests)
         batches.collect(step)
     """
 
-    def __init__(self, requests: "Mapping[str, Request]") -> None:
+    def __init__(self, requests: "Mapping[str, Request]", timed: bool = False) -> None:
         self._requests = requests
+        self._timed = timed
         self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._times: dict[str, list[float]] = {}
+        """The time of each output in `_held`."""
         self._clients: dict[str, int] = {}
         """Number of the client of each request in `_held`."""
         self._version: str | None = None
@@ -64,7 +72,9 @@ class TokenBatches:
         for client, outputs in list(step.items()):
             self._version = outputs.weight_version
             outputs.outputs = [
-                sent for output in outputs.outputs for sent in self._due(client, output)
+                sent
+                for output in outputs.outputs
+                for sent in self._due(client, output, outputs.timestamp)
             ]
             if not (outputs.outputs or outputs.scheduler_stats or outputs.finished_requests):
                 del step[client]
@@ -77,33 +87,36 @@ class TokenBatches:
         """
         from turnwise.engine import vllm_api as vllm  # imports this module
 
-        for request_id, held in self._held.items():
-            outputs = vllm.EngineCoreOutputs(outputs=[_joined(held)], weight_version=self._version)
-            send((self._clients[request_id], outputs))
-        self._held.clear()
-        self._clients.clear()
+        for request_id, client in list(self._clients.items()):
+            outputs = [self._take(request_id)]
+            send((client, vllm.EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
 
-    def _due(self, client: int, output: "EngineCoreOutput") -> "list[EngineCoreOutput]":
+    def _due(
+        self, client: int, output: "EngineCoreOutput", time: float
+    ) -> "list[EngineCoreOutput]":
         """Return what has to be sent now that this output has come."""
         request_id = output.request_id
         held = self._held.get(request_id)
         interval = self._interval(output)
         if interval == 1:
-            if held is None:
-                return [output]
-            self._drop(request_id)
-            return [_joined(held), output]
+            return [output] if held is None else [self._take(request_id), output]
         if held is None:
             held = self._held[request_id] = []
+            self._times[request_id] = []
             self._clients[request_id] = client
         held.append(output)
+        self._times[request_id].append(time)
         if sum(len(each.new_token_ids) for each in held) < interval:
             return []
-        self._drop(request_id)
-        return [_joined(held)]
+        return [self._take(request_id)]
 
-    def _drop(self, request_id: str) -> None:
-        del self._held[request_id], self._clients[request_id]
+    def _take(self, request_id: str) -> "EngineCoreOutput":
+        """Remove a request's held tokens, and return them as one output."""
+        del self._clients[request_id]
+        joined, times = _joined(self._held.pop(request_id)), self._times.pop(request_id)
+        if self._timed:
+            joined.kv_transfer_params = {TIMES: times}
+        return joined
 
     def _interval(self, output: "EngineCoreOutput") -> int:
         """Return the number of tokens after which a request's are sent; 1 sends this at once."""

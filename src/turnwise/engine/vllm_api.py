@@ -44,7 +44,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensInput, tokens_input
 from vllm.logprobs import PromptLogprobs
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -64,15 +64,22 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessorOutput
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 from vllm.v1.sample import sampler
@@ -181,18 +188,14 @@ def capture_experts(runner: "CPUModelRunner") -> None:
 
 
 def _collect_tokens() -> None:
-    """Let the process of every engine send several tokens of a request together.
-
-    Not with vLLM's statistics, which count the outputs of each step.
-    """
+    """Let the process of every engine send several tokens of a request together."""
     attach, handle = EngineCoreProc._attach_weight_version, EngineCoreProc._handle_client_request
 
     def attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
         attach(self, outputs)
-        if not self.log_stats:
-            if not hasattr(self, "token_batches"):
-                self.token_batches = TokenBatches(self.scheduler.requests)
-            self.token_batches.collect(outputs)
+        if not hasattr(self, "token_batches"):
+            self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
+        self.token_batches.collect(outputs)
 
     def handle_client_request(
         self: EngineCoreProc, kind: EngineCoreRequestType, request: object
@@ -246,9 +249,11 @@ __all__ = [
     "ChatCompletionRequest",
     "EngineCoreOutput",
     "EngineCoreOutputs",
+    "EngineCoreRequest",
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
+    "IterationStats",
     "LRUCacheWorkerLoRAManager",
     "LoRALayerWeights",
     "LoRAModel",
@@ -258,6 +263,7 @@ __all__ = [
     "LogitsProcessorWithLoRA",
     "LogprobsLists",
     "MultiprocExecutor",
+    "OutputProcessorOutput",
     "PEFTHelper",
     "ParallelLMHead",
     "PrometheusStatLogger",
@@ -265,7 +271,9 @@ __all__ = [
     "Request",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestStateStats",
     "SamplingParams",
+    "TokensInput",
     "ToolParserManager",
     "VLLMValidationError",
     "VllmConfig",

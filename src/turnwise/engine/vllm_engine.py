@@ -7,8 +7,8 @@ and top-k), the one that the tokens were drawn from.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
@@ -32,6 +32,7 @@ from turnwise.engine.protocol import (
     Sampling,
     collect,
 )
+from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.vllm_requests import make_chunk, read_prompt_logprobs, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
 from turnwise.engine.vllm_updates import UpdatableEngine
@@ -115,6 +116,7 @@ class VllmEngine(UpdatableEngine):
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])
         self._llm = start_llm(model.path, arguments, bool(engine.metrics))
+        self._streams = TokenStreams(self._llm, self._clock)
 
     async def generate(
         self,
@@ -137,22 +139,19 @@ class VllmEngine(UpdatableEngine):
         route: Route | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         params = sampling_params(sampling, seed)
-        interval, few = params.stream_interval or 1, None
         await self._settle_processors(params, request_id)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         name = route.adapter if route is not None else POLICY
-        with self._adapters.using(name, request_id) as adapter:
-            pieces = self._chunks(prompt_token_ids, params, request_id, adapter)
+        run = self._token_chunks if self._streams.take(params) else self._frontend_chunks
+        with self._adapters.using(name, request_id) as adapter, self._running(request_id):
+            pieces = run(list(prompt_token_ids), params, request_id, adapter)
             async with aclosing(pieces) as chunks:
                 async for chunk in chunks:
-                    whole = chunk if few is None else few + chunk
-                    # vLLM returns the first token at once, whatever the interval is.
-                    if whole.finish_reason is None and len(whole.token_ids) < interval:
-                        few = whole
-                    else:
-                        few = None
-                        yield whole
+                    if is_unsampled(chunk.logprobs):
+                        who = f"request {request_id} on {self.name}"
+                        raise failed(who, await self._processor_failure(request_id))
+                    yield chunk
 
     async def load_adapters(self) -> None:
         """Load the adapters, before the first request unless they are loaded already.
@@ -174,52 +173,13 @@ class VllmEngine(UpdatableEngine):
                 del self._unloaded[name]
             self._ready = True
 
-    async def _chunks(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: "SamplingParams",
-        request_id: str,
-        adapter: LoadedAdapter | None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield vLLM's chunks of a request; fails when the engine samples no token of any."""
+    @contextmanager
+    def _running(self, request_id: str) -> Iterator[None]:
+        """Count a request, and raise vLLM's errors as ours."""
         vllm = self._vllm
-        prompt = vllm.tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt)
-        sampled = 0
-        first: float | None = None
-        prompt_logprobs: list[float | None] | None = None
         self._pending.add(request_id)
-        stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
-        lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
-        stream = self._llm.generate(prompt, params, request_id, lora_request=lora)
         try:
-            async with aclosing(stream) as outputs:
-                while True:
-                    async with self._clock.watching(stalled, "engine.request_timeout"):
-                        output = await anext(outputs, None)
-                    self._clock.moved()
-                    if output is None:
-                        return
-                    if output.prompt_logprobs:
-                        prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
-                    piece = output.outputs[0]
-                    finished = piece.finish_reason is not None
-                    labels = versions or (
-                        piece.weight_versions
-                        if finished
-                        else vllm.weight_versions_so_far(self._llm, request_id)
-                    )
-                    now = time.monotonic()
-                    if first is None and piece.token_ids:
-                        first = now
-                    age = None if first is None else now - first
-                    chunk = make_chunk(output, labels or (), sampled, prompt_logprobs, age)
-                    if is_unsampled(chunk.logprobs):
-                        name = f"request {request_id} on {self.name}"
-                        raise failed(name, await self._processor_failure(request_id))
-                    yield chunk
-                    sampled += len(piece.token_ids)
-                    if finished:
-                        return
+            yield
         except vllm.EngineDeadError as error:
             raise EngineError(f"{self.name} died during request {request_id}") from error
         except vllm.EngineGenerateError as error:
@@ -229,6 +189,75 @@ class VllmEngine(UpdatableEngine):
             raise InputError(f"{self.name} refused {request_id}: {error}") from error
         finally:
             self._pending.discard(request_id)
+
+    def _moving(self, request_id: str) -> AbstractAsyncContextManager[object]:
+        """Raise `DeadlineError` from a request's wait when the engine samples no token of any."""
+        stalled = f"{self.name}, with request {request_id} waiting, sampled no token"
+        return self._clock.watching(stalled, "engine.request_timeout")
+
+    async def _token_chunks(
+        self,
+        prompt: list[int],
+        params: "SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of a request of nothing but tokens."""
+        inputs = self._vllm.tokens_input(prompt, cache_salt=self._cache_salt)
+        stream = await self._streams.open(inputs, params, request_id, adapter)
+        try:
+            finished = False
+            while not finished:
+                async with self._moving(request_id):
+                    chunk = await stream.next()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            await self._streams.close(stream)
+
+    async def _frontend_chunks(
+        self,
+        prompt: list[int],
+        params: "SamplingParams",
+        request_id: str,
+        adapter: LoadedAdapter | None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of a request that needs vLLM's frontend, which gets every token."""
+        vllm = self._vllm
+        interval, params.stream_interval = params.stream_interval or 1, 1
+        inputs = vllm.tokens_input(prompt, cache_salt=self._cache_salt)
+        sampled, few = 0, None
+        first: float | None = None
+        prompt_logprobs: list[float | None] | None = None
+        lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
+        stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
+        async with aclosing(stream) as outputs:
+            while True:
+                async with self._moving(request_id):
+                    output = await anext(outputs, None)
+                if output is None:
+                    return
+                if output.prompt_logprobs:
+                    prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
+                piece = output.outputs[0]
+                finished = piece.finish_reason is not None
+                labels = versions or (
+                    piece.weight_versions
+                    if finished
+                    else vllm.weight_versions_so_far(self._llm, request_id)
+                )
+                now = time.monotonic()
+                if first is None and piece.token_ids:
+                    first = now
+                age = None if first is None else now - first
+                chunk = make_chunk(output, labels or (), sampled, prompt_logprobs, age)
+                sampled += len(piece.token_ids)
+                few = chunk if few is None else few + chunk
+                if finished or len(few.token_ids) >= interval:
+                    yield few
+                    few = None
+                if finished:
+                    return
 
     async def _settle_processors(self, params: "SamplingParams", request_id: str) -> None:
         """Check the logits processors that a request names, before it reaches the engine.

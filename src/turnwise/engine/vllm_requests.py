@@ -87,7 +87,7 @@ def make_chunk(
         raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
     end = start + len(token_ids)
     versions = [
-        _version(span.version)
+        version_of(span.version)
         for span in labels
         for _ in range(max(span.start, start), min(span.end, end))
     ]
@@ -124,6 +124,6 @@ def read_prompt_logprobs(positions: "PromptLogprobs") -> list[float | None]:
     return [next(iter(p.values())).logprob if p else None for p in positions]
 
 
-def _version(label: str) -> int:
+def version_of(label: str) -> int:
     """Return a label as a number; "default" is vLLM's label for weights that it loaded itself."""
     return 0 if label == "default" else int(label)

@@ -18,6 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
 from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import PAUSE_MODES, InFlight, WeightUpdate
+from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.worker_calls import call_workers
 from turnwise.errors import EngineError, WeightUpdateError, text_of
 
@@ -42,6 +43,7 @@ class UpdatableEngine:
     _timeout: float
     _clock: StallClock
     _adapters: AdapterTable
+    _streams: TokenStreams
     _cache_salt: str | None
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
@@ -160,14 +162,18 @@ class UpdatableEngine:
             await self._drop(old)
         if in_flight == "abort":
             for old in self._adapters.older:
-                await self._llm.abort(list(old.users))
+                await self._abort(old)
         return loaded
 
     async def _drop(self, adapter: LoadedAdapter) -> None:
         """Abort the requests of an adapter, and remove it, in this order: vLLM cannot compute a
         request whose adapter is missing."""
-        await self._llm.abort(list(adapter.users))
+        await self._abort(adapter)
         await self._ask("remove_adapter", adapter.number)
+
+    async def _abort(self, adapter: LoadedAdapter) -> None:
+        await self._streams.abort(adapter.users)
+        await self._llm.abort(list(adapter.users))
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
         return await call_workers(self._llm, self.name, method, *args)
