@@ -82,7 +82,8 @@ def main() -> None:
             )
 
         def rendered() -> Any:
-            return template.render([*messages, turn, *results])  # noqa: B023
+            text = template.render_text([*messages, turn, *results])  # noqa: B023
+            return template.tokenizer.encode(text, add_special_tokens=False)  # no cache of ours
 
         assert bridged().token_ids == rendered(), "the bridge and the template differ"
         bridges.append(microseconds(bridged, repeats))
