@@ -38,6 +38,27 @@ else:
     holds_the_interpreter()
 """
 
+RELEASES = """
+import ctypes, faulthandler, os, sys, time
+from pathlib import Path
+from turnwise.core import stacks
+
+write = faulthandler.dump_traceback
+
+def never_ends(file, all_threads):
+    write(file, all_threads=all_threads)
+    time.sleep(600)
+
+def holds_the_interpreter_until_a_signal():
+    os.write(1, b"ready\\n")
+    ctypes.PyDLL(None).sleep(600)
+    sys.stdin.read()
+
+faulthandler.dump_traceback = never_ends
+stacks.register(Path(sys.argv[1]), "worker-9")
+holds_the_interpreter_until_a_signal()
+"""
+
 MANY = """
 import os, sys, threading
 from pathlib import Path
@@ -104,12 +125,17 @@ def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fo
     assert program.poll() is None
 
 
+def test_a_process_that_begins_a_second_answer_shows_each_thread_once(tmp_path: Path) -> None:
+    with started(RELEASES, tmp_path, 1) as process:
+        [found] = collect(tmp_path, 8.0)
+        [stack] = found.stacks
+        assert (found.pid, stack.splitlines()[0], found.flaw) == (process.pid, "1 thread:", "")
+
+
 async def collect_while_stopped(folder: Path, pid: int) -> tuple[list[ProcessStacks], bool]:
     """The stacks of a process that is stopped while it writes them, and whether that succeeded."""
-    [file] = stacks_folder(folder).glob(f"*-{pid}.txt")
-    before = file.stat().st_size
     collecting = asyncio.create_task(run_in_thread(lambda: collect(folder, 60.0)))
-    while file.stat().st_size == before:
+    while not [*stacks_folder(folder).glob(f"*-{pid}.unfinished")] and not collecting.done():
         await asyncio.sleep(0)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(0.3)  # some of the pauses of `collect`

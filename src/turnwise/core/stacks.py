@@ -2,10 +2,11 @@
 
 A process that calls `register` writes the stacks of its threads to a file of its own in the run
 folder's `logs/stacks/` when it is asked to; so do the processes that it forks. A thread listens on
-a socket and writes while it holds the interpreter's lock. Only a process whose thread does not
-answer, because something else keeps the lock, is sent `SIGNAL`: written from the signal's handler,
-the stacks of threads that run at that moment can be broken, and reading them crashes the process.
-The file is also the proof that the signal is safe: to any other process it would be deadly.
+a socket, writes an answer while it holds the interpreter's lock, and gives the file its name once
+it is whole. Only a process whose thread does not answer, because something else keeps the lock, is
+sent `SIGNAL`: written from the signal's handler, the stacks of threads that run at that moment can
+be broken, and reading them crashes the process. The signal's stacks go to a file that the process
+opened before, which is also the proof that the signal is safe: to others it would be deadly.
 """
 
 import faulthandler
@@ -29,8 +30,8 @@ _SECONDS = 8.0
 """Time for all processes to write; only one that is stopped, or gets no processor, needs it."""
 _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
-_BEGIN, _END = "-- stacks\n", "-- end of the stacks\n"
-"""Lines around what a process's thread writes."""
+_UNFINISHED, _ANSWER = ".unfinished", ".answer"
+"""Suffixes of the file that a process's thread writes, and of the same once it is whole."""
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$")
 """The thread that writes the stacks, which shows nothing of the process."""
 _PAUSE_SECONDS = 0.05
@@ -60,7 +61,9 @@ class _Asked:
                 self.process.send_signal(SIGNAL)
 
     def written(self) -> str:
-        """Return what the process has written since it was asked."""
+        """Return what the process's thread has answered; without that, what the signal wrote."""
+        with suppress(OSError):
+            return self.path.with_suffix(_ANSWER).read_text(errors="replace")
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(self.size)
             return file.read().decode(errors="replace")
@@ -68,7 +71,7 @@ class _Asked:
 
     def done(self) -> bool:
         """Return whether the process has written everything, or has ended."""
-        if _ended(self.process) or self.written().endswith(_END):
+        if _ended(self.process) or self.path.with_suffix(_ANSWER).exists():
             return True
         if self.deaf is None:
             return False
@@ -154,24 +157,22 @@ def _open() -> None:
             _Registered.asks.close()
         _Registered.asks = asks = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         asks.bind(_address(os.getpid(), _start(os.getpid())))
-        threading.Thread(target=_listen, args=(asks,), name="stacks", daemon=True).start()
+        threading.Thread(target=_listen, args=(asks, path), name="stacks", daemon=True).start()
         _Registered.listener = os.getpid()
 
 
-def _listen(asks: socket.socket) -> None:
-    """Write the stacks of all threads each time that a datagram comes."""
+def _listen(asks: socket.socket, path: Path) -> None:
+    """Write the stacks of all threads beside `path` each time that a datagram comes."""
+    unfinished = path.with_suffix(_UNFINISHED)
     while True:
         asks.recv(1)
         with suppress(BlockingIOError):  # requests that came while the lock was kept
             while asks.recv(1, socket.MSG_DONTWAIT):
                 pass
-        if (file := _Registered.file) is not None:
-            with suppress(OSError):  # the disk is full
-                file.write(_BEGIN)
-                file.flush()
+        with suppress(OSError):  # the disk is full
+            with unfinished.open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-                file.write(_END)
-                file.flush()
+            unfinished.replace(path.with_suffix(_ANSWER))
 
 
 def _address(pid: int, started: str) -> str:
@@ -202,9 +203,10 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
             continue
         process = _living(int(pid), started.removeprefix(_STARTED))
         if process is None:
-            path.unlink(missing_ok=True)
+            _remove(path)
             continue
         with suppress(psutil.Error, OSError):
+            path.with_suffix(_ANSWER).unlink(missing_ok=True)  # to an earlier request
             title = " ".join(process.cmdline()).strip()[:80]
             each = _Asked(f"{name}: {title}", path, process, path.stat().st_size)
             asked.append(each)
@@ -272,10 +274,10 @@ def _answers(asked: Sequence[_Asked], seconds: float) -> list[ProcessStacks]:
         time.sleep(_PAUSE_SECONDS)
     answers = []
     for each in asked:
-        stacks = _folded(_one_of(each.written()))
+        stacks = _folded(each.written())
         if not stacks and _ended(each.process):
             with suppress(OSError):
-                each.path.unlink(missing_ok=True)
+                _remove(each.path)
             continue
         flaw = ""
         if each in waited_for:
@@ -308,10 +310,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _one_of(text: str) -> str:
-    """Return the last stacks that the thread wrote whole; without them, those of the signal."""
-    whole, end, _ = text.rpartition(_END)
-    return whole.rpartition(_BEGIN)[2] if end else text.replace(_BEGIN, "")
+def _remove(path: Path) -> None:
+    """Remove the files of a process that has ended."""
+    for suffix in (path.suffix, _ANSWER, _UNFINISHED):
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _folded(text: str) -> list[str]:
