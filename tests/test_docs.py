@@ -197,7 +197,8 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                     assert target in targets, (block, line)
                     for assignment in assignments:
                         variable, equals, _ = assignment.partition("=")
-                        assert equals and variable in variables, (block, line)
+                        assert equals, (block, line)
+                        assert variable in variables, (block, line)
                 case "python", ["-m", module, *_]:
                     assert importlib.util.find_spec(module), (block, line)
                 case "turnwise", [name, *options]:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from turnwise.core.aio import run_in_thread
-from turnwise.core.stacks import ProcessStacks, collect, running, stacks_folder
+from turnwise.core.stacks import ProcessStacks, collect, register, running, stacks_folder
 
 PROGRAM = """
 import ctypes, os, sys
@@ -68,7 +68,7 @@ def waits(depth):
     sys.stdin.read() if depth == 0 else waits(depth - 1)
 
 stacks.register(Path(sys.argv[1]), "worker-8")
-for _ in range(80):
+for _ in range(int(sys.argv[2])):
     threading.Thread(target=waits, args=(90,), daemon=True).start()
 os.write(1, b"ready\\n")
 waits(90)
@@ -76,10 +76,12 @@ waits(90)
 
 
 @contextlib.contextmanager
-def started(text: str, folder: Path, ready: int) -> Iterator[subprocess.Popen[str]]:
+def started(
+    text: str, folder: Path, ready: int, *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
     """A program that says several times that it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-c", text, str(folder)],
+        [sys.executable, "-c", text, str(folder), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -105,7 +107,7 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def many(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process whose stacks take long to write."""
-    with started(MANY, tmp_path, 1) as process:
+    with started(MANY, tmp_path, 1, "80") as process:
         yield process
 
 
@@ -154,6 +156,22 @@ async def test_stacks_are_whole_even_if_the_process_pauses_while_it_writes_them(
         [found], stopped = await collect_while_stopped(tmp_path, many.pid)
         threads = [int(stack.split()[0]) for stack in found.stacks]
         assert (sum(threads), found.flaw) == (81, ""), found.text()[-500:]
+
+
+def test_the_main_thread_is_shown_beside_hundreds_of_others(tmp_path: Path) -> None:
+    with started(MANY, tmp_path, 1, "250"):
+        [found] = collect(tmp_path, 60.0)
+        threads = [int(stack.split()[0]) for stack in found.stacks]
+        assert (sum(threads), found.flaw) == (251, "")
+        assert "in <module>" in found.text()
+
+
+def test_a_process_answers_for_the_run_that_it_registered_last(tmp_path: Path) -> None:
+    for run in (tmp_path / "first", tmp_path / "second"):
+        register(run, "turnwise")
+    [found] = collect(tmp_path / "second", 60.0)
+    assert "in test_a_process_answers_for_the_run_that_it_registered_last" in found.text()
+    assert [*stacks_folder(tmp_path / "second").glob("*.answer")], "the signal answered"
 
 
 def test_the_file_of_a_process_that_ended_is_removed(

@@ -10,13 +10,16 @@ opened before, which is also the proof that the signal is safe: to others it wou
 """
 
 import faulthandler
+import itertools
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,8 @@ _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
 _UNFINISHED, _ANSWER = ".unfinished", ".answer"
 """Suffixes of the file that a process's thread writes, and of the same once it is whole."""
+_MOST_THREADS = _MOST_FRAMES = 100
+"""Numbers of threads, and of frames of each, that `faulthandler` writes."""
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$")
 """The thread that writes the stacks, which shows nothing of the process."""
 _PAUSE_SECONDS = 0.05
@@ -107,6 +112,7 @@ class _Registered:
 
     folder: Path | None = None
     name = ""
+    path: Path | None = None
     file: TextIO | None = None
     asks: socket.socket | None = None
     listener: int | None = None
@@ -150,29 +156,45 @@ def _open() -> None:
         file.write(f"{_Registered.name}\n{_STARTED}{_start(os.getpid())}\n\n")
         file.flush()
         faulthandler.register(SIGNAL, file=file, all_threads=True)
-        _Registered.file = file  # kept open
+        _Registered.path, _Registered.file = path, file  # kept open
         if _Registered.listener == os.getpid():
             return
         if _Registered.asks is not None:  # of the process that forked this one
             _Registered.asks.close()
         _Registered.asks = asks = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         asks.bind(_address(os.getpid(), _start(os.getpid())))
-        threading.Thread(target=_listen, args=(asks, path), name="stacks", daemon=True).start()
+        threading.Thread(target=_listen, args=(asks,), name="stacks", daemon=True).start()
         _Registered.listener = os.getpid()
 
 
-def _listen(asks: socket.socket, path: Path) -> None:
-    """Write the stacks of all threads beside `path` each time that a datagram comes."""
-    unfinished = path.with_suffix(_UNFINISHED)
+def _listen(asks: socket.socket) -> None:
+    """Write the stacks of all threads each time that a datagram comes."""
     while True:
         asks.recv(1)
         with suppress(BlockingIOError):  # requests that came while the lock was kept
             while asks.recv(1, socket.MSG_DONTWAIT):
                 pass
-        with suppress(OSError):  # the disk is full
-            with unfinished.open("w", encoding="utf-8") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-            unfinished.replace(path.with_suffix(_ANSWER))
+        if (path := _Registered.path) is not None:
+            with suppress(OSError):  # the disk is full
+                unfinished = path.with_suffix(_UNFINISHED)
+                with unfinished.open("w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+                    file.writelines(_stacks_after(_MOST_THREADS))
+                unfinished.replace(path.with_suffix(_ANSWER))
+
+
+def _stacks_after(number: int) -> Iterator[str]:
+    """Yield the stacks of the oldest threads, without the newest ones and this one.
+
+    The main thread is the oldest of all.
+    """
+    # The order is that of `dump_traceback`.
+    for thread, frame in itertools.islice(sys._current_frames().items(), number, None):
+        if thread == threading.get_ident():
+            continue
+        yield "\nThread (most recent call first):\n"
+        for each, line in itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES):
+            yield f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}\n'
 
 
 def _address(pid: int, started: str) -> str:
