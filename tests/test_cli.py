@@ -27,7 +27,6 @@ from turnwise.config import Config, dump_config
 from turnwise.core import interrupt
 from turnwise.trajectory import Trajectory, read_jsonl
 
-PLAIN = [sys.executable, "-m", "turnwise.cli"]
 STEP_KEYS = {
     "step",
     "reward_mean",
@@ -233,16 +232,21 @@ class Stuck(Lottery):
         return super().reward(trajectory)
 
 
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sigterm_ends_everything_within_ten_seconds_whatever_user_code_does(
-    file: Path, tmp_path: Path
+    file: Path, own: bool
 ) -> None:
+    """Also if nothing is shared with this session: all that a person's run starts has to end."""
     shared_memory = our_shared_memory()
     mark = Mark()
     running = subprocess.Popen(
-        # Nothing is shared with this session: all that a person's run starts has to end.
-        [*PLAIN, "train", str(file), "environment=tests.test_cli:Stuck", "training.steps=10000"],
+        [
+            *([sys.executable] if own else python()),
+            *("-m", "turnwise.cli", "train", str(file)),
+            *("environment=tests.test_cli:Stuck", "training.steps=10000"),
+        ],
         cwd=ROOT,
-        env=own_environment() | mark.environment,
+        env=(own_environment() if own else command_environment()) | mark.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
