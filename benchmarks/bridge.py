@@ -62,6 +62,7 @@ def main() -> None:
         AutoTokenizer.from_pretrained(options.model) if options.model else build_tokenizer(0)
     )
     template = ChatTemplate(tokenizer, chat_template=source)
+    backend = tokenizer.backend_tokenizer
 
     said = template.encode(text_of(template, 100, "I have to add and call the tool."))
     completion = [*said, template.tokenizer.eos_token_id]
@@ -83,7 +84,7 @@ def main() -> None:
 
         def rendered() -> Any:
             text = template.render_text([*messages, turn, *results])  # noqa: B023
-            return template.tokenizer.encode(text, add_special_tokens=False)  # no cache of ours
+            return list(backend.encode(text, add_special_tokens=False).ids)  # no cache of ours
 
         assert bridged().token_ids == rendered(), "the bridge and the template differ"
         bridges.append(microseconds(bridged, repeats))
