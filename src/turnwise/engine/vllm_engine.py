@@ -340,3 +340,5 @@ class VllmEngine(UpdatableEngine):
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
+        # vLLM calls it again from `__del__`, at the interpreter's end without the modules it needs.
+        self._llm.shutdown = lambda timeout=None: None
