@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,22 @@ class Desk:
         if "until" in self.row:
             assert self.row["until"].wait(300)
         return 1.0
+
+
+class Bench(Desk):
+    """A desk with a tool."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.tools = [self.double]
+
+    def double(self, x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: The number.
+        """
+        return 2 * x
 
 
 @pytest.fixture
@@ -279,6 +295,49 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
         assert (await run({"until": heard[rewards]}, n=2)).dropped == {}, told
         engine = Patient(vocab_size=len(tokenizer), mean_tokens=10**9)
         assert (await run({}, n=3, engine=engine)).dropped == {}, told
+
+
+class Saying(SimulatedEngine):
+    """Says a text again and again."""
+
+    def __init__(self, token_ids: list[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.said = token_ids
+
+    def _sample(
+        self, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], list[float]]:
+        return [*self.said, 0], [-0.1] * (len(self.said) + 1)
+
+
+@pytest.mark.parametrize(
+    ("loop", "parser", "said", "events", "content"),
+    [
+        ("tool_calling", "pythonic", "[double(x=1", 2, "write it again, complete"),
+        ("tool_calling", "hermes", '<tool_call>{"name": "dou', 2, "one JSON object with name and"),
+        ("interleaved", "hermes", '<tool_call>{"name": "dou', 1, ""),
+    ],
+)
+async def test_a_call_that_is_cut_is_answered_and_trained(
+    run: Callable[..., Any],
+    tokenizer: Any,
+    loop: str,
+    parser: str,
+    said: str,
+    events: int,
+    content: str,
+) -> None:
+    engine = Saying(tokenizer.encode(said, add_special_tokens=False), vocab_size=len(tokenizer))
+    group = await run(
+        {}, engine=engine, environment="Bench", loop=loop, tool_parser=parser, max_turns=2
+    )
+    assert group.dropped == {}
+    for trajectory in group.trajectories:
+        assert trajectory.events == {"tool_malformed": events}
+        assert trajectory.reward == 1.0
+        answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+        assert len(answers) == (events if content else 0)
+        assert all(content in answer for answer in answers)
 
 
 async def test_tools_that_run_together_count_once(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
@@ -63,7 +64,8 @@ class ParsedText:
     """Text before the calls; the whole text if there are none."""
     calls: list[ToolCall]
     malformed: bool
-    """True when the text opens a call that cannot be read."""
+    """True when the text begins a call that cannot be read: one that is cut off, or whose
+    arguments are no JSON object. Then no call is returned, so that none runs by halves."""
 
 
 class ToolParser:
@@ -83,18 +85,37 @@ class ToolParser:
     """
 
     def __init__(self, name: str, tokenizer: "Tokenizer") -> None:
+        from transformers import PreTrainedTokenizerBase
+
         from turnwise.engine import vllm_api as vllm  # seconds to import
 
         parser = silence(name)
         self._name = name
+        self._request_type = vllm.ChatCompletionRequest
+        self._type = parser
+        self._tokenizer = tokenizer
+        if isinstance(tokenizer, PreTrainedTokenizerBase):  # it makes its vocabulary at each call
+            self._tokenizer = vllm.get_cached_tokenizer(tokenizer)
         try:
-            self._parser = parser(tokenizer)
+            probe = parser(self._tokenizer)
+            probe.extract_tool_calls("", self._request_type(messages=[]))
+        except NotImplementedError:
+            raise InputError(
+                f"rollout.tool_parser: vLLM's parser {name} reads calls in its server only: use "
+                "loop: agent"
+            ) from None
         except Exception as error:  # each parser raises its own errors
             raise InputError(
                 f"rollout.tool_parser: {name} does not fit the model's tokenizer: {error}"
             ) from error
-        self._start: str | None = getattr(self._parser, "tool_call_start_token", None)
-        self._request_type = vllm.ChatCompletionRequest
+        self._start: str | None = getattr(probe, "tool_call_start_token", None)
+        self._end: str | None = getattr(probe, "tool_call_end_token", None)
+        self._format = format_of(name, probe)
+
+    @property
+    def advice(self) -> str:
+        """Message to the model about a call that cannot be read."""
+        return self._format.advice
 
     def tags(self) -> tuple[str, str]:
         """Return the tags that open and close a call.
@@ -102,24 +123,37 @@ class ToolParser:
         Raises:
             InputError: when the format has no such tags.
         """
-        end: str | None = getattr(self._parser, "tool_call_end_token", None)
-        if not (self._start and end):
+        if not (self._start and self._end):
             raise InputError(
                 f"rollout.tool_parser: {self._name} does not mark where a call ends, which the "
                 "interleaved loop needs; hermes does"
             )
-        return self._start, end
+        return self._start, self._end
 
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
         """Split a finished assistant turn into its text and its calls.
 
+        A call is malformed whatever the parser makes of it: it may raise, take the call for text,
+        or return a part of it. A call without any arguments has the arguments {}.
+
         Args:
             schemas: JSON schemas of the offered tools.
         """
-        if self._start and self._start not in text:
-            return ParsedText(text, [], malformed=False)
-        request = self._request_type(messages=[], tools=list(schemas) or None)
-        found = self._parser.extract_tool_calls(text, request)
-        calls = [ToolCall(c.function.name, c.function.arguments) for c in found.tool_calls]
-        malformed = bool(self._start) and not calls
-        return ParsedText((found.content or "") if calls else text, calls, malformed)
+        content, calls = text, list[ToolCall]()
+        if not self._start or self._start in text:
+            request = self._request_type(messages=[], tools=list(schemas) or None)
+            try:
+                # A parser of its own: some keep state of the texts that they read.
+                found = self._type(self._tokenizer).extract_tool_calls(text, request)
+            except Exception:  # a model's text may be anything, and parsers have their own errors
+                return ParsedText(text, [], malformed=True)
+            calls = [
+                ToolCall(c.function.name, c.function.arguments.strip() or "{}")
+                for c in found.tool_calls
+            ]
+            content = (found.content or "") if calls else text
+        tools = [schema["function"]["name"] for schema in schemas]
+        arguments = [call.arguments for call in calls]
+        if not all(map(is_object, arguments)) or self._format.unreadable(text, tools, arguments):
+            return ParsedText(text, [], malformed=True)
+        return ParsedText(content, calls, malformed=False)

@@ -62,6 +62,7 @@ from vllm.model_executor.model_loader.reload.layerwise import logger as reload_l
 from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
 from vllm.v1.engine import (
@@ -289,6 +290,7 @@ __all__ = [
     "current_platform",
     "enable_envs_cache",
     "finalize_layerwise_reload",
+    "get_cached_tokenizer",
     "get_distributed_init_method",
     "get_ip",
     "get_open_port",

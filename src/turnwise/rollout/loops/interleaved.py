@@ -9,7 +9,7 @@ from dataclasses import replace
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.loops.tagged_calls import TaggedCalls
-from turnwise.rollout.loops.tool_calling import MALFORMED, answer_calls
+from turnwise.rollout.loops.tool_calling import answer_calls
 
 
 class InterleavedLoop:
@@ -47,6 +47,8 @@ class InterleavedLoop:
                 trajectory.status = "length"
                 return
             if end < 0 or completion.token_ids[-1] == template.tokenizer.eos_token_id:
+                if text.rfind(open_tag) > end:  # the turn is over, so nothing can answer the call
+                    context.count("tool_malformed")
                 trajectory.status = "completed"
                 return
             if turn + 1 < rollout.max_turns:
@@ -54,7 +56,7 @@ class InterleavedLoop:
                 parsed = parser.parse(call, tools)
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
-                advice = tagged.advice if tagged else MALFORMED
+                advice = tagged.advice if tagged else None
                 results = await answer_calls(parsed, context, turn, advice)
                 texts = [str(message["content"]) for message in results]
                 form = rollout.result_format

@@ -15,8 +15,6 @@ from turnwise.rollout.environment import Environment
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
 
-MALFORMED = "Error: the tool call cannot be read; write one JSON object with name and arguments"
-
 
 class ToolCallingLoop:
     """Alternates between the model's turns and the results of its tool calls.
@@ -71,12 +69,13 @@ async def _reply(
 
 
 async def answer_calls(
-    parsed: ParsedText, context: RolloutContext, turn: int, advice: str = MALFORMED
+    parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
     """Run the calls of one turn together; return a tool message for each, in their order.
 
     Args:
-        advice: Content of the one message that is returned if the calls cannot be parsed.
+        advice: Content of the one message that is returned if the calls cannot be parsed; None:
+            that of the model's format.
 
     Example:
         parsed = context.tool_parser.parse(text, context.toolbox.schemas)
@@ -84,7 +83,8 @@ async def answer_calls(
     """
     if parsed.malformed:
         context.count("tool_malformed")
-        return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": advice}]
+        content = context.tool_parser.advice if advice is None else advice
+        return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": content}]
     with context.timed("tools"):
         async with task_group() as group:
             calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
