@@ -55,6 +55,7 @@ TIER = (
     "trajectory",
     "trl/test_mapping.py",
     "viewer/test_demo.py",
+    "viewer/test_elsewhere.py",
     "viewer/test_template_diff.py",
     "viewer/test_viewer.py",
 )

@@ -203,3 +203,14 @@ def test_a_process_of_another_machine_is_named(tmp_path: Path) -> None:
     (other,) = collect(tmp_path, 0.2)
     assert (other.pid, other.flaw[:10], other.stacks) == (17, "on node-2:", [])
     assert running(tmp_path)
+
+
+def test_files_of_a_host_whose_name_begins_with_ours_stay(tmp_path: Path) -> None:
+    (folder := stacks_folder(tmp_path)).mkdir(parents=True)
+    other, note = folder / f"{socket.gethostname()}-1-123.txt", folder / "notes.txt"
+    for file in (other, note):
+        file.write_text("worker-0\nstarted 5\n")
+    (found,) = collect(tmp_path, 0.2)
+    assert found.flaw.startswith(f"on {socket.gethostname()}-1:")
+    assert other.exists()
+    assert note.exists()

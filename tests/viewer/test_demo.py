@@ -18,7 +18,7 @@ from turnwise.viewer.run_files import RunFiles, open_runs, parse
 
 def check_run(run: RunFiles, steps: int) -> set[str]:
     """Everything that the viewer shows of a run is there; return the reasons of its branches."""
-    rows = run.rows(0)["rows"]
+    rows = run.rows()["rows"]
     assert [row["step"] for row in rows] == [*range(steps + 1)]
     assert run.alarms()["error"] is None
     assert run.config()["name"] == run.name

@@ -156,6 +156,37 @@ def test_metrics_are_read_on_from_where_the_last_reading_ended(
     assert (again["rows"], again["reset"]) == ([{"step": 0}], True)
 
 
+@pytest.mark.parametrize("pad", ["", "longer, so that no line begins where one began before"])
+def test_metrics_of_a_resumed_run_that_has_outgrown_the_page_are_read_again(
+    client: TestClient, folder: Path, pad: str
+) -> None:
+    path = folder / "metrics.jsonl"
+
+    def lines(first: int, last: int, **more: object) -> str:
+        return "".join(json.dumps({"step": s, **more}) + "\n" for s in range(first, last))
+
+    path.write_text(lines(100, 200))
+    read = client.get("/api/runs/demo/metrics").json()
+    path.write_text(lines(100, 150) + lines(150, 260, loss=pad))
+    again = client.get(f"/api/runs/demo/metrics?offset={read['offset']}").json()
+    assert again["reset"]
+    assert [row["step"] for row in again["rows"]] == [*range(100, 260)]
+
+
+def test_a_damaged_line_is_named(client: TestClient, folder: Path) -> None:
+    tree = json.loads(a_trajectory(0, "x").to_json())
+    tree["turns"][0]["parent"] = 5
+    (folder / "trajectories" / "step-0001.jsonl").write_text(json.dumps(tree) + "\n")
+    for what in ("audit", "template/0"):
+        answer = client.get(f"{STEP}/0/{what}")
+        assert (answer.status_code, answer.json()["detail"][:35]) == (
+            422,
+            "step-0001, line 1 is no trajectory:",
+        )
+    (folder / "metrics.jsonl").write_text('{"step": 1\n')
+    assert client.get("/api/runs/demo/metrics").status_code == 422
+
+
 def test_a_step_has_a_summary_of_each_trajectory_and_its_line(
     client: TestClient, folder: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""How a call begins and ends in each of vLLM's tool-call formats.
+"""The marks that begin and end a call in each of vLLM's tool-call formats.
 
 vLLM's parsers return complete calls, but what they make of a call that is cut off or badly written
 differs: some take it for text, some raise, and some return a call with fewer arguments or with a
@@ -33,9 +33,9 @@ class ToolFormat:
     """Pattern of the end of a call; "" where arguments that are valid JSON show that it is
     complete, or the parser itself waits for the end."""
     bare: Callable[[str], str] | None = None
-    """How the call of a tool begins where no mark precedes it."""
+    """Function that returns the beginning of a tool's call, where no mark precedes calls."""
     shape: str = "it again, complete and in the format that you were given"
-    """What the model is told to write after a call that cannot be read."""
+    """Form of a call, as the advice to the model names it."""
 
     @property
     def advice(self) -> str:

@@ -62,8 +62,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_ON_LINUX = ("train", "pipeline", "eval", "rollout", "serve", "doctor", "stuck")
+"""Commands that need processes, engines or their stacks; the others read files on any system."""
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -72,6 +77,13 @@ def options(
     ] = False,
 ) -> None:
     """Parse the options before a command."""
+    if context.invoked_subcommand in _ON_LINUX and not sys.platform.startswith("linux"):
+        _print_error(
+            f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
+            "view, show, export, config, plan, init and trace work here too",
+            style="red",
+        )
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -14,10 +14,12 @@ import sys
 import threading
 from collections.abc import Awaitable
 from contextlib import suppress
-
-import psutil
+from typing import TYPE_CHECKING
 
 from turnwise.core.user_code import unreturned_calls
+
+if TYPE_CHECKING:
+    import psutil
 
 EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
@@ -94,6 +96,8 @@ def _end_by_force(code: int, why: str) -> None:
 
 def kill_children() -> None:
     """Kill all descendants of this process; their shared memory is removed afterwards."""
+    import psutil
+
     for _ in range(2):  # one of them may be starting another
         # Listed before any is killed: the children of a dead process are no longer found.
         below = psutil.Process().children(recursive=True)
@@ -104,11 +108,13 @@ def kill_children() -> None:
         psutil.wait_procs(killed, timeout=_KILL_SECONDS)
 
 
-def _cleans_up(process: psutil.Process) -> bool:
+def _cleans_up(process: "psutil.Process") -> bool:
     """Return whether a process is Python's tracker of semaphores and shared memory.
 
     It removes leftovers once the processes that it serves have ended, and then ends too.
     """
+    import psutil
+
     try:
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     except psutil.Error:

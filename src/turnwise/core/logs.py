@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from turnwise.config import Config
-from turnwise.core import stacks
 
 _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -58,7 +57,7 @@ def open_logs(config: Config) -> None:
     except OSError as error:
         _OURS.warning("no logs can be written to %s: %s", path.parent, error)
         return
-    stacks.register(path.parent.parent, path.stem)
+    _register_stacks(path)
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
     for logger in (_OURS, logging.getLogger()):
@@ -137,8 +136,13 @@ def register_stacks(environ: Mapping[str, str] = os.environ) -> None:
     Does nothing if the actor was started without `environment`.
     """
     if environ.get(_FILE):
-        path = Path(environ[_FILE])
-        stacks.register(path.parent.parent, path.stem)
+        _register_stacks(Path(environ[_FILE]))
+
+
+def _register_stacks(log: Path) -> None:
+    from turnwise.core import stacks  # Linux alone has what it needs; logs are read elsewhere too
+
+    stacks.register(log.parent.parent, log.stem)
 
 
 def _file_level(level: str) -> int:

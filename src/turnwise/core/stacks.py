@@ -27,8 +27,8 @@ from typing import TextIO
 
 import psutil
 
-SIGNAL = signal.SIGRTMAX - 5
-"""A signal that neither Python, Ray, vLLM nor Slurm uses."""
+SIGNAL: int = signal.SIGRTMAX - 5
+"""A signal that neither Python, Ray, vLLM nor Slurm uses; Linux alone has such signals."""
 _SECONDS = 8.0
 """Time for all processes to write; only one that is stopped, or gets no processor, needs it."""
 _THREAD_SECONDS = 3.0
@@ -212,18 +212,16 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     """
     asked: list[_Asked] = []
     found: list[ProcessStacks] = []
-    host = f"{socket.gethostname()}-"
-    for path in sorted(stacks_folder(run).glob("*.txt")):
+    for path, host, pid in _files(run):
         try:
             name, started, *_ = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError):
             continue
-        machine, _, pid = path.stem.rpartition("-")
-        if not path.name.startswith(host):
-            elsewhere = f"on {machine}: stacks of another machine are not collected"
-            found.append(ProcessStacks(name, int(pid), [], elsewhere))
+        if host != socket.gethostname():
+            elsewhere = f"on {host}: stacks of another machine are not collected"
+            found.append(ProcessStacks(name, pid, [], elsewhere))
             continue
-        process = _living(int(pid), started.removeprefix(_STARTED))
+        process = _living(pid, started.removeprefix(_STARTED))
         if process is None:
             _remove(path)
             continue
@@ -232,7 +230,7 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
             title = " ".join(process.cmdline()).strip()[:80]
             each = _Asked(f"{name}: {title}", path, process, path.stat().st_size)
             asked.append(each)
-            if not _ask(int(pid), started.removeprefix(_STARTED)):
+            if not _ask(pid, started.removeprefix(_STARTED)):
                 each.signal()
     return [*_answers(asked, seconds), *found]
 
@@ -249,14 +247,20 @@ def _ask(pid: int, started: str) -> bool:
 
 def running(run: Path) -> bool:
     """Return whether a registered process of a run lives, here or (presumably) elsewhere."""
-    host = f"{socket.gethostname()}-"
-    for path in stacks_folder(run).glob("*.txt"):
+    for path, host, pid in _files(run):
         with suppress(OSError, ValueError):
             _, started, *_ = path.read_text(encoding="utf-8").splitlines()
-            pid = int(path.stem.rpartition("-")[2])
-            if not path.name.startswith(host) or _living(pid, started.removeprefix(_STARTED)):
+            if host != socket.gethostname() or _living(pid, started.removeprefix(_STARTED)):
                 return True
     return False
+
+
+def _files(run: Path) -> Iterator[tuple[Path, str, int]]:
+    """Yield the processes' files in their order, each with its host and process id."""
+    for path in sorted(stacks_folder(run).glob("*.txt")):
+        host, _, pid = path.stem.rpartition("-")
+        if pid.isdecimal():  # other files in the folder are not ours
+            yield path, host, int(pid)
 
 
 def _living(pid: int, started: str) -> psutil.Process | None:

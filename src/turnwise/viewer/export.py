@@ -71,7 +71,7 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
     described = run.describe() | {"files": {file: size}}
     answers: JsonObject = {
         "/api/runs": {"runs": [described]},
-        f"{prefix}/metrics": run.rows(0),
+        f"{prefix}/metrics": run.rows(),
         f"{prefix}/alarms": run.alarms(),
         f"{prefix}/config": run.config(),
         f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},

@@ -4,6 +4,7 @@ metrics.jsonl is read from an offset on. A file of trajectories is scanned once,
 and a summary of each line; a trajectory is then read by its range alone.
 """
 
+import hashlib
 import json
 import mmap
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import yaml
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.run.alarms import alarms_of_run
 from turnwise.run.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
@@ -29,6 +30,8 @@ _EXCERPT = 160
 """Characters of a question or an answer in a summary."""
 _INDICES = 8
 """Files whose summaries are kept in memory, for each run."""
+_PLACE_BYTES = 4096
+"""Bytes before a place in metrics.jsonl by which it is found again."""
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")
 """Files of trajectories that `turnwise eval` and `turnwise rollout` write beside the steps'."""
@@ -59,7 +62,7 @@ class RunFiles:
 
     Example:
         run = RunFiles(Path("runs/demo"), "demo")
-        rows = run.rows(0)["rows"]
+        rows = run.rows()["rows"]
     """
 
     path: Path
@@ -78,20 +81,30 @@ class RunFiles:
         files = {name: path.stat().st_size for name, path in self.files().items()}
         return {"name": self.name, "path": str(self.path), "files": files}
 
-    def rows(self, offset: int) -> JsonObject:
-        """Return the whole lines of metrics.jsonl from an offset on, and the offset after them.
+    def rows(self, after: str = "") -> JsonObject:
+        """Return the whole lines of metrics.jsonl after a place, and the place after them.
 
-        A file shorter than the offset was written again, by a resumed run: all its lines are
-        returned, with `reset` true.
+        If the bytes before the place are no longer those that were read, a resumed run has written
+        the file again: all its lines are returned, with `reset` true.
+
+        Args:
+            after: The `offset` of the last reading; "" for all lines.
+
+        Raises:
+            InputError: when a line is no JSON object.
         """
         path = self.path / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        reset = offset > size
-        start = 0 if reset else offset
-        data = read_range(path, start, size - start) if size > start else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        rows = [parse(line) for line in whole.splitlines() if line.strip()]
-        return {"rows": rows, "offset": start + len(whole), "reset": reset}
+        data = path.read_bytes() if path.exists() else b""
+        start = int(after.partition("-")[0] or 0)
+        reset = bool(start) and _place(data, start) != after
+        start = 0 if reset else start
+        end = data.rfind(b"\n") + 1
+        lines = data[start:end].splitlines()
+        try:
+            rows = [parse(line) for line in lines if line.strip()]
+        except ValueError as error:
+            raise InputError(f"{path} has a line that cannot be read: {error}") from error
+        return {"rows": rows, "offset": _place(data, max(start, end)), "reset": reset}
 
     def config(self) -> dict[str, object]:
         """Return the configuration by dotted key."""
@@ -187,7 +200,20 @@ class RunFiles:
 
     def audit(self, name: str, index: int) -> JsonObject:
         """Return the exactness report of one trajectory."""
-        return audit(Trajectory.from_json(self.line(name, index).decode())).to_dict()
+        return audit(self._trajectory(name, index)).to_dict()
+
+    def _trajectory(self, name: str, index: int) -> Trajectory:
+        """Return one trajectory.
+
+        Raises:
+            KeyError, IndexError: when there is no such file or line.
+            InputError: when the line holds none, or one whose turns do not fit together.
+        """
+        line = self.line(name, index)
+        try:
+            return Trajectory.from_json(line.decode())
+        except (TrajectoryError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens as lists by name, or nothing if the
@@ -202,7 +228,10 @@ class RunFiles:
         """Return the times of the turns of each trajectory of a file; none if it has none."""
         path = self.path / TIMELINE / f"{self._file(name).stem}.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
-        return {"calls": [json.loads(line) for line in lines]}
+        try:
+            return {"calls": [json.loads(line) for line in lines]}
+        except ValueError as error:
+            raise InputError(f"{path} cannot be read: {error}") from error
 
     def vocabulary(self, name: str, indices: Sequence[int]) -> JsonObject:
         """Return text and bytes of every token of trajectories, by id."""
@@ -225,8 +254,9 @@ class RunFiles:
 
         Raises:
             KeyError, IndexError: when there is no such file, line or turn.
+            InputError: when the line is no trajectory.
         """
-        trajectory = Trajectory.from_json(self.line(name, index).decode())
+        trajectory = self._trajectory(name, index)
         with self._lock:
             if self._renderer is None:
                 model = self._config().get("model")
@@ -313,6 +343,12 @@ def read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
+
+
+def _place(data: bytes, offset: int) -> str:
+    """Return a place in a file as a text that names the bytes before it too."""
+    before = data[max(0, offset - _PLACE_BYTES) : offset]
+    return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
 
 
 def _contains(path: Path, text: bytes) -> bool:

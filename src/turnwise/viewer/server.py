@@ -57,7 +57,9 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
         return {"runs": [run.describe() for run in runs.values()]}
 
     @app.get("/api/runs/{run}/metrics")
-    def metrics(run: str, offset: Annotated[int, Query(ge=0)] = 0) -> JsonObject:
+    def metrics(
+        run: str, offset: Annotated[str, Query(pattern=r"^(0|\d{1,18}-[0-9a-f]{16})?$")] = ""
+    ) -> JsonObject:
         return runs[run].rows(offset)
 
     @app.get("/api/runs/{run}/alarms")

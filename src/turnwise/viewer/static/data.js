@@ -58,7 +58,7 @@ export function fetchNow(path) {
 const metrics = new Map();
 
 export async function readMetrics(run) {
-  const known = metrics.get(run) ?? { rows: [], offset: 0 };
+  const known = metrics.get(run) ?? { rows: [], offset: "" };
   metrics.set(run, known);
   if (inside && known.rows.length) return known.rows;
   const more = await ask(runPath(run, `/metrics?offset=${known.offset}`));
