@@ -43,7 +43,7 @@ def main(system: str, folder: Path) -> None:
     ):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, (command, result.output, result.exception)
-    heavy = {"vllm", "ray", "psutil"} & sys.modules.keys()
+    heavy = {"vllm", "ray"} & sys.modules.keys()
     assert not heavy, heavy
     result = CliRunner().invoke(app, ["export", run])
     if system == "darwin":  # torch itself asks sys.platform what a system has
