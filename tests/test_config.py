@@ -1,4 +1,5 @@
 import ast
+import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,8 @@ from turnwise.config import (
     explain_config,
     known_keys,
     load_config,
+    masked,
+    masked_value,
     parse_config,
 )
 from turnwise.config.base import warn_of_former_name
@@ -416,3 +419,32 @@ def unread(keys: Iterable[str]) -> list[str]:
         if not any((owner, leaf) in read for owner in owners):
             missing.append(key)
     return missing
+
+
+def test_secrets_are_masked_in_what_leaves_the_machine() -> None:
+    mcp = {
+        "url": "https://me:PASSWORD@host/mcp",
+        "headers": {"X-Any": "LITERAL-header", "Authorization": "Bearer ${TOKEN}"},
+    }
+    command = {
+        "command": "serve",
+        "args": ["--token", "LITERAL-argument", "--api-key=LITERAL-option", "--verbose"],
+        "env": {"PLAIN": "LITERAL-env"},
+    }
+    config = parse_config(
+        minimal(
+            serving={"api_key": "LITERAL-key"},
+            engine={"vllm_args": {"hf_token": "LITERAL-hf", "tokenizer_mode": "slow"}},
+            rollout={"tools": [{"mcp": mcp}, {"mcp": command}]},
+        )
+    )
+    tree = masked(config)
+    shown = json.dumps(tree)
+    assert "LITERAL" not in shown
+    assert "PASSWORD" not in shown
+    assert "https://***@host/mcp" in shown
+    assert "Bearer ${TOKEN}" in shown
+    assert '"tokenizer_mode": "slow"' in shown
+    assert '"args": ["--token", "***", "--api-key=***", "--verbose"]' in shown
+    assert masked_value("apiKey", "x") == "***"
+    assert tree["model"] == config.model.model_dump(mode="json")

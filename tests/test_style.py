@@ -30,7 +30,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text.strip()
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     lengths = {str(path): len(path.read_text().splitlines()) for path in SOURCES}
     assert len(lengths) > 100
     assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}

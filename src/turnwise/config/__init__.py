@@ -38,6 +38,7 @@ from turnwise.config.load import (
     set_key,
     with_current_names,
 )
+from turnwise.config.masking import masked, masked_value
 from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
 from turnwise.config.schema import Config
@@ -98,6 +99,8 @@ __all__ = [
     "known_keys",
     "load_config",
     "make_config",
+    "masked",
+    "masked_value",
     "parse_config",
     "set_key",
     "with_current_names",

@@ -20,7 +20,7 @@ try:
 except ImportError:  # an extra
     SummaryWriter = None
 
-from turnwise.config import Config
+from turnwise.config import Config, masked
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, text_of, translate_unwritable
 from turnwise.run.conversations import conversation
@@ -164,7 +164,7 @@ class Wandb:
             tags=config.tags,
             name=config.name,
             dir=str(folder),
-            config=_public(config),
+            config=masked(config),
             id=_known_run(folder, "wandb") if resumed else None,
             resume="allow",
             settings=wandb.Settings(console="off"),
@@ -197,7 +197,7 @@ class Mlflow:
             tags = dict.fromkeys(config.tags, "")
             run = self._client.create_run(number, run_name=config.name, tags=tags)
             self._run_id: str = run.info.run_id
-            self._client.log_dict(self._run_id, _public(config), "config.json")
+            self._client.log_dict(self._run_id, masked(config), "config.json")
             _remember_run(folder, "mlflow", self._run_id)
         else:
             self._run_id = known
@@ -226,7 +226,7 @@ class Trackio:
         self._run = trackio.init(
             project=config.project,
             name=config.name,
-            config=_public(config),
+            config=masked(config),
             resume="allow" if resumed else "never",
         )
 

@@ -73,7 +73,7 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
         "/api/runs": {"runs": [described]},
         f"{prefix}/metrics": run.rows(),
         f"{prefix}/alarms": run.alarms(),
-        f"{prefix}/config": run.config(),
+        f"{prefix}/config": run.config(public=True),
         f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
         f"{prefix}/files/{file}/timeline": run.timeline(file),
         "tokens": run.vocabulary(file, chosen),

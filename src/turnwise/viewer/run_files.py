@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from turnwise.config import masked_value
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.run.alarms import alarms_of_run
@@ -106,9 +107,16 @@ class RunFiles:
             raise InputError(f"{path} has a line that cannot be read: {error}") from error
         return {"rows": rows, "offset": _place(data, max(start, end)), "reset": reset}
 
-    def config(self) -> dict[str, object]:
-        """Return the configuration by dotted key."""
-        return dict(_flat(self._config()))
+    def config(self, *, public: bool = False) -> dict[str, object]:
+        """Return the configuration by dotted key.
+
+        Args:
+            public: Mask what may be a secret.
+        """
+        tree = self._config()
+        if public:
+            tree = {key: masked_value(key, value) for key, value in tree.items()}
+        return dict(_flat(tree))
 
     def _config(self) -> JsonObject:
         try:
