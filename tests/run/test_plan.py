@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from benchmarks.loading import in_processes, peak_of, resident
 from examples.calculator.tokenizer import build_tokenizer
 from turnwise.cli import app
-from turnwise.config import Config, parse_config
-from turnwise.run.plan import GIB, Machine, make_plan
+from turnwise.config import Config, dump_config, parse_config
+from turnwise.run.config_checks import ConfigChecks
+from turnwise.run.plan import GIB, Machine, expected_length, make_plan
 from turnwise.training.footprint import activation_bytes
 
 SHAPE: dict[str, Any] = {
@@ -76,6 +77,42 @@ def test_the_parts_of_a_plan_are_sums_that_can_be_checked_by_hand(tmp_path: Path
         path, training={**training, "offload": ["params", "optimizer"]}, serving={"workers": 8}
     )
     assert make_plan(offload, Machine(8, 80 * GIB)).loads[0].bytes == plan.engine.peak
+
+
+def test_what_is_expected_is_told_beside_the_worst_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(
+        folder_of(SHAPE, tmp_path / "model"),
+        sampling={"n": 4, "max_tokens": 64},
+        rollout={"prompts_per_step": 2},
+        engine={"kv_cache_gib": 1},
+    )
+    assert expected_length(config) == 8192 // 4 + 64
+    assert expected_length(config, 36) == 100
+    (load,) = make_plan(config, Machine(0, 64 * GIB), 36).loads
+    assert load.least < load.expected < load.bytes / 2
+    verdicts = {}
+    for limit in (load.bytes, load.expected, load.least, load.least - 1):
+        monkeypatch.setattr(Machine, "here", classmethod(lambda cls, n=limit: cls(0, n)))
+        checks = ConfigChecks(config, 36)
+        plan = make_plan(config, Machine.here(), 36)
+        verdicts[limit] = (plan.fits, plan.likely_fits, plan.possible, checks.memory().state)
+    assert [*verdicts.values()] == [
+        (True, True, True, "ok"),
+        (False, True, True, "warning"),
+        (False, False, True, "warning"),
+        (False, False, False, "broken"),
+    ]
+    monkeypatch.undo()
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    rank = make_plan(config, Machine(2, 64 * GIB)).loads[-1]
+    gib = str((rank.expected + rank.bytes) / 2 / GIB)
+    said = CliRunner().invoke(app, ["plan", str(file), "--gpus", "2", "--gpu-memory", gib]).output
+    assert "at the worst" in said
+    assert "with full micro-batches it does not" in said
+    assert "It would with:" in said
 
 
 @pytest.mark.slow

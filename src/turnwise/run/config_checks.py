@@ -40,6 +40,8 @@ class ConfigChecks:
     """
 
     config: Config
+    _prompt_tokens: int | None = None
+    """Length of the first row's prompt; None before it is known."""
 
     @property
     def all(self) -> list[Check]:
@@ -105,6 +107,7 @@ class ConfigChecks:
 
         problem = load_training(self.config)[0]
         length = Runner(self.config, self._tokenizer).check(problem)
+        self._prompt_tokens = length
         prompt = "it has a setup" if length is None else f"a prompt of {length} tokens"
         name = self.config.environment
         return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
@@ -113,12 +116,18 @@ class ConfigChecks:
         """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
         from turnwise.run.plan import Machine, make_plan  # imports Ray
 
-        plan = make_plan(self.config, Machine.here())
-        each = (f"{one.device}: {size(one.bytes)} of {size(one.limit)}" for one in plan.loads)
+        plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
+        each = (
+            f"{one.device}: {size(one.expected)} expected, {size(one.bytes)} at the worst, of "
+            f"{size(one.limit)}"
+            for one in plan.loads
+        )
         said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
         if plan.fits:
             return Finding("memory", "ok", said)
-        return Finding("memory", "broken", said, "turnwise plan FILE")
+        if not plan.possible:
+            return Finding("memory", "broken", said, "turnwise plan FILE")
+        return Finding("memory", "warning", said, "turnwise plan FILE")
 
     def disk(self) -> Finding:
         """Check the free space of output_dir against the size of the run's checkpoints."""

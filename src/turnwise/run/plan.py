@@ -27,6 +27,7 @@ from turnwise.training.rounding import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
 GIB = 2**30
+_PASSING = "activations and gathered layers"
 _CPU_CACHE_GIB = 0.5
 """Default of engine.kv_cache_gib on a CPU."""
 _ALTERNATIVES = (
@@ -63,15 +64,24 @@ class Machine:
 
 @dataclass(slots=True)
 class Holding:
-    """Bytes that one process holds, by part."""
+    """Bytes that one process holds at the worst, by part."""
 
     parts: dict[str, int] = field(default_factory=dict)
     lasting: frozenset[str] = frozenset()
     """Parts that stay between steps; of the others, only the largest is there at a time."""
+    expected: dict[str, int] = field(default_factory=dict)
+    """Parts that are expected to be smaller."""
 
     @property
     def peak(self) -> int:
-        passing = [size for part, size in self.parts.items() if part not in self.lasting]
+        return self._peak(self.parts)
+
+    @property
+    def expected_peak(self) -> int:
+        return self._peak(self.parts | self.expected)
+
+    def _peak(self, parts: dict[str, int]) -> int:
+        passing = [size for part, size in parts.items() if part not in self.lasting]
         return self.between + max(passing, default=0)
 
     @property
@@ -84,7 +94,12 @@ class Load:
     """Bytes that one device holds at the same time."""
 
     device: str
+    least: int
+    """What it holds with micro-batches of a few tokens."""
+    expected: int
+    """What it holds with trajectories of `expected_length`."""
     bytes: int
+    """What it holds at the worst: with full micro-batches of the longest sequences."""
     limit: int
 
     @property
@@ -119,11 +134,36 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether it fits at the worst."""
         return self.contexts >= 1 and all(load.fits for load in self.loads)
 
+    @property
+    def likely_fits(self) -> bool:
+        """Whether what is expected fits."""
+        return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
 
-def make_plan(config: Config, machine: Machine) -> Plan:
+    @property
+    def possible(self) -> bool:
+        """Whether it can run at all."""
+        return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
+
+
+def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
+    """Return the tokens of a trajectory that are expected: a prompt and one whole answer.
+
+    Args:
+        prompt_tokens: Length of a prompt; None takes a quarter of `model.max_length`.
+    """
+    longest = config.model.max_length
+    prompt = longest // 4 if prompt_tokens is None else prompt_tokens
+    return min(longest, prompt + config.sampling.max_tokens)
+
+
+def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
     """Compute the plan of a training run.
+
+    Args:
+        prompt_tokens: See `expected_length`.
 
     Raises:
         InputError: when the model's configuration cannot be read, or traced.
@@ -135,7 +175,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     shape = AutoConfig.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
-    rank = _rank(config, on_gpu=machine.gpus > 0)
+    rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
     engine = _engine(config, shape)
     loads: list[Load] = []
@@ -209,8 +249,12 @@ def _excess(plan: Plan) -> float:
     return over + max(0.0, 1 - plan.contexts)
 
 
-def _rank(config: Config, on_gpu: bool) -> Holding:
-    """Return what a rank of the trainer holds."""
+def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
+    """Return what a rank of the trainer holds.
+
+    Args:
+        length: Expected tokens of a trajectory.
+    """
     training, model = config.training, config.model
     ranks, half = training.ranks, model.dtype == "bfloat16"
     needed = make_algorithm(config.algorithm).advantage.value_model
@@ -229,17 +273,21 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
         count = _parameters(config, value, size.parameters)
         more = learning_dtype(config, value).itemsize * count
         others, learning = others + more, learning + more
-    tokens = max(training.micro_batch_tokens, model.max_length)
-    shared = training.context_parallel
-    activations = activation_bytes(
-        model.path,
-        model.trust_remote_code,
-        model.dtype,
-        ranks > 1 or kept < 4,
-        math.ceil(tokens / shared),
-        math.ceil(model.max_length / shared),
-        training.activation_checkpointing,
-    )
+    fullest = max(training.micro_batch_tokens, model.max_length)
+    sequences = config.rollout.prompts_per_step * config.sampling.n
+    usual = math.ceil(sequences * length / training.updates_per_step / ranks)
+
+    def activations(tokens: int, length: int) -> int:
+        return activation_bytes(
+            model.path,
+            model.trust_remote_code,
+            model.dtype,
+            ranks > 1 or kept < 4,
+            math.ceil(tokens / training.context_parallel),
+            math.ceil(length / training.context_parallel),
+            training.activation_checkpointing,
+        )
+
     width = 2 if half else 4
     gathered = 0
     if ranks > 1:  # FSDP: two layers and what is outside of layers, and gradients of these
@@ -256,11 +304,13 @@ def _rank(config: Config, on_gpu: bool) -> Holding:
         "other models": others // ranks,
         "gradients": learning // ranks,
         "optimizer": 2 * learning // ranks,
-        "activations and gathered layers": activations + gathered,
+        _PASSING: activations(fullest, model.max_length) + gathered,
         "optimizer step": step,
         "weight update": size.largest_tensor * kept + (2 * BUFFER_BYTES if streamed else 0),
     }
-    return Holding(parts, frozenset(("weights", "other models", "gradients", "optimizer")))
+    lasting = frozenset(("weights", "other models", "gradients", "optimizer"))
+    expected = activations(min(fullest, max(usual, length)), length) + gathered
+    return Holding(parts, lasting, {_PASSING: min(expected, parts[_PASSING])})
 
 
 def _parameters(config: Config, other: OtherModel, policy: int) -> int:
@@ -311,30 +361,35 @@ def _fill_cache(config: Config, engine: Holding, machine: Machine, share: float)
 def _gpu_loads(
     config: Config, machine: Machine, rank: Holding, engine: Holding, share: float
 ) -> Iterator[Load]:
-    limit = machine.device_bytes
+    limit, figures = machine.device_bytes, _figures(rank)
     if config.training.colocated:
         beside = round(1 / share)
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
         away = {p for kind in config.training.offload for p in (*kept[kind], "gradients")}
         held = sum(rank.parts[p] for p in rank.lasting - away - {"gradients"})
-        yield Load("GPU while engines run", beside * (held + engine.peak), limit)
-        yield Load("GPU while ranks train", beside * rank.peak, limit)
+        held = beside * (held + engine.peak)
+        yield Load("GPU while engines run", held, held, held, limit)
+        yield Load("GPU while ranks train", *(beside * figure for figure in figures), limit)
     elif share < 1:
-        more = round(1 / share) - 1
-        yield Load("GPU of a rank and engines", rank.peak + more * engine.peak, limit)
+        more = (round(1 / share) - 1) * engine.peak
+        yield Load("GPU of a rank and engines", *(figure + more for figure in figures), limit)
     else:
-        yield Load("GPU of an engine", engine.peak, limit)
-        yield Load("GPU of a rank", rank.peak, limit)
+        yield Load("GPU of an engine", engine.peak, engine.peak, engine.peak, limit)
+        yield Load("GPU of a rank", *figures, limit)
+
+
+def _figures(rank: Holding) -> tuple[int, int, int]:
+    """Return what a rank holds at least, as expected and at the worst."""
+    return rank.between, rank.expected_peak, rank.peak
 
 
 def _host_load(config: Config, machine: Machine, rank: Holding, engine: Holding) -> Load:
-    engines = config.serving.workers * config.engine.devices * engine.peak
-    shared = 0
+    beside = config.serving.workers * config.engine.devices * engine.peak
     if config.weights.transport == "shm":
         width = 2 if config.model.dtype == "bfloat16" else 4
-        shared = 2 * model_size(config, ()).parameters * width
-    total = config.training.ranks * rank.peak + engines + shared
-    return Load("memory of the machine", total, machine.device_bytes)
+        beside += 2 * model_size(config, ()).parameters * width
+    totals = (config.training.ranks * figure + beside for figure in _figures(rank))
+    return Load("memory of the machine", *totals, machine.device_bytes)
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:

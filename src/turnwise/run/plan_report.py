@@ -7,7 +7,15 @@ from rich.table import Table
 
 from turnwise.config import Config
 from turnwise.errors import InputError
-from turnwise.run.plan import GIB, Holding, Machine, Plan, changes_that_fit, make_plan
+from turnwise.run.plan import (
+    GIB,
+    Holding,
+    Machine,
+    Plan,
+    changes_that_fit,
+    expected_length,
+    make_plan,
+)
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
@@ -44,20 +52,22 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
 
 
 def _holding(title: str, holding: Holding) -> Table:
-    table = Table(title, "GiB", "")
+    table = Table(title, "expected (GiB)", "at the worst", "")
     for part, size in holding.parts.items():
         if size:
-            table.add_row(part, _gib(size), "" if part in holding.lasting else "at times")
-    table.add_row("at the peak", _gib(holding.peak), "")
+            usual = holding.expected.get(part, size)
+            often = "" if part in holding.lasting else "at times"
+            table.add_row(part, _gib(usual), _gib(size), often)
+    table.add_row("at the peak", _gib(holding.expected_peak), _gib(holding.peak), "")
     return table
 
 
 def _loads(plan: Plan) -> Table:
-    table = Table("device", "holds (GiB)", "of", "")
+    table = Table("device", "expected (GiB)", "at the worst", "of", "")
     for load in plan.loads:
-        table.add_row(
-            load.device, _gib(load.bytes), _gib(load.limit), "fits" if load.fits else "too much"
-        )
+        likely = "likely fits" if load.expected <= load.limit else "too much"
+        said = "fits" if load.fits else likely
+        table.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
     return table
 
 
@@ -76,11 +86,18 @@ def _verdict(config: Config, machine: Machine, plan: Plan) -> Iterable[str]:
         return
     if plan.contexts < 1:
         yield "The KV cache does not hold one full context: lower model.max_length, or make room."
+    said = "It does not fit"
+    if plan.likely_fits:
+        said = (
+            "It fits as long as trajectories are about as long as expected "
+            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
+            "one whole answer); with full micro-batches it does not"
+        )
     changes = changes_that_fit(config, machine)
     if changes is None:
-        yield "It does not fit, nor with any of the usual changes; use more or larger devices."
+        yield f"{said}, nor with any of the usual changes; use more or larger devices."
         return
-    yield f"It does not fit. It would with: {' '.join(_quoted(change) for change in changes)}"
+    yield f"{said}. It would with: {' '.join(_quoted(change) for change in changes)}"
 
 
 def _quoted(change: str) -> str:
