@@ -272,15 +272,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing.yaml")
 
 
-def test_dynamic_sampling_of_groups_of_one_is_refused(file: Path) -> None:
-    overrides = ["algorithm.dynamic_sampling=true", "sampling.n=1"]
-    with pytest.raises(
-        InputError, match=r"sampling\.n 1 has nothing to compare: raise sampling\.n"
-    ):
-        load_config(file, overrides)
-    assert load_config(file, [overrides[0], "sampling.n=2"]).algorithm.dynamic_sampling
-
-
 @pytest.mark.parametrize(
     "more",
     [

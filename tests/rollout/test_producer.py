@@ -39,7 +39,7 @@ def group_of(problem: Problem, *rewards: float) -> Group:
     return group
 
 
-def has_signal(group: Group) -> bool:
+async def has_signal(group: Group) -> bool:
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 

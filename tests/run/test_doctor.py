@@ -151,6 +151,7 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
         ("model", {"path": "/no/such"}, "model", "model.path: there is no model in /no/such"),
         ("data", {"path": "/no/rows.jsonl"}, "data", "there is no data file /no/rows.jsonl"),
         ("environment", "no.such:Class", "environment", "no.such"),
+        ("sampling", {"n": 1}, "algorithm", "sampling.n 1 has nothing to compare"),
         ("output_dir", "/proc/here", "disk", "/proc is not writable"),
     ],
 )

@@ -1,11 +1,15 @@
+from collections.abc import Sequence
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
 import torch
 
 from turnwise.config import Config, parse_config
+from turnwise.errors import InputError
 from turnwise.rollout import Group
-from turnwise.training.advantages import gives_signal
+from turnwise.training.advantages import check_group_size, gives_signal
+from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
@@ -20,6 +24,10 @@ def config(max_length: int = 4096, **sections: Any) -> Config:
             **sections,
         }
     )
+
+
+def signal(group: Group, config: Config) -> bool:
+    return gives_signal(group, config, make_algorithm(config.algorithm))
 
 
 def trajectory(reward: float, versions: list[int], index: int = 0) -> Trajectory:
@@ -161,11 +169,71 @@ def test_dynamic_sampling_judges_the_rewards_that_are_trained() -> None:
     mixed = group(1.0)
     mixed.trajectories.append(short)
     penalised = config(max_length=11, algorithm=algorithm)
-    assert gives_signal(mixed, penalised)
+    assert signal(mixed, penalised)
     assert make_samples([mixed], penalised, 5).groups_without_signal == 0
-    assert not gives_signal(mixed, config())
+    assert not signal(mixed, config())
     short.reward = 0.5  # what the penalty leaves of the other's reward
-    assert not gives_signal(mixed, penalised)
+    assert not signal(mixed, penalised)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "first", "second", "expected"),
+    [
+        ("turn_returns", [1.0, 0.0], [0.0, 1.0], True),  # equal sums, earned at different turns
+        ("mt_grpo", [1.0, 0.0], [0.0, 1.0], True),
+        ({"name": "turn_returns", "gamma": 1e-9}, [1.0, 0.0], [1.0, 0.0], False),
+        ("turn_returns", [1.0, 1.0], [1.0, 1.0], False),
+        ("grpo", [1.0, 0.0], [0.0, 1.0], False),
+    ],
+)
+def test_dynamic_sampling_judges_turns_where_they_have_advantages(
+    advantage: Any, first: list[float], second: list[float], expected: bool
+) -> None:
+    settings = config(algorithm={"dynamic_sampling": True, "advantage": advantage})
+    both = group(sum(first), sum(second))
+    for one, rewards in zip(both.trajectories, (first, second), strict=True):
+        one.turn_rewards = rewards
+    assert signal(both, settings) is expected
+    assert bool(make_samples([both], settings, 5).samples) is expected
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "grpo"},
+        {"advantage": "dr_grpo"},
+        {"advantage": "rloo"},
+        {"advantage": "reinforce_pp"},
+        {"advantage": "turn_returns"},
+        {"advantage": "mt_grpo"},
+        {"loss": "dpo"},
+        {"advantage": "gae", "dynamic_sampling": True},
+        {"advantage": "tests.training.test_samples:Deviations"},
+    ],
+)
+def test_groups_of_one_are_refused_where_the_algorithm_compares(algorithm: dict[str, Any]) -> None:
+    alone = config(algorithm=algorithm, sampling={"n": 1})
+    with pytest.raises(
+        InputError, match=r"sampling\.n 1 has nothing to compare: raise sampling\.n"
+    ):
+        check_group_size(alone, make_algorithm(alone.algorithm))
+    two = config(algorithm=algorithm, sampling={"n": 2})
+    check_group_size(two, make_algorithm(two.algorithm))
+
+
+class Deviations(Advantage):
+    """An advantage that cannot be computed for a group of one."""
+
+    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+        return [(reward - mean(rewards)) / stdev(rewards) for reward in rewards]
+
+
+@pytest.mark.parametrize("advantage", ["gae", {"name": "reinforce_pp", "baseline": "none"}])
+def test_groups_of_one_train_where_nothing_is_compared(advantage: Any) -> None:
+    settings = config(algorithm={"advantage": advantage}, sampling={"n": 1})
+    check_group_size(settings, make_algorithm(settings.algorithm))
+    made = make_samples([group(1.0), group(0.0)], settings, 5)
+    assert len(made.samples) == 2
 
 
 def test_a_group_with_one_trajectory_left_trains_nothing() -> None:

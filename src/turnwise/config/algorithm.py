@@ -220,7 +220,8 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: bool = False
     """Replace groups whose rewards, overlong_penalty included, are all equal with groups of other
-    problems (DAPO). If false, such groups count in the batch's mean with advantage 0."""
+    problems (DAPO); where turns have advantages of their own, groups whose turns' advantages are
+    all 0. If false, such groups count in the batch's mean with advantage 0."""
     overlong_tokens: NonNegativeInt = 0
     """Number of tokens before model.max_length over which a penalty rises to overlong_penalty
     (DAPO); 0 disables the penalty."""

@@ -104,12 +104,6 @@ class Config(Section):
                         f"{key}.logits_processors: engine.logits_processors_allowed does not match "
                         f"{name!r}; set it to a pattern that matches the name"
                     )
-        if self.algorithm.dynamic_sampling and self.sampling.n < 2:
-            raise ValueError(
-                "algorithm.dynamic_sampling compares the rewards within a group, and sampling.n 1 "
-                "has nothing to compare: raise sampling.n, or set algorithm.dynamic_sampling to "
-                "false"
-            )
         if self.training.max_staleness and self.deterministic:
             raise ValueError("deterministic runs are synchronous: set training.max_staleness to 0")
         for key in EngineConfig.model_fields.keys() & self.engine.vllm_args.keys():

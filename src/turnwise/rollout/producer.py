@@ -93,7 +93,7 @@ class GroupProducer:
         config: Config,
         run_group: RunGroup,
         stream: ProblemStream,
-        has_signal: Callable[[Group], bool],
+        has_signal: Callable[[Group], Awaitable[bool]],
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -152,13 +152,14 @@ class GroupProducer:
             # Something inside was cancelled, which a task group would treat as success.
             group = Group(problem.id, causes={"cancelled": "something in it was cancelled"})
             group.dropped["cancelled"] = self._config.sampling.n
+        reason = await self._discard_reason(group)
         async with self._changed:
             del self._started[number]
             if group.left_out:
                 self._counted -= 1
                 self._discarded.append((TOO_LONG, group))
                 self._stream.leave_out(problem, group.causes[TOO_LONG])
-            elif reason := self._discard_reason(group):
+            elif reason:
                 self._discard(reason, group)
             else:
                 now = time.perf_counter()
@@ -166,11 +167,11 @@ class GroupProducer:
                 self._on_group()
             self._changed.notify_all()
 
-    def _discard_reason(self, group: Group) -> str:
+    async def _discard_reason(self, group: Group) -> str:
         """Return the reason why a group cannot be trained on; "" if it can."""
         if len(group.trajectories) < min(2, self._config.sampling.n):
             return "failed"
-        if self._config.algorithm.dynamic_sampling and not self._has_signal(group):
+        if self._config.algorithm.dynamic_sampling and not await self._has_signal(group):
             return "no_signal"
         return ""
 

@@ -1,4 +1,4 @@
-"""Checks of `turnwise doctor FILE`: model, data, environment, template, memory, disk, ports."""
+"""Checks of `turnwise doctor FILE`: model, data, environment, algorithm, memory, disk, ports."""
 
 import os
 import shutil
@@ -51,6 +51,7 @@ class ConfigChecks:
             Check("data", self.data),
             Check("chat template", self.template, 60.0),
             Check("environment", self.environment, 60.0),
+            Check("algorithm", self.algorithm),
             Check("memory", self.memory, 120.0),
             Check("disk", self.disk),
             Check("ports", self.ports),
@@ -111,6 +112,16 @@ class ConfigChecks:
         prompt = "it has a setup" if length is None else f"a prompt of {length} tokens"
         name = self.config.environment
         return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
+
+    def algorithm(self) -> Finding:
+        """Check that the parts of the algorithm fit each other, and the size of the groups."""
+        from turnwise.training.advantages import check_group_size
+        from turnwise.training.algorithms import make_algorithm
+
+        parts, n = self.config.algorithm, self.config.sampling.n
+        check_group_size(self.config, make_algorithm(parts))
+        said = f"{parts.advantage.name} and {parts.loss.name}, groups of {n}"
+        return Finding("algorithm", "ok", said)
 
     def memory(self) -> Finding:
         """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""

@@ -39,6 +39,7 @@ from turnwise.run.fleet import (
 )
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.trainer_group import TrainerGroup
 
@@ -177,7 +178,7 @@ def _make_runner(
     if first is not None:
         runner.check(first)
     if training:
-        make_algorithm(config.algorithm)
+        check_group_size(config, make_algorithm(config.algorithm))
     return runner
 
 

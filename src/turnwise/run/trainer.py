@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from turnwise.config import Config
-from turnwise.core.aio import task_group
+from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.engine.protocol import TurnTimes
-from turnwise.rollout import Batch, GroupProducer, Problem, ProblemStream, check_failures
+from turnwise.rollout import Batch, Group, GroupProducer, Problem, ProblemStream, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
 from turnwise.run.alarms import Alarms
@@ -68,15 +68,15 @@ class TrainingLoop:
         self._folder = folder
         self._progress = progress
         self._resume = resume
+        self._algorithm = make_algorithm(config.algorithm)
         self._producer = GroupProducer(
             config,
             runtime.group_runner(config.sampling),
             ProblemStream(problems, config.seed),
-            lambda group: gives_signal(group, config),
+            self._gives_signal,
             progress.advance,
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
-        self._algorithm = make_algorithm(config.algorithm)
         self._step = TrainingStep(config, runtime)
         self._alarms = Alarms(config)
         for row in folder.rows:  # of the run that is resumed
@@ -159,6 +159,10 @@ class TrainingLoop:
             if self._reached:
                 break
             await self._producer.advance(step)
+
+    async def _gives_signal(self, group: Group) -> bool:
+        """Return whether a group can train anything; asks the user's `Advantage` in a thread."""
+        return await run_in_thread(lambda: gives_signal(group, self._config, self._algorithm))
 
     async def _wait_for_batch(self, step: int) -> Batch:
         """Wait for a step's groups of trajectories with rewards."""

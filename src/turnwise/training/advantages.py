@@ -166,9 +166,52 @@ def _advantages(
     return [[None if (a := next(left)) is None else list(a) for _ in group] for group in groups]
 
 
-def gives_signal(group: Group, config: Config) -> bool:
-    """Return whether the rewards that would be trained on differ within the group."""
-    return any(has_signal([side.reward for side in same]) for same in _sides(group, config))
+def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
+    """Return whether what the algorithm compares differs within the group.
+
+    These are the rewards that would be trained on: of the turns, if turns have advantages of their
+    own; otherwise, of the trajectories. May call the user's `Advantage`.
+    """
+    if algorithm.loss.needs_pairs:
+        return choose_pairs(_rewards(group, config)) is not None
+    sides = _sides(group, config)
+    if algorithm.advantage.per_turn and not algorithm.advantage.needs_values:
+        return any(_any(_of_turns(same, config, algorithm) or []) for same in sides)
+    return any(has_signal([side.reward for side in same]) for same in sides)
+
+
+def check_group_size(config: Config, algorithm: Algorithm) -> None:
+    """Check that a group contains something to compare, if the algorithm compares within groups.
+
+    Raises:
+        InputError: when `sampling.n` is 1, and no group of one can be trained on.
+    """
+    parts = config.algorithm
+    if config.sampling.n > 1:
+        return
+    if algorithm.loss.needs_pairs:
+        compares = f"algorithm.loss {parts.loss.name}"
+    elif parts.dynamic_sampling:
+        compares = "algorithm.dynamic_sampling"
+    elif not _trains_alone(algorithm):
+        compares = f"algorithm.advantage {parts.advantage.name}"
+    else:
+        return
+    raise InputError(
+        f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
+        "compare: raise sampling.n"
+    )
+
+
+def _trains_alone(algorithm: Algorithm) -> bool:
+    """Return whether the `Advantage`, possibly the user's, accepts a group of one."""
+    advantage = algorithm.advantage
+    try:
+        if advantage.per_turn:
+            return advantage.of_turns([[1.0]]) is not None
+        return advantage.of_groups([[1.0]])[0] is not None
+    except Exception:  # such as a standard deviation of one number
+        return False
 
 
 def _rewards(group: Group, config: Config) -> list[float]:
