@@ -272,6 +272,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing.yaml")
 
 
+def test_an_override_reaches_the_options_of_a_bare_name(file: Path) -> None:
+    overrides = ["algorithm.advantage=turn_returns", "algorithm.advantage.gamma=0.5"]
+    advantage = load_config(file, overrides).algorithm.advantage
+    assert (advantage.name, advantage.model_dump()["gamma"]) == ("turn_returns", 0.5)
+    with pytest.raises(InputError, match=r"kl is a value, not a section, and has no keys"):
+        load_config(file, ["algorithm.kl=k3", "algorithm.kl.coef=0.5"])
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
@@ -226,6 +227,12 @@ def test_lora_is_that_of_chatlearn(file: Path, monkeypatch: pytest.MonkeyPatch) 
             "models.ppo_policy.lora={enable_lora: true, part_module_name: a}",
             "models.ppo_policy.lora.part_module_name is not supported",
         ),
+        (
+            "models.ppo_policy.lora={enable_lora: true, lora_dim: 0}",
+            "models.ppo_policy.lora.lora_dim is 0: set enable_lora to false",
+        ),
+        ("engine.tensor_parallel_size=4", "models.policy.num_gpu 2 is no multiple of the 4 device"),
+        ("models.policy.num_gpu=1.5", "models.policy.num_gpu must be a whole number, not 1.5"),
         ("models.ppo_policy.trainable=false", "trainable is False: ppo_policy and ppo_value learn"),
         ("runtime.num_episodes=1", "no key runtime.num_episodes; did you mean num_episode?"),
         ("runtime.num_training_epoch=2", "runtime.num_training_epoch is 2: a sample is trained"),
@@ -244,6 +251,36 @@ def test_lora_is_that_of_chatlearn(file: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_mistake_is_one_sentence(file: Path, override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_pipeline_file(file, [override])
+
+
+@pytest.mark.parametrize("place", ["policy.yaml", "rlhf.yaml", "override"])
+def test_devices_are_divided_among_engines_of_the_size_that_any_file_sets(
+    file: Path, place: str
+) -> None:
+    overrides = ["models.policy.num_gpu=8", "runtime.colocation=null"]
+    if place == "override":
+        overrides.append("engine.tensor_parallel_size=4")
+    else:
+        with (file.parent / place).open("a") as text:
+            text.write("\nengine: {tensor_parallel_size: 4}\n")
+    config = read_pipeline_file(file, overrides).config
+    assert (config.serving.workers, config.engine.tensor_parallel_size) == (2, 4)
+
+
+def test_a_part_of_the_algorithm_may_be_a_bare_name(file: Path) -> None:
+    (file.parent / "ppo_policy.yaml").write_text(
+        "cliprange: 0.1\nalgorithm: {advantage: turn_returns, loss: gspo}\n"
+    )
+    tree = yaml.safe_load(file.read_text())
+    del tree["models"]["value"], tree["models"]["ppo_value"], tree["runtime"]["colocation"]
+    file.write_text(yaml.safe_dump(tree))
+    config = read_pipeline_file(file, ["algorithm.advantage.gamma=0.5"]).config
+    assert config.algorithm.advantage.model_dump() == {
+        "name": "turn_returns", "gamma": 0.5, "scale": True,
+    }  # fmt: skip
+    assert config.algorithm.loss.model_dump() == {
+        "name": "gspo", "clip_low": 0.1, "clip_high": 0.1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

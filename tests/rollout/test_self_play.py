@@ -13,6 +13,7 @@ import turnwise
 from tests.rollout.test_episode import Talking
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.errors import InputError
+from turnwise.pipeline.running import rewarded_groups
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.training.advantages import gives_signal
 from turnwise.training.algorithms import make_algorithm
@@ -210,6 +211,40 @@ def test_dynamic_sampling_of_pairs_judges_the_rewards_that_make_pairs() -> None:
     group = Group("rows:1", [game(0, 1.0, -1.0), game(1, 0.0, 0.0)])
     assert not gives_signal(group, config, make_algorithm(config.algorithm))
     assert not make_samples([group], config, version=0).samples
+
+
+def test_a_pipeline_gives_each_player_a_reward() -> None:
+    config = config_of({"advantage": {"name": "dr_grpo"}})
+    group = Group("rows:1", [game(0, 1.0, -1.0), game(1, 0.0, 0.0)])
+    rewards: list[object] = [{"white": 4.0, "black": 0.0}, {"black": 2, "white": 2}]
+    rewarded_groups({"groups": [group], "rewards": rewards})
+    assert [trajectory.reward for trajectory in group.trajectories] == [2.0, 2.0]
+    samples = make_samples([group], config, version=0).samples
+    assert [sample.advantage for sample in samples] == [1.0, -1.0, -1.0, 1.0]
+    unchanged = [trajectory.reward for trajectory in group.trajectories]
+    rewarded_groups({"groups": [group], "rewards": unchanged})
+    assert group.trajectories[0].player_rewards == {"white": 4.0, "black": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (5.0, "one number for a game, .*: give a dictionary with a number for each of white, blac"),
+        ({"white": 1.0}, "one finite number for each of 1 trajectories"),
+        ({"white": 1.0, "black": 0.0, "red": 0.0}, "one finite number for each of 1 trajectories"),
+        ({"white": 1.0, "black": float("nan")}, "one finite number for each of 1 trajectories"),
+    ],
+)
+def test_a_pipelines_reward_of_a_game_that_would_not_be_used_is_refused(
+    reward: object, message: str
+) -> None:
+    one = game(0, 1.0, -1.0)
+    with pytest.raises(InputError, match=message):
+        rewarded_groups({"groups": [Group("rows:1", [one])], "rewards": [reward]})
+    assert (one.reward, one.player_rewards) == (0.0, {"white": 1.0, "black": -1.0})
+    one.turn_players, one.player_rewards = [], {}
+    with pytest.raises(InputError, match="one finite number for each of 1 trajectories"):
+        rewarded_groups({"groups": [Group("rows:1", [one])], "rewards": [{"white": 1.0}]})
 
 
 def test_turns_of_a_player_are_compared_with_its_own() -> None:

@@ -4,10 +4,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 import trl
+from transformers import get_scheduler
 
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
+from turnwise.training.algorithms import make_loss
+from turnwise.training.tokens import Tokens
 from turnwise.trl import GRPOConfig
 from turnwise.trl.mapping import MAPPED, WITHOUT_EFFECT, settings
 
@@ -142,6 +146,41 @@ def test_losses_and_corrections() -> None:
     assert (correction.name, correction.high) == ("token_tis", 3.0)
 
 
+def test_the_constant_of_dr_grpo_is_that_of_trl() -> None:
+    config = config_of(loss_type="dr_grpo", max_completion_length=256)
+    assert config.sampling.max_tokens * config.rollout.max_turns == 256
+
+
+@pytest.mark.parametrize("high", [None, 0.28])
+@pytest.mark.parametrize("delta", [4.0, 1.28, 1.2, 1.1, 1.0001])
+def test_delta_bounds_the_ratio_where_trl_does(delta: float, high: float | None) -> None:
+    """Against the lines of TRL's `_compute_loss`, at ratios on both sides of every bound."""
+    section = config_of(delta=delta, epsilon_high=high).algorithm.loss
+    ratio = torch.tensor([0.1, 0.79, 0.81, 1.0, 1.05, 1.15, 1.23, 1.3, 3.9, 4.1] * 2)
+    advantage = torch.tensor([1.0] * 10 + [-1.5] * 10)
+    ours, theirs = (ratio.log().requires_grad_() for _ in range(2))
+    zeros = torch.zeros(20)
+    tokens = Tokens(
+        ours, zeros, zeros, advantage, zeros.long(), 1, torch.full((20,), 20.0), zeros.long()
+    )
+    loss = make_loss(section)(tokens).loss_N  # type: ignore[arg-type]
+    second = theirs.exp().clamp(0.8, 1 + (0.2 if high is None else high))
+    expected = -torch.min(theirs.exp().clamp(max=delta) * advantage, second * advantage)
+    assert torch.allclose(loss, expected)
+    (gradient,) = torch.autograd.grad(loss.sum(), ours)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), theirs)
+    assert torch.allclose(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("constant", 0), ("constant_with_warmup", 5)])
+def test_a_schedule_warms_up_where_that_of_transformers_does(name: str, steps: int) -> None:
+    training = config_of(lr_scheduler_type=name, warmup_steps=5).training
+    assert (training.warmup_steps, training.lr_schedule) == (steps, "constant")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=5, num_training_steps=10)
+    assert (schedule.get_last_lr() == [1.0]) is (steps == 0)
+
+
 def test_tools_bound_the_trajectory() -> None:
     config = config_of(tools=True, max_completion_length=100, max_tool_calling_iterations=3)
     assert (config.rollout.max_turns, config.rollout.max_response_tokens) == (4, 100)
@@ -171,6 +210,15 @@ def test_tools_bound_the_trajectory() -> None:
         ({"save_strategy": "best"}, r"save_strategy='best'"),
         ({"importance_sampling_level": "turn"}, r"importance_sampling_level='turn'"),
         (
+            {"importance_sampling_level": "turn", "loss_type": "cispo", "epsilon_high": 5.0},
+            r"importance_sampling_level='turn' .*token or sequence",
+        ),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 5.0},
+            r"importance_sampling_level='sequence' .*cispo clips the weight of each token",
+        ),
+        ({"delta": 1.0}, r"delta=1\.0 .*above 1"),
+        (
             {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
             r"vllm_importance_sampling_mode='token_mask'",
         ),
@@ -192,3 +240,8 @@ def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> N
     assert "without effect in Turnwise: logging_steps, run_name" in caplog.text
     config_of(vllm_tensor_parallel_size=2)
     assert "without effect in Turnwise: vllm_tensor_parallel_size" in caplog.text
+    caplog.clear()
+    config_of(lr_scheduler_type="constant", warmup_steps=5)
+    assert "without effect in Turnwise: warmup_steps" in caplog.text
+    config_of(loss_type="cispo", epsilon_high=5.0, delta=1.5)
+    assert "without effect in Turnwise: delta" in caplog.text

@@ -7,6 +7,7 @@ nor Ray, and only `errors` from the rest of turnwise.
 
 from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import (
+    PARTS,
     AlgorithmConfig,
     Cispo,
     CorrectionConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "FORMER_KEYS",
     "LOOP_NAMES",
     "NO_DEADLINE",
+    "PARTS",
     "REPLACED_KEYS",
     "AlarmsConfig",
     "AlgorithmConfig",

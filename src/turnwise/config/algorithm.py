@@ -131,6 +131,10 @@ class OwnLoss(Section):
     name: str = OWN_CLASS
 
 
+PARTS = ("algorithm.advantage", "algorithm.loss")
+"""Sections that may be a bare name."""
+
+
 def _kind_of(part: object) -> str | None:
     """Return a built-in part's name, `OWN_CLASS` for a user-defined one, None for anything else."""
     name = part.get("name") if isinstance(part, dict) else getattr(part, "name", None)
@@ -215,7 +219,8 @@ class AlgorithmConfig(Section):
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Reduction of token losses to the batch's loss: the mean over tokens (DAPO); the mean over
     trajectories of the mean of each (GRPO; dpo always uses it); or the sum divided by the number of
-    trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO)."""
+    trajectories * sampling.max_tokens * rollout.max_turns (Dr. GRPO; loop single_turn has one
+    turn)."""
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: bool = False

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from turnwise.config.algorithm import PARTS
 from turnwise.config.aliases import FORMER_KEYS
 from turnwise.config.base import Tree, sections, use_current_names, warn_of_former_name
 from turnwise.config.errors import explain_missing, explain_mistake
@@ -121,13 +122,17 @@ def apply_override(tree: Tree, override: str) -> None:
 def set_key(tree: Tree, key: str, value: object) -> None:
     """Set the value of a dotted key in a tree, creating missing sections.
 
+    A part of the algorithm that is a bare name becomes a section with that name.
+
     Raises:
         InputError: when a part of the key is a value.
     """
     *parents, leaf = current_key(key).split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents, start=1):
         if tree.get(parent) is None:
             tree[parent] = {}
+        elif isinstance(tree[parent], str) and ".".join(parents[:depth]) in PARTS:
+            tree[parent] = {"name": tree[parent]}
         tree = tree[parent]
         if not isinstance(tree, dict):
             raise InputError(f"{key}: {parent} is a value, not a section, and has no keys")

@@ -79,9 +79,9 @@ from turnwise.pipeline.pipeline_keys import (
     OWN_SECTIONS,
     REWARDS,
     RUNTIME,
-    SIZES,
 )
 from turnwise.pipeline.role_file import ROLES, model_settings, nearest, role_of
+from turnwise.pipeline.sizes import batch_sizes, worker_count
 from turnwise.pipeline.yaml_file import Settings, load_merged, merged
 
 
@@ -137,6 +137,8 @@ class _Reader:
         self._overrides = [o for o in overrides if _section_of(o) not in OWN_SECTIONS]
         self._over = over
         self._settings: Settings = {}
+        self._devices: int | None = None
+        """Devices of the policy's engines, where the file gives their number."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
         self._without_effect: dict[str, list[str]] = {}
@@ -180,7 +182,9 @@ class _Reader:
             self._settings.setdefault(key, value)
         if "reference" in entries and kind != "online_dpo":
             self._settings.setdefault("algorithm.kl.coef", KL_COEF)
-        config = self._config(self._sizes(runtime))
+        workers = self._workers()
+        sizes = batch_sizes(self._path, runtime, self._config(workers))
+        config = self._config(workers | sizes)
         self._check_kind(kind, config)
         resumes = bool(runtime.get("enable_resume_training", True))
         notes = [
@@ -255,11 +259,10 @@ class _Reader:
             self._put(key, value, str(entry.get("model_config_file", f"models.{name}")))
         number = entry.get("num_gpu") or entry.get("num_device")
         if role == "policy":
-            devices = settings.get("engine.tensor_parallel_size", 1)
-            devices *= settings.get("engine.pipeline_parallel_size", 1)
-            workers = entry.get("num_replica") or (number and number // devices)
-            if workers:
-                self._put("serving.workers", workers, f"models.{name}")
+            if replicas := entry.get("num_replica"):
+                self._put("serving.workers", replicas, f"models.{name}")
+            elif number:
+                self._devices = number
         elif role == "ppo_policy" and number:
             self._put("training.ranks", number, f"models.{name}")
         for key in ("function", "weight"):
@@ -325,42 +328,18 @@ class _Reader:
         together = any({"policy", "ppo_policy"} <= group for group in named)
         self._put("training.colocated", together, "runtime.colocation")
 
-    def _sizes(self, runtime: Tree) -> Settings:
-        """Return the settings for the sizes of an episode and of batches, which count samples."""
-        sizes = {name: runtime[name] for name in SIZES if runtime.get(name) is not None}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise InputError(
-                    f"{self._path}: runtime.{name} must be a whole number of 1 or more, "
-                    f"not {value!r}"
-                )
-        config = self._config({})
-        made: Settings = {}
-        group, total = config.sampling.n, sizes.get("sample_per_episode")
-        if total is not None:
-            made["rollout.prompts_per_step"] = self._quotient(
-                "sample_per_episode", total, group, f"sampling.n {group}, the samples of a prompt"
-            )
-        batch = sizes.get("train_global_batch_size")
-        if batch is not None:
-            total = total or config.rollout.prompts_per_step * group
-            made["training.updates_per_step"] = (
-                1
-                if batch >= total
-                else self._quotient(
-                    "sample_per_episode", total, batch, f"train_global_batch_size {batch}"
-                )
-            )
-        if "train_micro_batch_size" in sizes:
-            made["training.micro_batch_tokens"] = (
-                sizes["train_micro_batch_size"] * config.model.max_length
-            )
-        return made
-
-    def _quotient(self, name: str, total: int, part: int, what: str) -> int:
-        if total % part:
-            raise InputError(f"{self._path}: runtime.{name} {total} is no multiple of {what}")
-        return total // part
+    def _workers(self) -> Settings:
+        """Return the number of engines, if `num_gpu` of the policy gives that of their devices."""
+        if self._devices is None:
+            return {}
+        tree = self._merged({})
+        for key, value in self._over.items():
+            set_key(tree, key, value)
+        for override in self._overrides:
+            apply_override(tree, override)
+        engine = tree.get("engine")
+        count = worker_count(self._path, self._devices, engine if isinstance(engine, dict) else {})
+        return {"serving.workers": count}
 
     def _config(self, more: Settings) -> Config:
         """Return the configuration.
@@ -368,12 +347,16 @@ class _Reader:
         In increasing precedence: the models' settings, the file's own sections, the caller's
         settings, overrides.
         """
+        defaults = {"environment": CONVERSATION}
+        return make_config(self._merged(more), self._overrides, defaults, self._over)
+
+    def _merged(self, more: Settings) -> Tree:
+        """Return the tree of the models' settings under the file's own sections."""
         tree: Tree = {}
         for key, value in {**self._settings, **more}.items():
             set_key(tree, key, value)
         own = {key: value for key, value in self._tree.items() if key not in OWN_SECTIONS}
-        defaults = {"environment": CONVERSATION}
-        return make_config(merged(tree, own), self._overrides, defaults, self._over)
+        return merged(tree, own)
 
     def _raise_mistakes(self) -> None:
         if self._mistakes:

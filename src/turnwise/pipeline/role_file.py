@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from turnwise.config import ModelConfig, known_keys
+from turnwise.config import PARTS, ModelConfig, known_keys
 from turnwise.errors import InputError
 from turnwise.pipeline.pipeline_keys import REWARDS
 from turnwise.pipeline.yaml_file import Settings, leaves, load_merged
@@ -104,7 +104,8 @@ def _own_settings(path: str | Path, role: str) -> Settings:
         elif isinstance(value, dict) and key in (*_SHARED, "training", "algorithm"):
             for full, leaf in leaves(str(key), value):
                 if _is_read(full, role):
-                    settings[full] = leaf
+                    bare = full in PARTS and isinstance(leaf, str)
+                    settings[f"{full}.name" if bare else full] = leaf
                 elif mistake := _mistake(full, role, known):
                     mistakes.append(mistake)
         else:

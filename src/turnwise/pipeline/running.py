@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import SupportsFloat
 
 from turnwise.config import Config
 from turnwise.core.aio import task_group
@@ -136,7 +135,7 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
 
     Raises:
         InputError: when there are no groups, or `rewards` is not one finite number for each
-            trajectory.
+            trajectory; for a game, a dictionary with one for each player.
     """
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
@@ -148,20 +147,46 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
     if not isinstance(rewards, Iterable):
         raise InputError(f"rewards must be a list of numbers, not {rewards!r}")
     given = list(rewards)
-    numbers = [_number(reward) for reward in given]
-    if len(numbers) != len(trajectories) or not all(abs(n) <= MAX_REWARD for n in numbers):
+    if len(given) != len(trajectories) or not all(map(_is_reward, trajectories, given)):
         raise InputError(
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
-            f"±{MAX_REWARD:g} at most, not {len(numbers)}: {repr(given)[:80]}"
+            f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
         )
-    for trajectory, number in zip(trajectories, numbers, strict=True):
-        trajectory.reward = number
+    for trajectory, reward in zip(trajectories, given, strict=True):
+        _set_reward(trajectory, reward)
     return list(groups)
 
 
-def _number(value: SupportsFloat | str) -> float:
+def _set_reward(trajectory: Trajectory, reward: object) -> None:
+    """Set a trajectory's reward, or those of the players of a game and their mean.
+
+    Raises:
+        InputError: when a game gets a number that is not its own reward.
+    """
+    players = trajectory.player_rewards
+    if isinstance(reward, Mapping):
+        trajectory.player_rewards = {player: _number(reward[player]) for player in players}
+        reward = sum(trajectory.player_rewards.values()) / len(players)
+    elif players and _number(reward) != trajectory.reward:
+        raise InputError(
+            f"rewards: {reward!r} is one number for a game, whose players are compared each with "
+            f"itself: give a dictionary with a number for each of {', '.join(players)}"
+        )
+    trajectory.reward = _number(reward)
+
+
+def _is_reward(trajectory: Trajectory, reward: object) -> bool:
+    """Return whether a reward is a number within the limit, or one for each player."""
+    if not isinstance(reward, Mapping):
+        return abs(_number(reward)) <= MAX_REWARD
+    if not trajectory.player_rewards or reward.keys() != trajectory.player_rewards.keys():
+        return False
+    return all(abs(_number(value)) <= MAX_REWARD for value in reward.values())
+
+
+def _number(value: object) -> float:
     """Return a reward as a float, NaN where it is not a number."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan

@@ -37,7 +37,8 @@ class TrainingObjective:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         self._models = models
         self._ranks = ranks
-        self._longest = config.sampling.max_tokens * config.rollout.max_turns
+        turns = 1 if config.rollout.loop == "single_turn" else config.rollout.max_turns
+        self._longest = config.sampling.max_tokens * turns
         self._penalised = bool(self._config.kl.coef) and self._config.kl.where == "reward"
         self._corrected = self._config.correction.name != "none"
 
@@ -52,7 +53,7 @@ class TrainingObjective:
                 if self._advantage.needs_values:
                     batch.values_N = self._models.estimate(batch)
                 self._spread(batch, self._penalties_N(batch))
-        if self._advantage.normalise:
+        if self._advantage.normalise and self._advantage.needs_values:
             self._normalise(batches)
 
     def _penalties_N(self, batch: MicroBatch) -> torch.Tensor | None:

@@ -66,7 +66,9 @@ _WHY = {
 }
 _WITH_VLLM = {name for name in MAPPED if name.startswith("vllm_")} - {"vllm_max_model_length"}
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-_SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+_CONSTANT = "constant"
+"""Name of the schedule that has no warm-up in Transformers, whatever `warmup_steps` says."""
+_SCHEDULES = {"linear": "linear", _CONSTANT: "constant", "constant_with_warmup": "constant"}
 _REDUCTIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
 _CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"}
 _SAMPLING = ("ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids")
@@ -103,7 +105,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.updates_per_step": updates,
         "training.learning_rate": args.learning_rate,
         "training.lr_schedule": _schedule(args),
-        "training.warmup_steps": _count(args.warmup_steps, steps * updates),
+        "training.warmup_steps": _warmup(args, steps * updates),
         "training.weight_decay": args.weight_decay,
         "training.max_grad_norm": args.max_grad_norm,
         "training.activation_checkpointing": args.gradient_checkpointing,
@@ -114,8 +116,10 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         **_engine(args),
         **_algorithm(args, tools=tools),
     }
-    if tools:
-        calls = args.max_tool_calling_iterations
+    calls = args.max_tool_calling_iterations
+    if not tools:
+        values["rollout.max_turns"] = 1  # so dr_grpo's constant is that of one completion
+    else:
         values["rollout.max_turns"] = _UNLIMITED if calls is None else calls + 1
         values["rollout.max_response_tokens"] = args.max_completion_length
     return values | args.turnwise
@@ -128,7 +132,7 @@ def updates_per_step(args: GRPOConfig) -> int:
 
 def _refuse_unsupported(args: GRPOConfig) -> None:
     """Raise for fields that cannot be honoured, and log those without effect."""
-    unused = []
+    unused, without = [], _unread(args)
     for item in fields(GRPOConfig):
         made = item.default_factory
         default = item.default if made is MISSING else made()
@@ -136,7 +140,7 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
         if value == default:
             continue
         if item.name in MAPPED:
-            if item.name in _WITH_VLLM and not args.use_vllm:  # as in TRL
+            if item.name in without:
                 unused.append(item.name)
             continue
         if item.name == "adam_beta2" and value == _ADAM_BETA2:
@@ -147,6 +151,16 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
         unused.append(item.name)
     if unused:
         logger.warning("GRPOConfig: without effect in Turnwise: %s", ", ".join(unused))
+
+
+def _unread(args: GRPOConfig) -> set[str]:
+    """Return the mapped fields that the values of others leave without effect, as in TRL."""
+    unread = set() if args.use_vllm else set(_WITH_VLLM)
+    if str(args.lr_scheduler_type) == _CONSTANT:
+        unread.add("warmup_steps")
+    if args.loss_type == "cispo":
+        unread |= {"epsilon", "delta"}
+    return unread
 
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
@@ -225,6 +239,12 @@ def _schedule(args: GRPOConfig) -> str:
     if args.optim not in _OPTIMIZERS:
         _refuse("optim", args.optim, f"the optimizer is AdamW: {', '.join(_OPTIMIZERS)}")
     return _SCHEDULES[name]
+
+
+def _warmup(args: GRPOConfig, updates: int) -> int:
+    if str(args.lr_scheduler_type) == _CONSTANT:
+        return 0
+    return _count(args.warmup_steps, updates)
 
 
 def _trackers(report_to: str | list[str] | None) -> list[str]:
@@ -309,33 +329,46 @@ def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
 
 
 def _loss(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
-    name, low = args.loss_type, args.epsilon
-    high = low if args.epsilon_high is None else args.epsilon_high
-    if name == "cispo":
-        if high <= 1:
-            _refuse("epsilon_high", high, "cispo clips the weight itself there; set it above 1")
-        return {
-            "algorithm.loss": {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1},
-            "algorithm.reduction": "token_mean",
-        }
+    name, level = args.loss_type, args.importance_sampling_level
+    if level not in ("token", "sequence"):
+        _refuse("importance_sampling_level", level, "it must be token or sequence")
     if name == "bnpo" and args.gradient_accumulation_steps == 1:
         name = "dapo"  # one micro-batch is the whole batch
-    if name not in _REDUCTIONS:
+    if name != "cispo" and name not in _REDUCTIONS:
         _refuse("loss_type", name, f"it must be cispo, {', '.join(_REDUCTIONS)}")
     if name == "dr_grpo" and tools:
         why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
         _refuse("loss_type", name, why)
-    loss: dict[str, object] = {"name": "ppo_clip", "clip_low": low, "clip_high": high}
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return {
+        "algorithm.loss": _cispo(args, high) if name == "cispo" else _clipped(args, high),
+        "algorithm.reduction": _REDUCTIONS.get(name, "token_mean"),
+    }
+
+
+def _cispo(args: GRPOConfig, high: float) -> dict[str, object]:
     if args.importance_sampling_level == "sequence":
-        loss["name"] = "gspo"
-        if args.delta is not None:
-            _refuse("delta", args.delta, "importance_sampling_level sequence has no second bound")
-    elif args.importance_sampling_level != "token":
-        level = args.importance_sampling_level
-        _refuse("importance_sampling_level", level, "it must be token or sequence")
-    elif args.delta is not None:
-        loss["dual_clip"] = args.delta
-    return {"algorithm.loss": loss, "algorithm.reduction": _REDUCTIONS[name]}
+        _refuse("importance_sampling_level", "sequence", "cispo clips the weight of each token")
+    if high <= 1:
+        _refuse("epsilon_high", high, "cispo clips the weight itself there; set it above 1")
+    return {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}
+
+
+def _clipped(args: GRPOConfig, high: float) -> dict[str, object]:
+    """Return PPO's loss or GSPO's."""
+    bounds: dict[str, object] = {"clip_low": args.epsilon, "clip_high": high}
+    delta = args.delta
+    if args.importance_sampling_level == "sequence":
+        if delta is not None:
+            _refuse("delta", delta, "importance_sampling_level sequence has no second bound")
+        return {"name": "gspo", **bounds}
+    if delta is not None:
+        if delta <= 1:
+            _refuse("delta", delta, "it must be above 1")
+        bounds["dual_clip"] = max(delta, 1 + high)
+        if delta < 1 + high:  # the lower bound counts where the advantage is positive
+            bounds["clip_high"] = delta - 1
+    return {"name": "ppo_clip", **bounds}
 
 
 def _correction(args: GRPOConfig) -> dict[str, object]:
