@@ -56,6 +56,11 @@ def encoder(made: Tokenizer) -> Any:
         [AddedToken("<|im_start|>user", normalized=False)],
         [AddedToken("<mask>", lstrip=True, rstrip=True, normalized=False)],
         [AddedToken("x<|im", normalized=False), AddedToken("wha", normalized=True)],
+        [AddedToken("<think>x", lstrip=True, normalized=False)],
+        [
+            AddedToken("[INST]x", normalized=False),
+            AddedToken("[INST]xwha", lstrip=True, normalized=False),
+        ],
     ],
 )
 def test_segments_have_the_ids_of_the_whole_text(kind: str, added: list[AddedToken]) -> None:

@@ -57,6 +57,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     trajectory.events = Counter(tool_call=2)
     trajectory.reward_parts, trajectory.metrics = {"environment": 0.3}, {"steps": 1.0}
     trajectory.turn_rewards = [0.1] * len(trajectory.turns)
+    if draw(st.booleans()):
+        trajectory.turn_players = [draw(st.sampled_from("xo")) for _ in trajectory.turns]
+        trajectory.player_rewards = {"x": 1.0, "o": -1.0}
     return trajectory
 
 
@@ -122,7 +125,7 @@ def test_a_trace_of_another_program() -> None:
 
 
 def test_a_call_that_was_masked_after_its_export_is_context() -> None:
-    trajectory = Trajectory("math:1", turn_rewards=[0.5, 1.0])
+    trajectory = Trajectory("math:1", turn_rewards=[0.5, 1.0], turn_players=["x", "o"])
     trajectory.add_turn([1], [2, 3], [-0.1, -0.2], [3, 3], "stop")
     trajectory.add_turn([1, 2, 3, 4], [5], [-0.3], [4], "stop")
     exported = to_training_trace(trajectory)
@@ -131,6 +134,10 @@ def test_a_call_that_was_masked_after_its_export_is_context() -> None:
     (sample,) = made.samples()
     assert (sample.token_ids, sample.response_mask) == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])
     assert (sample.weight_versions[-1], made.turn_rewards) == (4, [1.0])
+    assert made.turn_players == ["o"]
+    exported["turns"][0]["metadata"]["turnwise"]["trajectory"]["turn_players"].pop()
+    with pytest.raises(InputError, match="turn_players must have an entry for each of 2 turns"):
+        from_training_trace(exported)
 
 
 @pytest.mark.parametrize(

@@ -92,20 +92,24 @@ def segment_starts(added: Mapping[int, AddedToken]) -> re.Pattern[str] | None:
     """Return a pattern of the special tokens at which a text may be divided; None if there is none.
 
     Args:
-        added: A tokenizer's added tokens by id. One that takes the spaces before it, or that may
-            begin inside another, is no such token. Tokens that depend on the characters around
-            them (`single_word`) forbid any division.
+        added: A tokenizer's added tokens by id. One that takes the spaces before it, that may
+            begin inside another, or with which another one begins that is no such token, is no
+            such token. Tokens that depend on the characters around them (`single_word`) forbid
+            any division.
     """
     if any(token.single_word for token in added.values()):
         return None
     raw = [token for token in added.values() if not token.normalized and token.content]
-    starts = [
-        token.content
-        for token in raw
-        if not token.lstrip
-        and not any(_begins_inside(token.content, other.content) for other in raw)
-    ]
-    starts.sort(key=len, reverse=True)
+    starts: list[str] = []
+    for token in sorted(raw, key=lambda token: len(token.content), reverse=True):
+        # Where a longer token begins with this one, the text may hold the longer one.
+        longer = [other.content for other in raw if len(other.content) > len(token.content)]
+        if (
+            not token.lstrip
+            and not any(_begins_inside(token.content, other.content) for other in raw)
+            and all(text in starts for text in longer if text.startswith(token.content))
+        ):
+            starts.append(token.content)
     return re.compile("|".join(map(re.escape, starts))) if starts else None
 
 

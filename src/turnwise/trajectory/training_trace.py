@@ -28,6 +28,10 @@ _OF_TRAJECTORY = tuple(
 )
 
 
+_OF_TURNS = tuple(name for name in _OF_TRAJECTORY if name.startswith("turn_"))
+"""Fields with an entry for each turn, if they are not empty."""
+
+
 def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
 
@@ -115,8 +119,13 @@ def from_training_trace(
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
         trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
-    if rewards := kept.get("turn_rewards"):
-        kept = kept | {"turn_rewards": list(compress(rewards, trained))}
+    for field in _OF_TURNS:
+        if values := kept.get(field):
+            if not isinstance(values, list) or len(values) != len(trained):
+                raise InputError(
+                    f"{name}: {field} must have an entry for each of {len(trained)} turns"
+                )
+            kept = kept | {field: list(compress(values, trained))}
     for field, value in kept.items():
         if field not in _OF_TRAJECTORY:
             raise InputError(f"{name}: a trajectory has no {field}")
