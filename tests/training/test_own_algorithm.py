@@ -1,6 +1,7 @@
 """Advantages and losses of the user's own, named in the configuration as `package.module:Class`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ class Best(Advantage):
 
     def of_group(self, rewards: Sequence[float]) -> list[float] | None:
         return [self.bonus * (reward == max(rewards)) for reward in rewards]
+
+
+class Normalised(Best):
+    normalise = True
 
 
 class TooFew(Advantage):
@@ -85,6 +90,21 @@ def test_an_advantage_of_ones_own_decides_what_is_trained_towards() -> None:
     own = {"name": f"{HERE}:Best", "bonus": 3.0}
     made = make_samples([group(0.0, 2.0, 1.0)], config(algorithm={"advantage": own}), 5)
     assert [sample.advantage for sample in made.samples] == [0.0, 3.0, 0.0]
+
+
+def test_only_advantages_from_values_are_normalised(
+    make_policy: Callable[..., TrainerRank],
+) -> None:
+    """Groups that count only have no advantages here, which a mean over the batch would need."""
+    changed = []
+    for name in ("Best", "Normalised"):
+        policy = make_policy({"advantage": f"{HERE}:{name}"})
+        batch = samples_for(model_of(policy))
+        train(
+            policy, [replace(s, advantages_T=s.advantages_T + 3 * s.response_mask_T) for s in batch]
+        )
+        changed.append(weights(policy))
+    assert torch.equal(*changed)
 
 
 @pytest.mark.parametrize("loss", [f"{HERE}:Reinforce", {"name": f"{HERE}:Reinforce", "scale": 2}])

@@ -12,6 +12,7 @@ from turnwise.training.advantages import check_group_size, gives_signal
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import make_samples
+from turnwise.training.staleness import RecentVersions, oldest_version
 from turnwise.trajectory import Trajectory
 
 
@@ -127,6 +128,28 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
     assert made.report.masked == {"stale": 4}
     assert made.report.violations == 0
     assert made.report.tokens_trained == 8
+
+
+def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
+    """The step before took 4 updates, the last one 1: version 0 is two steps old, not one."""
+    settings = config(training={"max_staleness": 1, "updates_per_step": 4})
+    versions = RecentVersions(settings)
+    assert versions.oldest == 0
+    versions.step_ended(4)
+    assert versions.oldest == 0
+    versions.step_ended(5)
+    assert versions.oldest == 4
+    mixed = group(0.0, 1.0, versions=[0, 0, 1, 3, 4, 5])
+    made = make_samples([mixed], settings, 5, oldest=versions.oldest)
+    assert (made.stale_tokens, made.report.tokens_trained) == (8, 4)
+    resumed = RecentVersions(settings)
+    resumed.restore(versions.state(), 5)
+    assert resumed.oldest == 4
+    resumed.restore(None, 5)
+    assert resumed.oldest == oldest_version(settings, 5) == 1
+    synchronous = RecentVersions(config())
+    synchronous.step_ended(3)
+    assert synchronous.oldest == 3
 
 
 def test_or_their_group_is_dropped() -> None:

@@ -56,7 +56,10 @@ class RunningPipeline:
             TrainerError, WeightUpdateError, DeadlineError: naming who failed.
         """
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
-        made = await asyncio.to_thread(make_samples, groups, self.config, self.trainer.version)
+        version, oldest = self.trainer.version, self.step.versions.oldest
+        made = await asyncio.to_thread(
+            lambda: make_samples(groups, self.config, version, oldest=oldest)
+        )
         self.progress.exactness += made.report
         check_exactness(made.report, self.config)
         trajectories = [t for group in groups for t in group.trajectories]
@@ -70,6 +73,7 @@ class RunningPipeline:
         if made.samples:
             metrics.add_training(await self.step.train(made.samples))
         self.progress.iteration += 1
+        self.step.versions.step_ended(self.trainer.version)
         metrics.add_update(await self.step.update_weights())
         return metrics.to_json()
 
@@ -83,6 +87,7 @@ class RunningPipeline:
         loop = {
             "step": self.progress.iteration,
             "exactness": self.progress.exactness.to_dict(),
+            "versions": self.step.versions.state(),
             "program": dict(state),
         }
         with waiting(f"the trainer to save {folder}"):
@@ -96,6 +101,7 @@ class RunningPipeline:
         with waiting(f"the trainer to load {folder}"):
             loop = await asyncio.to_thread(checkpoint.read_loop, folder)
             version = await self.trainer.load(folder)
+        self.step.versions.restore(loop.get("versions"), version)
         await self.step.update_weights()
         self.progress.iteration = loop["step"]
         self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])

@@ -15,6 +15,7 @@ from turnwise.run.metrics import UpdateMetrics
 from turnwise.run.runtime import Runtime
 from turnwise.training.reports import TrainMetrics
 from turnwise.training.sample import Sample
+from turnwise.training.staleness import RecentVersions
 from turnwise.trajectory import ExactnessReport
 from turnwise.weights.canary import check_canary
 from turnwise.weights.sync import WeightSync
@@ -52,6 +53,8 @@ class TrainingStep:
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
+        self.versions = RecentVersions(config)
+        """Versions of the last steps; the caller notes the end of each."""
         self._config = config
         self._manager = runtime.manager
         self._policy = runtime.policy

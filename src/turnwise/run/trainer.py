@@ -133,6 +133,7 @@ class TrainingLoop:
         self._progress.phase("resume")
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
+        self._step.versions.restore(state.get("versions"), self._policy.version)
         self._producer.restore(state["producer"], self._resume.step)
         self.exactness = ExactnessReport.from_dict(state["exactness"])
         await self._update_weights()
@@ -177,10 +178,11 @@ class TrainingLoop:
             ExactnessError: when a token differs from the sampled one; nothing is trained then.
         """
         config, algorithm, version = self._config, self._algorithm, self._policy.version
+        oldest = self._step.versions.oldest
         advantages = await asyncio.to_thread(
-            compute_advantages, batch.groups, config, version, algorithm
+            compute_advantages, batch.groups, config, oldest, algorithm
         )
-        samples = await asyncio.to_thread(samples_of, advantages, config, version, algorithm)
+        samples = await asyncio.to_thread(samples_of, advantages, config, oldest, algorithm)
         for reason, group in batch.discarded:
             await asyncio.to_thread(samples.drop, group.trajectories, reason)
         self.exactness += samples.report
@@ -192,6 +194,7 @@ class TrainingLoop:
             with self._timed("train"):
                 metrics.add_training(await self._step.train(samples.samples))
             await self._write_token_values(metrics.step, batch, samples, version)
+        self._step.versions.step_ended(self._policy.version)
 
     async def _update_weights(self) -> UpdateMetrics:
         """Transfer the new weights to the engines, which sample the next trajectories.
@@ -309,6 +312,7 @@ class TrainingLoop:
             state = {
                 "step": step,
                 "producer": self._producer.state(),
+                "versions": self._step.versions.state(),
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,
             }

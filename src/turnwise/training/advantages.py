@@ -31,15 +31,14 @@ class GroupAdvantages:
 
 
 def compute_advantages(
-    groups: Sequence[Group], config: Config, version: int, algorithm: Algorithm
+    groups: Sequence[Group], config: Config, oldest: int, algorithm: Algorithm
 ) -> list[GroupAdvantages]:
     """Return the advantages of a step's trajectories, from the rewards of their groups.
 
-    A group with tokens more than max_staleness training steps old is left out with
-    `training.stale_policy: drop`. A group without signal has advantages of 0; it contains no pair
-    for a loss that compares pairs. The arguments are those of `make_samples`.
+    A group with tokens of versions before `oldest` is left out with `training.stale_policy: drop`.
+    A group without signal has advantages of 0; it contains no pair for a loss that compares pairs.
+    The arguments are those of `make_samples`.
     """
-    oldest = oldest_version(config, version)
     stale: list[Group] = []
     fresh: list[Group] = []
     for group in groups:
@@ -226,11 +225,6 @@ def overlong(trajectory: Trajectory, config: Config) -> float:
     return overlong_penalty(
         length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
     )
-
-
-def oldest_version(config: Config, version: int) -> int:
-    """Return the oldest weight version whose tokens are trained."""
-    return version - config.training.max_staleness * config.training.updates_per_step
 
 
 def _oldest(group: Group) -> int:

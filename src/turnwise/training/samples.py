@@ -13,11 +13,11 @@ from turnwise.training.advantages import (
     GroupAdvantages,
     TurnAdvantages,
     compute_advantages,
-    oldest_version,
     overlong,
 )
 from turnwise.training.algorithms import Algorithm, make_algorithm
 from turnwise.training.sample import Sample
+from turnwise.training.staleness import oldest_version
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
 
@@ -47,13 +47,19 @@ class SampleBatch:
 
 
 def make_samples(
-    groups: Sequence[Group], config: Config, version: int, algorithm: Algorithm | None = None
+    groups: Sequence[Group],
+    config: Config,
+    version: int,
+    algorithm: Algorithm | None = None,
+    oldest: int | None = None,
 ) -> SampleBatch:
     """Make a step's samples with their advantages.
 
     Args:
         version: Optimizer steps that the trainer has taken.
         algorithm: Built from `config.algorithm`; None builds it.
+        oldest: Oldest weight version whose tokens are trained (`RecentVersions.oldest`); None
+            assumes that every step took `training.updates_per_step` optimizer steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
@@ -63,23 +69,23 @@ def make_samples(
         metrics = await trainer.train(batch.samples)
     """
     algorithm = algorithm or make_algorithm(config.algorithm)
-    advantages = compute_advantages(groups, config, version, algorithm)
-    return samples_of(advantages, config, version, algorithm)
+    oldest = oldest_version(config, version) if oldest is None else oldest
+    advantages = compute_advantages(groups, config, oldest, algorithm)
+    return samples_of(advantages, config, oldest, algorithm)
 
 
 def samples_of(
-    advantages: Sequence[GroupAdvantages], config: Config, version: int, algorithm: Algorithm
+    advantages: Sequence[GroupAdvantages], config: Config, oldest: int, algorithm: Algorithm
 ) -> SampleBatch:
     """Return the samples of groups whose advantages are known, and account for every token.
 
     A group with fewer than two finished trajectories gives no sample; see `Group.dropped`. A group
     without signal counts in the batch's totals, and is computed only if there is more to train than
     its advantages; it gives no sample with `algorithm.dynamic_sampling`, which replaces it by
-    another group, nor for a loss that compares pairs. Tokens more than
-    max_staleness training steps old are masked. The arguments are those of `make_samples`.
+    another group, nor for a loss that compares pairs. Tokens of versions before `oldest` are
+    masked. The arguments are those of `make_samples`.
     """
     batch = SampleBatch()
-    oldest = oldest_version(config, version)
     for scored in advantages:
         group = scored.group
         _account_dropped(group, batch.report)

@@ -49,7 +49,7 @@ class Advantage:
     """Time steps of `of_tokens`: trained tokens, or turns."""
     normalise: ClassVar[bool] = False
     """Whether to normalise token advantages to mean 0 and standard deviation 1 over the batch;
-    applies only with a value model."""
+    applies only with a value model. Without one, `of_groups` sees the whole batch."""
 
     @property
     def needs_values(self) -> bool:
