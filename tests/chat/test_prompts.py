@@ -114,10 +114,29 @@ def test_a_message_may_bring_the_ids_that_it_was_sampled_as(template: ChatTempla
 
 def test_the_room_of_a_response_counts_from_the_first_prompt() -> None:
     trajectory = Trajectory("problem")
-    assert response_room(trajectory, 5, 10) == 10
+    assert response_room(trajectory, [1] * 5, None, 10) == 10
     trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [0.0, 0.0], [0, 0], "stop")
-    assert response_room(trajectory, 9, 10) == 6
-    assert response_room(trajectory, 16, 10) == -1
+    path = [1, 2, 3, 4, 5, 6, 7]
+    assert response_room(trajectory, [*path, 8, 9], None, 10) == 6
+    assert response_room(trajectory, [*path, *[8] * 9], None, 10) == -1
+
+
+def test_each_conversation_of_a_trajectory_has_its_own_room() -> None:
+    """Another chat, a sub-agent, or the other player of a game begins with its own prompt."""
+    trajectory = Trajectory("problem")
+    trajectory.add_turn([*range(10)], [50, 51], [0.0, 0.0], [0, 0], "stop")
+    long = [0, 1, *range(100, 198)]  # begins as the first conversation does
+    assert response_room(trajectory, long, "new_conversation", 50) == 50
+    assert response_room(trajectory, [7, 7, 7, 7], "new_session", 50) == 50
+    assert response_room(trajectory, long, None, 50) == 50  # a loop that rendered a second one
+    trajectory.add_turn(long, [60], [0.0], [0], "stop", fork_reason="new_conversation")
+    assert response_room(trajectory, [*long, 60, 61, 62], None, 50) == 47
+    # A conversation whose history was rewritten is the same one.
+    rewritten = [*long, 63, 64]
+    assert response_room(trajectory, rewritten, "history_changed", 50) == 48
+    trajectory.add_turn(rewritten, [65], [0.0], [0], "stop", fork_reason="history_changed")
+    assert response_room(trajectory, [*rewritten, 65, 66], None, 50) == 46
+    assert response_room(trajectory, [*range(10), 50, 51, 52], None, 50) == 47
 
 
 def test_sampling_within_a_room_keeps_all_but_its_limits() -> None:

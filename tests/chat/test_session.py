@@ -145,3 +145,79 @@ def test_a_rollouts_session_is_for_its_agent_alone() -> None:
 def test_a_name_that_no_url_holds_is_no_name(name: str) -> None:
     assert not valid_name(name)
     assert valid_name("step-1:rows.jsonl:7_a~")
+
+
+def said(*texts: str) -> Conversation:
+    """Texts of user and assistant in alternation."""
+    roles = ("user", "assistant")
+    return Conversation([{"role": roles[n % 2], "content": t} for n, t in enumerate(texts)])
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of_equals(
+    settled: bool,
+) -> None:
+    session = Session("s")
+    for texts, expected in (
+        (("a",), None),
+        (("a", "said", "b"), 0),
+        (("a",), None),  # the same again
+        (("a", "said", "c"), 2),  # the later one
+        (("a", "said", "b", "said", "d"), 1),  # the longest
+        (("a", "said", "b", "else", "d"), 2),  # as far as it is the same
+        (("x",), None),
+        (("a", "no", "b"), None),
+        (("a", "said"), None),  # nothing new after the answer
+    ):
+        before = session._turn_before(said(*texts))
+        assert (None if before is None else before.index) == expected, texts
+        session.record(
+            [*range(len(texts))],
+            [len(session.trajectory.turns)],
+            [-0.1],
+            [0],
+            "stop",
+            asked=said(*texts),
+            answer=lambda: ("said", ()),
+            prompt=NextPrompt(None),
+        )
+        if settled:
+            session.settle()
+    for opening, reason in (("a", "history_changed"), ("y", "new_conversation")):
+        asked = said(opening, "other", "b")
+        assert session.next_prompt(asked, None).fork_reason == reason  # type: ignore[arg-type]
+    other = Conversation(said("a", "said", "b").messages, [{"type": "function"}])
+    assert session._turn_before(other) is None  # it was asked without tools
+
+
+def test_a_trajectory_has_no_more_turns_than_it_may_with_those_in_flight() -> None:
+    store = SessionStore(SAMPLING)
+    session = store.open_private(Trajectory("problem"), sampling=SAMPLING, max_turns=3)
+    under = store.open_under(session, "helper")
+    for one in (session, under, session):
+        one.begin_turn()
+    for one in (session, under):
+        with pytest.raises(InputError, match=r"its 3 turns, .* \(rollout\.max_turns\)"):
+            one.begin_turn()
+    under.lose_turn()  # its client has gone
+    turn(session)
+    session.begin_turn()
+    trajectory = session.finish()
+    assert (trajectory.status, trajectory.events["turn_refused"]) == ("max_turns", 2)
+    client = store.open("weather-1")
+    client.begun_turns = session_store.MAX_TURNS
+    with pytest.raises(InputError, match=r"its 10,000 turns, .*: open another session"):
+        client.begin_turn()
+
+
+def test_sessions_are_listed_in_pages() -> None:
+    store = SessionStore(SAMPLING)
+    for number in range(25):
+        store.open(f"s{number}").created = 1_000.0 + number // 3  # some in the same moment
+    store.open_private(Trajectory("problem"), sampling=SAMPLING)
+    place, names = None, list[str]()
+    while page := store.page(place, 10):
+        place = page[-1][0]
+        names += [summary["id"] for _, summary in page]
+        store.close(page[-1][1]["id"])  # a page begins after it all the same
+    assert len(names) == len(set(names)) == 25

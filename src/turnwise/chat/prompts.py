@@ -225,19 +225,34 @@ def token_ids_of(tree: JsonObject, name: str) -> list[int]:
     return value
 
 
-def response_room(trajectory: Trajectory, prompt_length: int, most: int) -> int:
+NEW = ("new_conversation", "new_session")
+"""Reasons of branches that begin another conversation; all others go on with one."""
+
+
+def response_room(
+    trajectory: Trajectory, prompt_token_ids: Sequence[int], fork_reason: str | None, most: int
+) -> int:
     """Return the number of tokens left of `rollout.max_response_tokens`.
 
-    Everything after the trajectory's first prompt counts: completions and the messages between
-    them.
+    Everything after the first prompt of the prompt's conversation counts: completions and the
+    messages between them, in the branch that the prompt continues.
 
     Args:
-        prompt_length: Tokens of the next prompt.
+        prompt_token_ids: The next prompt.
+        fork_reason: Its reason for a branch; None where it continues a turn, or begins a
+            conversation.
         most: `rollout.max_response_tokens`.
     """
-    turns = trajectory.turns
-    first = len(turns[0].added_token_ids) if turns else prompt_length
-    return first + most - prompt_length
+    prompt = list(prompt_token_ids)
+    index, shared = trajectory.find_parent(prompt)
+    if index is None:
+        return most
+    turn = trajectory.turns[index]
+    if shared < turn.path_length and fork_reason in (None, *NEW):
+        return most
+    while turn.parent is not None and turn.fork_reason not in NEW:
+        turn = trajectory.turns[turn.parent]
+    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
 
 
 class PromptCache:

@@ -31,6 +31,7 @@ from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
+from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
@@ -39,6 +40,8 @@ clients like `..`."""
 NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
 _NAME = re.compile(NAME_PATTERN)
 _SESSION_BYTES = 2_000
+_TURN_BYTES = 700
+"""A turn and its digests."""
 _POINTER_BYTES = 8
 _PROMPT_TOKEN_BYTES = 48
 """An id in its turn's list and in the last path."""
@@ -149,7 +152,13 @@ class Session:
     clock: StallClock | None = None
     """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
     max_response_tokens: int | None = None
-    """Maximum number of tokens after the first prompt; None means no limit."""
+    """Maximum number of tokens of a conversation after its first prompt; None means no limit."""
+    max_turns: int | None = None
+    """Maximum number of turns, with those of the sessions under it; None means no limit."""
+    begun_turns: int = 0
+    """Turns recorded or in flight, with those of the sessions under it."""
+    refused_turns: int = 0
+    """Requests refused because of `max_turns`, with those of the sessions under it."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that name the span of a rollout's trajectory; see `core.spans`."""
     closed: bool = False
@@ -168,7 +177,13 @@ class Session:
     """Ids by which a later request can refer to the session."""
     responses: StoredResponses = field(default_factory=StoredResponses)
     """Responses that a request may continue by `previous_response_id`."""
-    _turns: list[_RecordedTurn] = field(default_factory=list)
+    _last: _RecordedTurn | None = None
+    """The session's own last turn."""
+    _openings: set[bytes] = field(default_factory=set)
+    """Digests of the first messages of all turns."""
+    _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
+    """Turns by the digests of their messages with the answer, and of their tools; the latest of
+    equal ones."""
     _unsettled: list[_RecordedTurn] = field(default_factory=list)
     """Turns recorded since the last `settle`, and the turn before them."""
     _views: dict[bytes, Message] = field(default_factory=dict)
@@ -183,12 +198,12 @@ class Session:
             TrajectoryError: `message_dropped`, in a training session whose template leaves out a
                 new message.
         """
-        if not self._turns:
+        if self._last is None:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
         if before is None:
             opening = asked.prefixes[:2][-1]
-            started = any(turn.opening == opening for turn in self._turns)
+            started = opening in self._openings
             return NextPrompt(None, "history_changed" if started else "new_conversation")
         index, covered = before.index, before.length + 1
         continued = continue_turn(
@@ -205,19 +220,23 @@ class Session:
 
     def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
         """Return the turn that a request continues: the longest one, the latest among equals."""
-        prefixes, tools = asked.prefixes, asked.tools_digest
-        best, longest = None, -1
-        for turn in self._turns:
-            length = turn.length
-            if (
-                len(asked.messages) > length + 1
-                and length >= longest
-                and prefixes[length] == turn.prefix
-                and turn.tools == tools
-                and turn.answered == prefixes[length + 1]
-            ):
-                best, longest = turn, length
-        return best
+        prefixes, tools, sent = asked.prefixes, asked.tools_digest, len(asked.messages)
+        # A copy: the event loop settles turns while a thread looks for one. Reading an answer takes
+        # time: only those that may fit.
+        for turn in [*self._unsettled]:
+            if turn.length + 1 < sent and prefixes[turn.length] == turn.prefix:
+                self._index(turn)
+        for length in range(sent - 2, -1, -1):
+            if (found := self._by_answer.get((prefixes[length + 1], tools))) is not None:
+                return found
+        return None
+
+    def _index(self, turn: _RecordedTurn) -> None:
+        """Make a turn findable by its conversation, answer included."""
+        key = turn.answered, turn.tools
+        known = self._by_answer.get(key)
+        if known is None or known.index <= turn.index:
+            self._by_answer[key] = turn
 
     def record(
         self,
@@ -274,10 +293,12 @@ class Session:
             tools=asked.tools_digest,
             read=answer,
         )
-        self._turns.append(recorded)
+        self._last = recorded
+        self._openings.add(recorded.opening)
         self._unsettled.append(recorded)
         self.size += (
-            len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
+            _TURN_BYTES
+            + len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
             + len(token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
@@ -293,16 +314,36 @@ class Session:
         self.size += bytes_of(view)
         return view
 
-    def room(self, prompt_length: int) -> int | None:
-        """Return how many tokens may follow a prompt; None means no limit."""
-        if self.max_response_tokens is None:
+    def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
+        """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""
+        most = self.max_response_tokens
+        if most is None:
             return None
-        return response_room(self.trajectory, prompt_length, self.max_response_tokens)
+        return response_room(self.trajectory, prompt_token_ids, fork_reason, most)
+
+    def begin_turn(self) -> None:
+        """Count a turn, before it is sampled; `lose_turn` takes it back if it is not recorded.
+
+        Raises:
+            InputError: when the trajectory has `max_turns` turns, with those in flight.
+        """
+        root = self.parent or self
+        if root.max_turns is not None and root.begun_turns >= root.max_turns:
+            root.refused_turns += 1
+            raise InputError(
+                f"the trajectory has its {root.max_turns:,} turns, and may have no more"
+                + (" (rollout.max_turns)" if root.private else ": open another session")
+            )
+        root.begun_turns += 1
+
+    def lose_turn(self) -> None:
+        """Take back a turn that was begun and will not be recorded."""
+        (self.parent or self).begun_turns -= 1
 
     def settle(self) -> None:
         """Read all unread answers, which frees their requests; keep only the text of the last."""
         for turn in self._unsettled:
-            _ = turn.answered
+            self._index(turn)
         for turn in self._unsettled[:-1]:
             turn.answer = None
         del self._unsettled[:-1]
@@ -314,19 +355,20 @@ class Session:
             return self.parent.finish()
         trajectory = self.trajectory
         for session in (self, *reversed(self.children.values())):
-            if session._turns:
-                last = session._turns[-1]
+            if (last := session._last) is not None:
                 _ = last.answered
                 assert last.answer is not None
                 trajectory.messages = [*map(dict, session._sent), answer_view(last.answer)]
                 break
-        trajectory.status = "completed"
+        trajectory.status = "max_turns" if self.refused_turns else "completed"
+        if self.refused_turns:
+            trajectory.events["turn_refused"] = self.refused_turns
         return trajectory
 
     @property
     def adapter(self) -> str:
         """The adapter of its last turn, for requests that name no model; "" for the policy."""
-        return self.trajectory.turns[self._turns[-1].index].adapter if self._turns else ""
+        return "" if self._last is None else self.trajectory.turns[self._last.index].adapter
 
     @property
     def all_lost_turns(self) -> int:

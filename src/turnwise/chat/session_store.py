@@ -1,5 +1,6 @@
 """The sessions of a server, found by name or completion and forgotten when idle for too long."""
 
+import heapq
 import secrets
 import time
 from collections import OrderedDict
@@ -8,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 from turnwise.chat.session import Session
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError
@@ -18,6 +20,12 @@ REMEMBERED_NAMES = 65_536
 _COMPLETION_BYTES = 250
 MAX_CHILDREN = 1_000
 """Maximum number of sessions under one."""
+MAX_TURNS = 10_000
+"""Maximum number of turns of a client's session, with those of the sessions under it."""
+
+
+Place = tuple[float, str]
+"""Where a session is among all: the time at which it was opened, and its name."""
 
 
 class SessionStore:
@@ -81,6 +89,17 @@ class SessionStore:
         """Iterate over the sessions that clients opened or named."""
         return (session for session in self._named.values() if not session.private)
 
+    def page(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+        """Return summaries of the sessions of clients that were opened after a place.
+
+        Args:
+            after: Place of the last session of the page before; None begins with the oldest.
+            most: Number of sessions on a page.
+        """
+        places = ((session.created, session.id) for session in self)
+        first = heapq.nsmallest(most, (p for p in places if after is None or p > after))
+        return [(place, self._named[place[1]].summary()) for place in first]
+
     def open(
         self,
         session_id: str | None = None,
@@ -96,7 +115,9 @@ class SessionStore:
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._named:
             raise InputError(f"the session {session_id} is already open")
-        session = Session(session_id, self._sampling if training else None, group)
+        session = Session(
+            session_id, self._sampling if training else None, group, max_turns=MAX_TURNS
+        )
         session.trajectory.problem_id = group or session_id
         self._add(session)
         self._set_idle(session)
@@ -110,6 +131,7 @@ class SessionStore:
         group: str = "",
         agent_rewards: bool = False,
         max_response_tokens: int | None = None,
+        max_turns: int | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> Session:
         """Begin the session of a rollout: a training session that fills `trajectory`.
@@ -126,6 +148,7 @@ class SessionStore:
             private=True,
             agent_rewards=agent_rewards,
             max_response_tokens=max_response_tokens,
+            max_turns=max_turns,
             trace=trace_headers(),
         )
         self._add(session)
@@ -204,7 +227,9 @@ class SessionStore:
                 return session
             root = session.parent or session
             return root.children.get(child) or self.open_under(root, child)
-        return self._by_completion.get(_bare(previous or "")) or Session(secrets.token_hex(16))
+        return self._by_completion.get(_bare(previous or "")) or Session(
+            secrets.token_hex(16), max_turns=MAX_TURNS
+        )
 
     def of_response(self, session: Session | None, response_id: str) -> Session | None:
         """Return the session of the response that a request of `session`, or of none, refers to;

@@ -101,10 +101,11 @@ class RolloutConfig(Section):
     """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
     template renders (template), in a new branch where the two differ."""
     max_turns: PositiveInt = 8
-    """Largest number of turns (calls to the engine) in one trajectory."""
+    """Largest number of turns (calls to the engine) in one trajectory. Further requests of an agent
+    or chat scheduler are refused, and its trajectory ends with the turns that it has."""
     max_response_tokens: PositiveInt | None = None
-    """Largest number of tokens in a trajectory after its first prompt, tool results included; null
-    sets no limit other than model.max_length. Does not apply to agents over HTTP."""
+    """Largest number of tokens of a conversation after its first prompt, tool results included;
+    null sets no limit other than model.max_length. Does not apply to agents over HTTP."""
     environment_timeout: Seconds = 120.0
     """Deadline in seconds for each of an environment's methods: building it together with setup,
     step, metrics and close."""

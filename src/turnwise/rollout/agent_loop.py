@@ -225,7 +225,8 @@ class RolloutContext:
         turn = len(self.trajectory.turns)
         room = self.max_length - len(prompt_token_ids)
         if (budget := self.rollout.max_response_tokens) is not None:
-            room = min(room, response_room(self.trajectory, len(prompt_token_ids), budget))
+            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, budget)
+            room = min(room, left)
         if room <= 0:
             self.trajectory.status = "context_full"
             return None

@@ -161,6 +161,7 @@ class ChatBackend:
             sampling=sampling,
             group=group,
             max_response_tokens=self.config.rollout.max_response_tokens,
+            max_turns=self.config.rollout.max_turns,
             calls=calls,
         )
         session.clock = clock
@@ -176,8 +177,9 @@ class ChatBackend:
             error = _only(raised)
             if isinstance(error, TrajectoryError | EngineError | DeadlineError):
                 raise error from raised.__cause__
-            message = await describe_user_error(error)
-            raise TrajectoryError("chat_scheduler_error", f"{name}: {message}") from error
+            if not session.refused_turns:  # it may fail where it gets no more turns
+                message = await describe_user_error(error)
+                raise TrajectoryError("chat_scheduler_error", f"{name}: {message}") from error
         finally:
             self.sessions.close(session.id)
         session.finish()

@@ -188,7 +188,7 @@ class Trajectory:
             (None, None)
         """
         prompt = list(prompt_token_ids)
-        parent, shared = self._find_parent(prompt)
+        parent, shared = self.find_parent(prompt)
         added = prompt[shared:]
         continues = parent is not None and shared == self.turns[parent].path_length
         turn = Turn(
@@ -212,7 +212,7 @@ class Trajectory:
         self._last_path = prompt
         return turn
 
-    def _find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
+    def find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
         """Return the parent's index, and the number of ids of its path the prompt begins with."""
         last = self._last_path
         if self.turns and prompt[: len(last)] == last:

@@ -15,7 +15,7 @@ from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.agents.command import clean_environment, run_command
 from turnwise.rollout.agents.endpoint import is_endpoint, run_endpoint
@@ -67,6 +67,7 @@ class HttpAgentLoop:
             sampling=context.sampling,
             group=context.route.group if context.route is not None else "",
             agent_rewards=rollout.agent_rewards,
+            max_turns=rollout.max_turns,
             calls=context.calls,
         )
         session.clock = context.clock
@@ -74,6 +75,12 @@ class HttpAgentLoop:
             with context.timed("agent"), waiting(context.request_id, "agent"):
                 base_url, model = server.session_url(session.id), server.model_name
                 await self._run_agent(rollout.agent, context, session, base_url, model)
+        except (DeadlineError, InputError):
+            raise
+        except Exception:
+            if not session.refused_turns:
+                raise
+            # It may fail where it gets no more turns: the trajectory ends with those that it has.
         finally:
             server.sessions.close(session.id)
         session.finish()

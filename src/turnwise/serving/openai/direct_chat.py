@@ -141,7 +141,7 @@ class DirectChat:
         """Return the largest number of tokens that may follow the prompt."""
         most: int = self._chat.model_config.max_model_len - len(prompt)
         most = min(most, request.max_completion_tokens or request.max_tokens or base.max_tokens)
-        room = context.session.room(len(prompt))
+        room = context.session.room(prompt, context.prompt.fork_reason)
         return most if room is None else min(most, room)
 
     def _offer(self, tools: list[JsonObject] | None) -> "_Offer | None":

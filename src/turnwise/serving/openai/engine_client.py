@@ -186,7 +186,7 @@ class EngineCoreAdapter:
         lora = request.lora_request
         adapter = lora.lora_name if lora is not None else POLICY
         try:
-            sampling = _sampling_of(params, len(prompt), context)
+            sampling = _sampling_of(params, prompt, context)
             stream = sample(
                 self._generator,
                 self._record,
@@ -256,12 +256,18 @@ async def sample(
         record: Called before the last chunk is returned.
         context: The request; None for one that belongs to no session.
         adapter: Name of the adapter that samples.
+
+    Raises:
+        InputError: when the session may have no more turns.
     """
     session = context.session if context is not None else None
     route = Route(session.id if session else "", session.group if session else "", adapter)
     turn = len(session.trajectory.turns) if session else 0
     chunks: list[Chunk] = []
+    recorded = False
     stream = generator.stream(prompt, sampling, request_id, seed, route)
+    if session is not None:
+        session.begin_turn()
     try:
         with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
             async with contextlib.aclosing(stream) as pieces:
@@ -269,6 +275,7 @@ async def sample(
                     chunks.append(chunk)
                     if chunk.finish_reason is not None and context is not None:
                         record(context, prompt, chunks)
+                        recorded = True
                     yield chunk
             sampled = sum(len(chunk.token_ids) for chunk in chunks)
             version = max((max(c.weight_versions, default=-1) for c in chunks), default=-1)
@@ -278,6 +285,9 @@ async def sample(
         if session is not None and (not chunks or chunks[-1].finish_reason is None):
             session.lost_turns += 1
         raise
+    finally:
+        if session is not None and not recorded:
+            session.lose_turn()
 
 
 def client_error(error: Exception) -> Exception:
@@ -293,7 +303,7 @@ def client_error(error: Exception) -> Exception:
 
 
 def _sampling_of(
-    params: SamplingParams, prompt_length: int, context: RequestContext | None
+    params: SamplingParams, prompt: list[int], context: RequestContext | None
 ) -> SamplingParams:
     """Return a request's sampling for the generator, within the tokens that its session has left.
 
@@ -311,7 +321,7 @@ def _sampling_of(
             "a grammar (a strict tool, or parallel_tool_calls=false) would make the tokens of "
             "this training session off-policy: leave it out"
         )
-    room = session.room(prompt_length)
+    room = session.room(prompt, context.prompt.fork_reason)
     if room is not None and room <= 0:
         raise InputError(
             f"the conversation has used up its {session.max_response_tokens} tokens "

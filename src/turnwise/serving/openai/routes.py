@@ -1,14 +1,14 @@
 """The server's own routes: index, sessions and Prometheus metrics."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from turnwise.chat.session import NAME_PATTERN, Session
-from turnwise.chat.session_store import SessionStore
+from turnwise.chat.session_store import Place, SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
@@ -40,6 +40,19 @@ class _Reward(BaseModel):
     """The body of POST /sessions/{id}/reward."""
 
     reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+
+
+def _place(after: str) -> Place:
+    """Return the place that a page began after.
+
+    Raises:
+        HTTPException: when it is not the `next` of a page.
+    """
+    created, _, name = after.partition(":")
+    try:
+        return float(created), name
+    except ValueError:
+        raise HTTPException(400, "after must be the next of the page before") from None
 
 
 def add_routes(
@@ -101,10 +114,19 @@ def add_routes(
         }
 
     @router.get("/sessions")
-    async def list_sessions() -> JsonObject:
-        """List the sessions that clients opened, without their tokens."""
-        others = [] if processes is None else await processes.list_sessions()
-        return {"sessions": [*(session.summary() for session in store), *others]}
+    async def list_sessions(
+        limit: Annotated[int, Query(ge=1, le=1_000)] = 500, after: str | None = None
+    ) -> JsonObject:
+        """List the sessions that clients opened, without their tokens, the oldest first; `next` is
+        the `after` of the next page, null on the last."""
+        place = None if after is None else _place(after)
+        listed = store.page(place, limit + 1)
+        if processes is not None:
+            listed += await processes.list_sessions(place, limit + 1)
+        listed.sort(key=lambda each: each[0])
+        shown = listed[:limit]
+        last = f"{shown[-1][0][0]!r}:{shown[-1][0][1]}" if len(listed) > limit else None
+        return {"sessions": [summary for _, summary in shown], "next": last}
 
     @router.post("/sessions", status_code=201)
     async def open_session(opening: _Opening | None = None) -> JsonObject:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from turnwise.chat.session_store import Place
 from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
@@ -58,9 +59,9 @@ class SessionProcess(SchedulerProcess):
         session = self._server.sessions.open(name, training=training, group=group)
         return {**session.describe(), **both_urls(self._server.session_url(session.id))}
 
-    async def list_sessions(self) -> list[JsonObject]:
-        """Return a summary of each session of clients."""
-        return [session.summary() for session in self._server.sessions]
+    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+        """Return a page of the sessions of clients; see `SessionStore.page`."""
+        return self._server.sessions.page(after, most)
 
     async def report(self) -> Report:
         """See `SchedulerProcess.report`; with the counts of the server."""

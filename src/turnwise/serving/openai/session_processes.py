@@ -14,7 +14,7 @@ from contextlib import suppress
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from yarl import URL
 
-from turnwise.chat.session_store import REMEMBERED_NAMES, SessionStore
+from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
 from turnwise.config import Config
 from turnwise.core.actor import ActorHandle, on_node
 from turnwise.core.json_types import JsonObject
@@ -189,15 +189,14 @@ class SessionProcesses(SchedulerProcesses):
         owner = self._owners.get(name)
         return None if owner is None else (self._places[owner.name][0], owner.lost)
 
-    async def list_sessions(self) -> list[JsonObject]:
-        """Return summaries of all processes' sessions; a process that does not answer is left
-        out."""
+    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+        """Return a page of each process's sessions (see `SessionStore.page`); a process that does
+        not answer is left out."""
 
-        async def of(actor: ActorHandle) -> list[JsonObject]:
+        async def of(actor: ActorHandle) -> list[tuple[Place, JsonObject]]:
             with suppress(TurnwiseError):
-                what = "list its sessions"
-                listed: list[JsonObject] = await actor.call(
-                    "list_sessions", what=what, seconds=_LIST_SECONDS
+                listed: list[tuple[Place, JsonObject]] = await actor.call(
+                    *("list_sessions", after, most), what="list its sessions", seconds=_LIST_SECONDS
                 )
                 return listed
             return []
