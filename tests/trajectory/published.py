@@ -76,7 +76,11 @@ def eos_of(name: str) -> str:
 @cache
 def chat_template(name: str, tokenizer: str) -> ChatTemplate:
     """A published template on one of the two tokenizers."""
-    source, eos = SOURCES[name], eos_of(name)
+    return template_of(SOURCES[name], eos_of(name), tokenizer)
+
+
+def template_of(source: str, eos: str = "<|im_end|>", tokenizer: str = "bpe") -> ChatTemplate:
+    """A template's text on one of the two tokenizers."""
     markers = sorted({*_MARKER.findall(source), eos, "<s>"})
     make = {"bpe": _bpe, "tekken": Tekken}[tokenizer]
     return ChatTemplate(make(markers, eos), chat_template=source)

@@ -34,6 +34,7 @@ _TOOLS = [
         },
     }
 ]
+_THOUGHT_END = "</think>"
 _VERDICTS = {
     "exact": "bridged, and the text is the template's rendering",
     "keeps": "bridged; the template would rewrite earlier turns, the model sees its own",
@@ -82,7 +83,7 @@ def _cases() -> list[_Case]:
     system = _message("system", "Be brief.")
     answer = _message("assistant", "It rains.")
     cut = _message("assistant", "It rai")
-    thought = _message("assistant", "<think>\nI know it.\n</think>\n\nIt rains.")
+    thought = _message("assistant", f"<think>\nI know it.\n{_THOUGHT_END}\n\nIt rains.")
     one, two = _calling("Oslo"), _calling("Oslo", "Bergen")
     result, other = _result(0, "rain"), _result(1, "sun")
     return [
@@ -162,9 +163,21 @@ def _sampled_text(template: ChatTemplate, case: _Case, opening: str) -> str:
         start = whole.rfind(content) if content else whole.rfind("weather")
         text = whole[start:]
     ends = list(template.special_token_pattern.finditer(text))
-    if not case.turn.get("tool_calls"):
-        ends = [end for end in ends if end.start() >= text.find(content) + len(content)][:1]
-    return text[: ends[-1].end()] if ends else text
+    if case.turn.get("tool_calls"):
+        return text[: ends[-1].end()] if ends else text
+    answer = content.rpartition(_THOUGHT_END)[2].strip()
+    said = text.rfind(answer) + len(answer)
+    ends = [end for end in ends if end.start() >= said][:1]
+    end = text[said : ends[0].end()] if ends else text[said:]
+    if _THOUGHT_END in content and (opened := _overlap(opening, content)):
+        # The generation prompt opens the block of reasoning, and the model goes on in it.
+        return content[opened:] + end
+    return text[:said] + end
+
+
+def _overlap(text: str, following: str) -> int:
+    """Return the number of characters with which a text ends and another begins."""
+    return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
 
 
 def report(findings: Sequence[Finding]) -> str:
