@@ -50,6 +50,7 @@ TIER = (
     "training/test_gather.py",
     "training/test_layers.py",
     "training/test_lora.py",
+    "training/test_masked_tokens.py",
     "training/test_rank.py",
     "training/test_samples.py",
     "trajectory",
