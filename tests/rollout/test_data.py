@@ -10,9 +10,10 @@ import pyarrow.parquet as parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
+from tests.trajectory.test_thinking_templates import thinking
 from turnwise.errors import InputError
 from turnwise.rollout import load_rows
-from turnwise.rollout.data import LazyRows
+from turnwise.rollout.data import LazyRows, given_rows
 
 ROWS = [{"n": n, "messages": [{"role": "user", "content": "é" * n}]} for n in range(5)]
 
@@ -44,6 +45,67 @@ def save_folder(path: Path) -> Path:
     for split, rows in (("train", ROWS), ("test", ROWS[:1])):
         parquet.write_table(arrow.Table.from_pylist(rows), path / f"{split}.parquet")
     return path
+
+
+def tool(name: str, parameter: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string", "description": "It."}} if parameter else {}
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def talk(name: str, **arguments: str) -> list[dict[str, Any]]:
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "Please."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "null"},
+    ]
+
+
+CALLS = [
+    {
+        "messages": talk("weather", city="Oslo"),
+        "tools": [tool("weather", "city"), tool("now", "")],
+        "answer": "rain",
+    },
+    {"messages": talk("add", left="1", right="2"), "tools": [tool("add", "left")], "answer": None},
+]
+
+
+def test_a_programs_dataset_gives_the_rows_of_its_file() -> None:
+    dataset = Dataset.from_list(CALLS)
+    assert list(given_rows(dataset)) == list(given_rows(dataset.to_iterable_dataset())) == CALLS
+    assert given_rows(CALLS) is CALLS
+    splits = DatasetDict({"train": dataset})
+    assert given_rows(splits) is splits
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "folder"])
+def test_a_row_has_no_keys_of_another_rows_messages_calls_and_tools(
+    tmp_path: Path, kind: str
+) -> None:
+    """Arrow would show the model parameters that its tools do not have."""
+    path = tmp_path / "rows"
+    if kind == "jsonl":
+        path = path.with_suffix(".jsonl")
+        path.write_text("".join(json.dumps(row) + "\n" for row in CALLS))
+    elif kind == "saved":
+        Dataset.from_list(CALLS).save_to_disk(path)
+    else:
+        path = path / "train.parquet" if kind == "folder" else path.with_suffix(".parquet")
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(arrow.Table.from_pylist(CALLS), path)
+    name = path.parent if kind == "folder" else path
+    rows = load_rows(str(name), split="train")
+    assert list(rows) == CALLS
+    template = thinking("keeps")
+    for row, given in zip(rows, CALLS, strict=True):
+        asked = row["messages"][:-1], row["tools"]
+        text = template.render_text(asked[0], tools=asked[1])
+        assert "null" not in text
+        expected = template.render(given["messages"][:-1], tools=given["tools"])
+        assert template.render(asked[0], tools=asked[1]) == expected
 
 
 @pytest.mark.parametrize(

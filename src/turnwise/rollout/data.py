@@ -3,17 +3,20 @@
 A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
 Parquet files, datasets and large JSON Lines files are made when they are asked for, so that a
 million rows start as fast as a thousand; smaller JSON Lines files and CSV are read at once.
+
+Arrow, which holds Parquet files and datasets, gives each record the keys of all others, with null.
+Such keys of records within a row (messages, calls, descriptions of tools) are left out.
 """
 
 import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -228,7 +231,7 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
 
     def read(index: int) -> Row:
         (row,) = table.slice(index, 1).to_pylist()
-        return dict(row)
+        return _own_keys(row)
 
     return LazyRows(table.num_rows, read)
 
@@ -261,4 +264,27 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
         if split not in dataset:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
-    return LazyRows(len(dataset), lambda index: dict(dataset[index]))
+    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+
+
+def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
+    """Return the rows that a program gave; those of a Hugging Face dataset as `load_rows` does."""
+    if type(rows).__module__.partition(".")[0] != "datasets" or isinstance(rows, Mapping):
+        return rows
+    if not isinstance(rows, Sized):
+        return map(_own_keys, rows)  # streamed
+    dataset: Any = rows  # indexed like a sequence, which it is not
+    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+
+
+def _own_keys(row: Row) -> Row:
+    """Return a row of Arrow, whose fields may be null, without null keys of records in it."""
+    return {name: _without_null(value) for name, value in row.items()}
+
+
+def _without_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_null(below) for key, below in value.items() if below is not None}
+    if isinstance(value, list):
+        return [_without_null(below) for below in value]
+    return value

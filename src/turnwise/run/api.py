@@ -244,7 +244,9 @@ def _inputs(
         if isinstance(source, str | Path):
             settings[key] = str(source)
         elif source is not None:
-            rows[key] = source
+            from turnwise.rollout.data import given_rows  # imports NumPy
+
+            rows[key] = cast("Sequence[JsonObject]", given_rows(source))
             settings[key] = None
             optional.append(key)
     factory: EnvironmentType | None = None

@@ -14,6 +14,7 @@ from rich.console import Console
 from turnwise.config import Config, make_config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
+from turnwise.rollout.data import given_rows
 from turnwise.rollout.foreign.trl import TrlEnvironments
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.run import commands
@@ -220,6 +221,7 @@ class GRPOTrainer:
             return [{"prompt": [{"role": "user", "content": ""}]}] * max(
                 1, self.args.num_generations or 1
             )
+        train_dataset = given_rows(cast("Iterable[JsonObject]", train_dataset))
         if not isinstance(train_dataset, Sized):
             if self.args.max_steps <= 0:
                 raise InputError("GRPOConfig.max_steps must be set: train_dataset has no length")
@@ -284,7 +286,7 @@ def _listed(rows: Iterable[Mapping[str, Any]] | None, name: str) -> Sequence[Jso
         return None
     if isinstance(rows, Mapping):
         _refuse(name, "give one dataset, not several by name")
-    listed = [dict(row) for row in rows]
+    listed = [dict(row) for row in given_rows(cast("Iterable[JsonObject]", rows))]
     if not listed:
         raise InputError(f"{name} has no rows")
     for column in ("image", "images"):
