@@ -29,7 +29,7 @@ def config(folder: Path) -> Config:
             lambda run: run.write_trajectories("step", 1, [Trajectory("p")] * 1000),
         ),
         (
-            "exactness.json",
+            "exactness.json.tmp",
             "exactness.json",
             lambda run: run.write_exactness(ExactnessReport()),
         ),
@@ -56,6 +56,6 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(
 
 def test_a_run_folder_on_a_full_disk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").symlink_to(FULL)
+    (tmp_path / "run" / "config.yaml.tmp").symlink_to(FULL)
     with pytest.raises(InputError, match=r"the run folder .*/run cannot be written: .*No space"):
         RunDir(config(tmp_path))

@@ -59,7 +59,7 @@ def scored(policy: TrainerRank, name: Any, batch: Any) -> list[list[float]]:
 
 
 def learned(policy: TrainerRank) -> torch.Tensor:
-    parts = [p for learner in policy._learners().values() for p in learner.module.parameters()]
+    parts = [p for learner in policy._learners.values() for p in learner.module.parameters()]
     return torch.cat([p.detach().flatten() for p in parts])
 
 
@@ -121,7 +121,7 @@ def test_reference_and_value_model_share_the_backbone(make_policy: Make, model_p
     assert steps[-1]["value_loss"] < steps[0]["value_loss"]
     assert scored(policy, "reference", batch) == before
     assert scored(policy, "policy", batch) != before
-    critic = dict(policy._learners()["critic"].module.named_parameters())
+    critic = dict(policy._learners["critic"].module.named_parameters())
     assert "head/weight" in critic
     assert all(name == "head/weight" or "/value/" in name for name in critic)
     assert any(bool(p.any()) for name, p in critic.items() if "lora_B" in name)

@@ -23,6 +23,7 @@ from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.run import commands
+from turnwise.training import checkpoint
 
 
 def _complete_key(incomplete: str) -> Iterator[tuple[str, str]]:
@@ -341,8 +342,8 @@ async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> No
     for note in read.notes:
         _print_error(f"turnwise: {file}: {note}", style="yellow")
     run = commands.run_folder(config)
-    exists = read.resumes and any((run / "checkpoints").glob("step-*[0-9]"))
-    await _train(config, run if exists else None)
+    saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
+    await _train(config, run if read.resumes and saved else None)
 
 
 async def _evaluate(config: Config) -> None:

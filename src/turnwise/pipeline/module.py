@@ -40,6 +40,7 @@ from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.provided_model import ProvidedModel
 from turnwise.pipeline.yaml_file import Settings
 from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.training import checkpoint
 from turnwise.trajectory import ChatTemplate
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
@@ -174,7 +175,7 @@ class VLLMModule(Module):
     def _checkpoint(self, iteration: int | str | Path) -> Path:
         run = Path(self.config.output_dir, self.config.name)
         if isinstance(iteration, int):
-            return run / "checkpoints" / f"step-{iteration:04d}"
+            return checkpoint.folder_of(run, iteration)
         return Path(iteration)
 
     def build_dataset(

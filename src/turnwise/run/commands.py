@@ -22,6 +22,7 @@ from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError, TrainerError
 from turnwise.serving.openai.address import listen
+from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class TrainingResult:
     @property
     def checkpoint(self) -> Path | None:
         """The last checkpoint's folder, in Hugging Face's format; None before the first one."""
-        saved = sorted((self.folder / "checkpoints").glob("step-*[0-9]"))
+        saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(self.folder))
         return saved[-1] if saved else None
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from turnwise.core.files import number_of, numbered
 from turnwise.errors import InputError
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
@@ -40,9 +41,9 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
-    found = sorted(folder.glob(f"{kind}-*.jsonl"))
+    found = numbered(folder, kind, ".jsonl")
     if step is not None:
-        found = [path for path in found if path.stem == f"{kind}-{step:04d}"]
+        found = [path for path in found if number_of(path) == step]
     if not found:
         which = "trajectories" if step is None else f"trajectories of step {step}"
         raise InputError(f"{source} has no {'held-out ' if heldout else ''}{which} (in {folder})")

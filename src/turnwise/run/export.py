@@ -36,7 +36,7 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
             raise InputError(f"{chosen} is no whole checkpoint: {why}")
     config = config_of_run(run)
     if chosen == run:
-        chosen, _ = checkpoint.newest_whole(run / "checkpoints")
+        chosen, _ = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
     output = output or run / ("merged" if merged else "export")
     if output.exists():
         raise InputError(f"{output} exists: name another folder with --output")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config import Config, dump_config
+from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
@@ -59,7 +60,7 @@ def find_resume(run: Path) -> Resume:
     """
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
-    folder, flaws = checkpoint.newest_whole(run / "checkpoints")
+    folder, flaws = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
     state = checkpoint.read_loop(folder)
     return Resume(folder.resolve(), state["step"], state, flaws)
 
@@ -130,7 +131,7 @@ class RunDir:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(dump_config(config))
+            write_file(self.path / "config.yaml", dump_config(config))
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._keep_last = config.training.keep_last
@@ -149,30 +150,29 @@ class RunDir:
     def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
         folder = self.path / "trajectories"
         write_jsonl(folder / f"{kind}-{step:04d}.jsonl", trajectories)
-        self._prune(folder, f"{kind}-*.jsonl")
+        self._prune(folder, kind, ".jsonl")
 
     def write_timeline(self, kind: str, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
         """Write the times of each trajectory's turns."""
         write_times(self.path / TIMELINE / f"{kind}-{step:04d}.jsonl", calls)
-        self._prune(self.path / TIMELINE, f"{kind}-*.jsonl")
+        self._prune(self.path / TIMELINE, kind, ".jsonl")
 
     def write_token_values(self, step: int, columns: Columns) -> None:
         """Write the values of a step's trained tokens."""
         folder = self.path / "training"
         write_columns(folder / f"step-{step:04d}.safetensors", columns)
-        self._prune(folder, "step-*.safetensors")
+        self._prune(folder, "step", ".safetensors")
 
-    def _prune(self, folder: Path, pattern: str) -> None:
+    def _prune(self, folder: Path, kind: str, suffix: str) -> None:
         """Remove the files of the oldest steps, if only some are kept."""
         if self._keep_steps is not None:
-            files = sorted(folder.glob(pattern), key=lambda path: int(path.stem.rpartition("-")[2]))
-            for path in files[: -self._keep_steps]:
+            for path in numbered(folder, kind, suffix)[: -self._keep_steps]:
                 path.unlink(missing_ok=True)
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"
         with translate_unwritable(path):
-            path.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+            write_file(path, json.dumps(report.to_dict(), indent=1) + "\n")
 
     def begin_checkpoint(self, step: int) -> Path:
         """Return the folder that a step's checkpoint is written to until it is whole."""
@@ -183,20 +183,20 @@ class RunDir:
         folder = self._checkpoint(step)
         checkpoint.write_loop(folder, state)
         checkpoint.commit(folder)
-        checkpoint.prune(folder.parent, self._keep_last, self._best())
+        checkpoint.prune(folder.parent, self._keep_last, self._best(folder.parent), step)
 
     def _checkpoint(self, step: int) -> Path:
-        return (self.path / "checkpoints" / f"step-{step:04d}").resolve()
+        return checkpoint.folder_of(self.path, step).resolve()
 
-    def _best(self) -> str | None:
-        """Return the name of the checkpoint with the best held-out accuracy, the newest if tied."""
-        saved = {folder.name for folder in (self.path / "checkpoints").glob("step-*[0-9]")}
+    def _best(self, checkpoints: Path) -> int | None:
+        """Return the step of the checkpoint with the best held-out accuracy, the newest if tied."""
+        saved = {number_of(folder) for folder in checkpoint.list_checkpoints(checkpoints)}
         measured = [
             (row["accuracy_heldout"], row["step"])
             for row in self._trackers.rows
-            if row["accuracy_heldout"] is not None and f"step-{row['step']:04d}" in saved
+            if row["accuracy_heldout"] is not None and row["step"] in saved
         ]
-        return f"step-{max(measured)[1]:04d}" if measured else None
+        return max(measured)[1] if measured else None
 
     @property
     def rows(self) -> Sequence[JsonObject]:

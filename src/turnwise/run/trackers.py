@@ -21,6 +21,7 @@ except ImportError:  # an extra
     SummaryWriter = None
 
 from turnwise.config import Config, masked
+from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, text_of, translate_unwritable
 from turnwise.run.conversations import conversation
@@ -259,9 +260,7 @@ def _cut(path: Path, after_step: int) -> list[JsonObject]:
                 break
             if row["step"] <= after_step:
                 rows.append(row)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
     except FileNotFoundError:
         raise InputError(f"there is no {path} to resume from") from None
     except OSError as error:

@@ -70,10 +70,16 @@ class Offload:
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
-        """Bring these kinds back for a `with` block; those that were away are put away again."""
+        """Bring these kinds back for a `with` block; those that were away are put away again,
+        also when it fails."""
         away = [kind for kind in kinds if kind in self._away]
         self.bring_back(away)
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(TurnwiseError):  # the disk may be full; the block's error counts
+                self.put_away(away)
+            raise
         self.put_away(away)
 
     def _put_away(self, kind: str) -> None:

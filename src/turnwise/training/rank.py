@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.training import checkpoint
+from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import Layout, MicroBatch, RankBatches, make_micro_batch
 from turnwise.training.context import ContextGroup
@@ -108,17 +108,12 @@ class TrainerRank:
         self._objective = TrainingObjective(config, self._algorithm, self._models, place.ranks)
         learning = self._models.trained("policy")
         assert learning is not None
-        self._learner = TrainableModule(
-            learning,
-            self._training,
-            self._training.learning_rate,
-            self._training.steps * self._training.updates_per_step,
-        )
-        self._critic_learner: TrainableModule | None = None
+        training = self._training
+        updates = max(0, training.steps - self._warmup) * training.updates_per_step
+        self._learner = TrainableModule(learning, training, training.learning_rate, updates)
+        self._learners = {"policy": self._learner}
         if needed is not None and (critic := self._models.trained("value")) is not None:
-            self._critic_learner = TrainableModule(
-                critic, self._training, needed.learning_rate, None
-            )
+            self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
         self._canary = canary_prompt(self._models.shape.vocab_size)
         whole_in_process = config.training.colocated and place.ranks == 1
         self._sender = make_sender(
@@ -135,7 +130,8 @@ class TrainerRank:
             {"params": self._models.weights, "optimizer": self._moments}, offloaded.absolute()
         )
         self._steps = 0
-        self._skipped_in_row = 0
+        self._skipped_in_row: dict[str, int] = {}
+        """Updates in a row without a finite gradient, by learner."""
         self.version = 0
 
     def train(self, shares: Sequence[RankBatches]) -> StepReport:
@@ -146,7 +142,6 @@ class TrainerRank:
         """
         started = time.perf_counter()
         self._offload.bring_back(_ALL)
-        self._steps += 1
         steps = [
             [
                 make_micro_batch(
@@ -166,6 +161,7 @@ class TrainerRank:
             self._update(batches, share, recorded)
             for batches, share in zip(steps, shares, strict=True)
         ]
+        self._steps += 1
         if "optimizer" in self._training.offload:
             self._offload.put_away(["optimizer"])  # nothing needs it until the next step
         if self._training.colocated and self.device.type == "cuda":
@@ -187,11 +183,13 @@ class TrainerRank:
     ) -> UpdateReport:
         """Take one optimizer step; the loss is the sum over all trained tokens of all ranks."""
         report = UpdateReport()
-        warming = self._steps <= self._warmup
+        warming, critic = self._steps < self._warmup, self._learners.get("critic")
+        for learner in self._learners.values():
+            learner.forget_gradients()  # of an update that failed
         for batch in batches:
             if not warming:
                 self._objective.policy(batch, share, report, recorded)
-            if self._critic_learner is not None:
+            if critic is not None:
                 self._objective.value(batch, share, report)
             report.tokens += len(batch.advantages_N)
         if not warming:
@@ -199,19 +197,23 @@ class TrainerRank:
             report.grad_norm, finite = self._learner.step()
             report.skipped = not finite
             self.version += finite
-            self._check_skips(finite)
-        if self._critic_learner is not None:
-            _, finite = self._critic_learner.step()
+            self._check_skips("policy", finite)
+        if critic is not None:
+            _, finite = critic.step()
             report.skipped |= not finite
+            self._check_skips("critic", finite)
         return report
 
-    def _check_skips(self, finite: bool) -> None:
-        self._skipped_in_row = 0 if finite else self._skipped_in_row + 1
-        if self._skipped_in_row >= self._training.max_skipped:
+    def _check_skips(self, name: str, finite: bool) -> None:
+        skipped = self._skipped_in_row[name] = (
+            0 if finite else self._skipped_in_row.get(name, 0) + 1
+        )
+        if skipped >= self._training.max_skipped:
+            section = "training" if name == "policy" else "algorithm.advantage"
             raise TurnwiseError(
-                f"{self._skipped_in_row} updates in a row had no finite loss and gradient; "
+                f"{skipped} updates in a row had no finite loss and gradient of the {name}; "
                 f"the weights are still those of version {self.version} (lower "
-                "training.learning_rate, or look at the rewards)"
+                f"{section}.learning_rate, or look at the rewards)"
             )
 
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
@@ -284,7 +286,7 @@ class TrainerRank:
         return self._offload.put_away(self._training.offload)
 
     def _moments(self) -> Iterator[torch.Tensor]:
-        for learner in self._learners().values():
+        for learner in self._learners.values():
             for state in learner.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -304,7 +306,7 @@ class TrainerRank:
             TurnwiseError: when the disk is full.
         """
         with self._offload.brought_back(_ALL):
-            checkpoint.save_state(folder, self._place.rank, self._learners(), self._extra())
+            checkpoint_state.save_state(folder, self._place.rank, self._learners, self._extra())
             model = self._scorer.get_submodule("model")
             if self._config.model.lora.rank:
                 export_adapter(folder, self._place.rank, self._config, model)
@@ -326,20 +328,14 @@ class TrainerRank:
             InputError: when it does not fit this model.
         """
         self._offload.bring_back(_ALL)
-        extra = checkpoint.load_state(folder, self._place.rank, self._learners())
+        extra = checkpoint_state.load_state(folder, self._place.rank, self._learners)
         self.version = extra["version"]
         self._steps = extra["steps"]
         self._skipped_in_row = extra["skipped_in_row"]
         torch.set_rng_state(extra["rng"])
         return self.version
 
-    def _learners(self) -> dict[str, "TrainableModule"]:
-        learners = {"policy": self._learner}
-        if self._critic_learner is not None:
-            learners["critic"] = self._critic_learner
-        return learners
-
-    def _extra(self) -> checkpoint.RankState:
+    def _extra(self) -> checkpoint_state.RankState:
         return {
             "version": self.version,
             "steps": self._steps,

@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from turnwise.config import masked_value
+from turnwise.core.files import numbered
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.run.alarms import alarms_of_run
@@ -139,8 +140,8 @@ class RunFiles:
     def files(self) -> dict[str, Path]:
         """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
         found = [
-            *sorted((self.path / "trajectories").glob("step-*.jsonl")),
-            *sorted((self.path / "trajectories").glob("eval-*.jsonl")),
+            *numbered(self.path / "trajectories", "step", ".jsonl"),
+            *numbered(self.path / "trajectories", "eval", ".jsonl"),
             *(self.path / f"{name}.jsonl" for name in _SEPARATE),
         ]
         return {path.stem: path for path in found if _is_own(path)}

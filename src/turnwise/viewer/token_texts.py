@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from turnwise.core.files import numbered
 from turnwise.core.json_types import JsonObject
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -58,7 +59,7 @@ def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
     Looks in the run's checkpoints, at `model.tokenizer` and `model.path` (from the working
     directory, and from the folder above `runs`), and in the cache of the Hugging Face Hub.
     """
-    folders = [*sorted((run / "checkpoints").glob("*"), reverse=True), run / "merged"]
+    folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:
         folders += [Path(name), run.resolve().parent.parent / name]

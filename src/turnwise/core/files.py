@@ -1,0 +1,113 @@
+"""Files and folders that appear whole or not at all, and entries of a folder by their numbers.
+
+What replaces something is on the disk first, so that a crash or a loss of power leaves the old
+version or the new one. A folder is written under its name with `.tmp`; the one that it replaces is
+put aside under its name with `.old` for the moment between two renames.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""Errors of file systems that cannot flush a folder."""
+
+
+def numbered(folder: Path, kind: str, suffix: str = "") -> list[Path]:
+    """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers.
+
+    Example:
+        >>> numbered(Path("runs/demo/trajectories"), "step", ".jsonl")[-1]
+        PosixPath('runs/demo/trajectories/step-10000.jsonl')
+    """
+    pattern = re.compile(rf"{re.escape(kind)}-[0-9]+{re.escape(suffix)}")
+    found = [path for path in _entries(folder) if pattern.fullmatch(path.name)]
+    return sorted(found, key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """Return the number in an entry's name, such as 3 of `step-0003.jsonl`."""
+    return int(path.name.partition(".")[0].rpartition("-")[2])
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file, in the place of an earlier one if there is one."""
+    new = temporary(path)
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
+def temporary(place: Path) -> Path:
+    """Return the name under which a file or folder is written before it is renamed."""
+    return place.with_name(place.name + ".tmp")
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".old")
+
+
+def put_in_place(folder: Path) -> None:
+    """Rename the temporary folder of a folder, in the place of an earlier one if there is one."""
+    new, old = temporary(folder), _aside(folder)
+    sync_tree(new)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except FileNotFoundError:
+        if not folder.exists():  # otherwise a reader finished the replacement: see `recover`
+            raise
+    _sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Finish a replacement that a crash interrupted between its two renames.
+
+    Args:
+        is_whole: Returns whether a folder is complete.
+    """
+    old, new = _aside(folder), temporary(folder)
+    if old.is_dir() and not folder.exists():
+        with suppress(FileNotFoundError):  # another process was faster
+            (new if is_whole(new) else old).rename(folder)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder, its files and its folders are on the disk."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(place, name), os.O_RDONLY)
+        _sync_folder(Path(place))
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""The checkpoints of a run, by number, through crashes and beyond ten thousand steps."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config, parse_config
+from turnwise.errors import InputError
+from turnwise.run.commands import TrainingResult
+from turnwise.run.conversations import trajectory_file
+from turnwise.run.metrics import StepMetrics
+from turnwise.run.run_dir import RunDir, find_resume
+from turnwise.training import checkpoint
+from turnwise.trajectory import ExactnessReport
+from turnwise.viewer.run_files import RunFiles
+from turnwise.viewer.token_texts import find_tokenizer
+
+
+def a_config(folder: Path, **sections: Any) -> Config:
+    tree = {
+        "environment": "e:E",
+        "output_dir": str(folder),
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+    }
+    return parse_config(tree | sections)
+
+
+def save(run: RunDir, step: int) -> None:
+    """Save as the training loop does, in the place of a trainer that writes one file."""
+    place = run.begin_checkpoint(step)
+    (place / "model.safetensors").write_text(f"the weights of step {step}")
+    (place / "tokenizer.json").touch()
+    run.commit_checkpoint(step, {"step": step})
+
+
+def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
+    tmp_path: Path,
+) -> None:
+    training = {"steps": 10_050, "keep_last": 2}
+    config = a_config(tmp_path, training=training, trajectories={"keep": 3})
+    run = RunDir(config)
+    best = 9_950
+    kept: list[int] = []
+    for step in (*range(500, 9_500, 500), *range(9_500, 10_051)):
+        run.write_step(StepMetrics(step=step, accuracy_heldout=float(step == best)))
+        run.write_trajectories("step", step, [])
+        if step % 50:
+            continue
+        save(run, step)
+        saved = checkpoint.list_checkpoints(run.path / "checkpoints")
+        assert TrainingResult(run.path, [], ExactnessReport()).checkpoint == saved[-1]
+        kept = sorted({*kept[-1:], step} | ({best} if step >= best else set()))
+        assert [path.name for path in saved] == [f"step-{one:04d}" for one in kept]
+        assert find_resume(run.path).step == step
+    run.close()
+    assert trajectory_file(run.path).name == "step-10050.jsonl"
+    assert trajectory_file(run.path, 10_049).name == "step-10049.jsonl"
+    files = [*RunFiles(run.path, "run").files()]
+    assert files == ["step-10048", "step-10049", "step-10050"]
+    assert find_tokenizer(run.path, {}) == (
+        run.path / "checkpoints" / "step-10050" / "tokenizer.json"
+    )
+
+
+def test_what_was_just_saved_stays_beside_damaged_ones_of_later_steps(tmp_path: Path) -> None:
+    run = RunDir(a_config(tmp_path, training={"keep_last": 1}))
+    for step in (8, 10):
+        save(run, step)
+    (run.path / "checkpoints" / "step-0010" / "model.safetensors").unlink()
+    save(run, 9)  # of the run that was resumed
+    names = [path.name for path in checkpoint.list_checkpoints(run.path / "checkpoints")]
+    assert names == ["step-0009", "step-0010"]
+    assert find_resume(run.path).step == 9
+    run.close()
+
+
+def test_what_crashes_left_half_written_is_removed_with_the_next_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run = RunDir(a_config(tmp_path))
+    run.begin_checkpoint(3)
+    run.begin_checkpoint(7)
+    save(run, 4)
+    left = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert left == ["step-0004", "step-0007.tmp"]
+    run.close()
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(a_config(tmp_path, training={"keep_last": 1}))
+    save(run, 1)
+    flushed: set[int] = set()
+    removed: list[str] = []
+    fsync, rmtree = os.fsync, shutil.rmtree
+
+    def seen_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def seen_rmtree(path: Path, **options: Any) -> None:
+        if Path(path).exists():
+            removed.append(Path(path).name)
+            new = run.path / "checkpoints" / "step-0002"
+            missing = [p for p in (new, *new.rglob("*")) if p.stat().st_ino not in flushed]
+            assert missing == []
+            assert new.parent.stat().st_ino in flushed
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(shutil, "rmtree", seen_rmtree)
+    save(run, 2)
+    assert removed == ["step-0001"]
+    run.close()
+
+
+def dies_at(call: int, work: Callable[[], None]) -> bool:
+    """Do some work in a process that is killed at its so many-th rename or removal.
+
+    Returns:
+        Whether it was killed; False if it had ended before.
+    """
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def counted(function: Any) -> Any:
+            def call_or_die(*arguments: Any, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return call_or_die
+
+        Path.rename = counted(Path.rename)  # type: ignore[method-assign]
+        shutil.rmtree = counted(shutil.rmtree)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def write(folder: Path, text: str) -> None:
+    place = checkpoint.begin(folder)
+    (place / "model.safetensors").write_text(text)
+    checkpoint.write_loop(folder, {"step": 1})
+    checkpoint.commit(folder)
+
+
+def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "my_model"
+    seen = set()
+    call, dies = 1, True
+    while dies:
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder, "old")
+        dies = dies_at(call, lambda: write(folder, "new"))
+        assert checkpoint.incomplete_reason(folder) == ""
+        seen.add((folder / "model.safetensors").read_text())
+        write(folder, "next")  # and the next one is written as if nothing had happened
+        assert [path.name for path in tmp_path.iterdir()] == ["my_model"]
+        call += 1
+    assert call > 5
+    assert seen == {"old", "new"}
+
+
+def test_a_crash_at_any_moment_of_a_runs_save_leaves_one_to_resume_from(tmp_path: Path) -> None:
+    call, dies, steps = 1, True, set()
+    while dies:
+        config = a_config(tmp_path, name=f"run{call}", training={"keep_last": 1})
+        run = RunDir(config)
+        save(run, 1)
+        save(run, 2)
+        (run.path / "checkpoints" / "step-0002" / "tokenizer.json").unlink()
+        dies = dies_at(call, lambda run=run: save(run, 2))  # type: ignore[misc]
+        try:
+            steps.add(find_resume(run.path).step)
+        except InputError:
+            # Only the damaged one was there before, and the new one is not whole yet.
+            assert call <= 3
+        run.close()
+        call += 1
+    assert steps == {2}
+
+
+def test_the_configuration_of_a_run_survives_a_crash_while_it_is_written(tmp_path: Path) -> None:
+    run = RunDir(a_config(tmp_path))
+    save(run, 1)
+    before = (run.path / "config.yaml").read_text()
+
+    def resume() -> None:
+        Path.replace = lambda *_: os._exit(9)  # type: ignore[method-assign,assignment,return-value]
+        RunDir(a_config(tmp_path, seed=7), find_resume(run.path))
+
+    child = os.fork()
+    if child == 0:
+        resume()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 9
+    assert (run.path / "config.yaml").read_text() == before
+    run.close()
