@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from turnwise.config import describe_keys  # noqa: E402
+from turnwise.config import describe_keys, resume_table  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _OPENAI = ROOT / "src" / "turnwise" / "serving" / "openai"
@@ -126,4 +126,9 @@ def _cell(text: str) -> str:
     return re.sub(r"<([\w|/]+)>", r"&lt;\1&gt;", text)
 
 
-TABLES = {"configuration": configuration, "metrics": metrics, "routes": routes}
+TABLES = {
+    "configuration": configuration,
+    "metrics": metrics,
+    "resume": resume_table,
+    "routes": routes,
+}

@@ -26,6 +26,7 @@ from turnwise.config import (
     parse_config,
 )
 from turnwise.config.base import warn_of_former_name
+from turnwise.config.resume import RULES, check_unchanged, resume_table, rule_of
 from turnwise.errors import InputError
 from turnwise.pipeline.yaml_file import merged
 
@@ -381,7 +382,7 @@ def test_a_key_that_a_caller_gives_otherwise_may_stay_unset(key: str) -> None:
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:
     keys = known_keys()
     assert all(keys.values()), [key for key, meaning in keys.items() if not meaning]
-    assert len(keys) < 199
+    assert len(keys) < 210
 
 
 def test_every_key_is_read_somewhere() -> None:
@@ -447,3 +448,44 @@ def test_secrets_are_masked_in_what_leaves_the_machine() -> None:
     assert '"args": ["--token", "***", "--api-key=***", "--verbose"]' in shown
     assert masked_value("apiKey", "x") == "***"
     assert tree["model"] == config.model.model_dump(mode="json")
+
+
+WHOLE_SECTIONS = (
+    *("model.lora", "rollout", "sampling", "eval", "engine", "serving", "weights", "trajectories"),
+    *("alarms", "metrics", "algorithm.advantage", "algorithm.advantage.model", "algorithm.loss"),
+    *("algorithm.kl", "algorithm.kl.model", "algorithm.correction"),
+)
+"""Sections of which every key, also a new one, follows one rule when a run is resumed."""
+
+
+def test_every_key_says_whether_it_may_change_when_a_run_is_resumed() -> None:
+    keys = known_keys()
+    without = [
+        key for key in keys if key not in RULES and not key.startswith(tuple(WHOLE_SECTIONS))
+    ]
+    assert without == []
+    assert [key for key in keys if rule_of(key) is None] == []
+    assert [name for name in RULES if name not in {*keys, *WHOLE_SECTIONS}] == []
+    table = resume_table()
+    assert all(f"| `{name}` |" in table for name in RULES)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("seed=3", "seed"),
+        ("model.lora.rank=8", r"model\.lora\.rank"),
+        ("training.weights_dtype=bfloat16", r"training\.weights_dtype"),
+        ("name=other", "name"),
+        ("output_dir=elsewhere", "output_dir"),
+    ],
+)
+def test_what_cannot_change_when_a_run_is_resumed_is_refused_by_name(
+    file: Path, change: str, key: str
+) -> None:
+    saved = load_config(file, ["model.dtype=bfloat16"])
+    changed = load_config(file, ["model.dtype=bfloat16", change])
+    with pytest.raises(InputError, match=rf"^{key} cannot change from .* to .*: \w+"):
+        check_unchanged(saved, changed)
+    free = ["training.learning_rate=1e-4", "training.steps=7", "model.dtype=bfloat16"]
+    check_unchanged(saved, load_config(file, free))

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -114,9 +115,19 @@ def whole(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathF
     return folder / "runs" / "whole"
 
 
-def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
+def test_a_run_ended_and_then_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
     killed = whole.with_name("killed")
-    running = Running(whole.parents[1] / "config.yaml", *REPEATABLE, "name=killed", steps=3)
+    options = (*REPEATABLE, "training.checkpoint_every=0", "name=killed")
+    running = Running(whole.parents[1] / "config.yaml", *options, steps=2)
+    running.until("step    2/4", "held")
+    running.process.send_signal(signal.SIGTERM)
+    stdout, stderr = running.process.communicate(timeout=120)
+    assert running.process.returncode == 130, stderr
+    assert "told to end: step 2 is saved first" in stdout
+    assert running.mark.left() == []
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step-0002"]
+
+    running = Running("--resume", killed, "training.checkpoint_every=1", steps=1)
     running.until("step    3/4", "held")
     running.kill()
     assert len(metrics_of(killed)) == 3

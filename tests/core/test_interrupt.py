@@ -41,6 +41,14 @@ async def command():
         await run_abandonable(swallow, "the loop of mine")
     elif how == "main":
         await block()
+    elif how.startswith("saves"):
+        interrupt.SAVE_SECONDS = 1.0 if how == "saves late" else 300.0
+        with interrupt.Ending(lambda: how != "saves nothing") as ending:
+            print("begun", flush=True)
+            await ending.told.wait()
+            print("saving", file=sys.stderr, flush=True)
+            await asyncio.sleep(0.3 if how == "saves" else 600)
+            await ending.finished()
     elif how == "leaves":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(run_abandonable(swallow, "the loop of mine"), 1.0)
@@ -102,6 +110,87 @@ def test_the_first_signal_ends_what_it_can_and_names_what_does_not_return(
         "turnwise: interrupted; everything it started has ended, but 1 call has not returned: "
         "the tool nap\n"
     )
+
+
+ENDED = "turnwise: interrupted; everything it started has ended\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", ["saves", "saves late", "saves nothing"])
+def test_a_run_saves_what_it_has_before_it_is_cancelled_if_it_can_in_time(
+    how: str, number: signal.Signals
+) -> None:
+    code, said = command(how, number)
+    assert code == 130
+    assert said == ("" if how == "saves nothing" else "saving\n") + ENDED
+
+
+def test_a_second_signal_does_not_wait_for_what_is_being_saved() -> None:
+    code, said = command("saves for ever", signal.SIGINT, until_it_ends=True)
+    assert code == 130
+    assert said == "saving\nturnwise: interrupted twice; everything it started was killed\n"
+
+
+CALL = """
+import asyncio, signal, sys
+from turnwise.core.interrupt import Ending, exit_on_sigterm
+from turnwise.core.loop_thread import EventLoopThread
+from contextlib import nullcontext
+
+async def run():
+    with Ending(lambda: True) as ending:
+        print("begun", flush=True)
+        await ending.told.wait()
+        print("saving", file=sys.stderr, flush=True)
+        await asyncio.sleep(600 if "slow" in sys.argv else 0.3)
+        print("saved", file=sys.stderr, flush=True)
+        await ending.finished()
+
+if "own" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("mine"))
+thread = EventLoopThread(nullcontext, "the run")
+thread.start(30)
+try:
+    with exit_on_sigterm():
+        thread.call(run, 600, "the run")
+except BaseException as error:
+    thread.leave(10, error)
+    print(type(error).__name__, error, file=sys.stderr, flush=True)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, file=sys.stderr)
+"""
+
+
+def call(*arguments: str, signals: tuple[signal.Signals, ...]) -> str:
+    """What a program says that is interrupted in a plain call."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", CALL, *arguments],
+        cwd=ROOT,
+        env=command_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stderr is not None
+    assert running.stdout.readline() == "begun\n"
+    running.send_signal(signals[0])
+    said = running.stderr.readline()
+    assert said == "saving\n"
+    for number in signals[1:]:
+        running.send_signal(number)
+    _, rest = running.communicate(timeout=60)
+    return said + rest
+
+
+def test_a_programs_call_lets_the_run_save_before_it_raises() -> None:
+    assert call(signals=(signal.SIGINT,)) == "saving\nsaved\nKeyboardInterrupt \nTrue\n"
+    assert call(signals=(signal.SIGTERM,)) == "saving\nsaved\nSystemExit 143\nTrue\n"
+    assert call("own", signals=(signal.SIGTERM,)) == "saving\nsaved\nSystemExit mine\nFalse\n"
+
+
+def test_a_second_signal_ends_a_programs_call_at_once() -> None:
+    said = call("slow", signals=(signal.SIGINT, signal.SIGINT))
+    assert said == "saving\nKeyboardInterrupt \nTrue\n"
 
 
 def test_a_coroutine_that_blocks_is_named_with_its_line() -> None:

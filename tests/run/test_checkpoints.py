@@ -11,7 +11,7 @@ import pytest
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
-from turnwise.run.commands import TrainingResult
+from turnwise.run.commands import TrainingResult, config_of_run
 from turnwise.run.conversations import trajectory_file
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir, find_resume
@@ -209,3 +209,18 @@ def test_the_configuration_of_a_run_survives_a_crash_while_it_is_written(tmp_pat
     assert os.WEXITSTATUS(status) == 9
     assert (run.path / "config.yaml").read_text() == before
     run.close()
+
+
+def test_changes_of_a_resumed_run_are_checked_against_the_run_even_if_it_was_moved(
+    tmp_path: Path,
+) -> None:
+    run = RunDir(a_config(tmp_path, name="first"))
+    run.close()
+    moved = run.path.rename(tmp_path / "moved")
+    assert config_of_run(moved, ["training.learning_rate=0.5"]).training.learning_rate == 0.5
+    assert config_of_run(moved, ["training.steps=7"]).name == "moved"
+    for change in ("seed=1", "name=other", "model.lora.rank=4"):
+        with pytest.raises(InputError, match=f"{change.partition('=')[0]} cannot change from"):
+            config_of_run(moved, [change])
+    with pytest.raises(InputError, match="seed cannot change from 0 to 5"):
+        config_of_run(moved, settings={"seed": 5})

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import re
 import resource
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +35,16 @@ def test_a_version_is_read_as_it_was_written(
     assert (len(files) > 4) == (shard_bytes == 4000)
 
 
+def versions(folder: Path) -> list[str]:
+    """Names of the versions of all senders in a folder."""
+    return sorted(path.name for path in folder.glob("*/version-*"))
+
+
 def test_the_last_two_versions_are_kept_whatever_their_numbers(tmp_path: Path) -> None:
     tensors = some_tensors()
     sender = DiskSender(tensors, torch.float32, tmp_path)
     manifests = {version: sender.publish(version, tensors) for version in (7, 8, 2, 3, 3)}
-    assert sorted(os.listdir(tmp_path)) == ["version-2", "version-3"]
+    assert versions(tmp_path) == ["version-2", "version-3"]
     validate(manifests[2])
     validate(manifests[3])
     with pytest.raises(WeightUpdateError, match="must see the same folder"):
@@ -77,10 +84,10 @@ def test_files_of_other_tensors_than_the_manifests_are_refused(
     tmp_path: Path, change: Callable[[Named], Named], words: str
 ) -> None:
     tensors = some_tensors()
-    DiskSender(tensors, torch.float32, tmp_path / "here").publish(1, tensors)
+    here = DiskSender(tensors, torch.float32, tmp_path / "here").publish(1, tensors)
     changed = change(tensors)
     manifest = DiskSender(changed, torch.float32, tmp_path / "there").publish(1, changed)
-    manifest = replace(manifest, path=str(tmp_path / "here" / "version-1"))
+    manifest = replace(manifest, path=here.path)
     with pytest.raises(WeightUpdateError, match=words):
         validate(manifest)
 
@@ -92,7 +99,7 @@ def test_tensors_that_changed_leave_no_files_and_are_taken_to_their_end(tmp_path
     with pytest.raises(WeightUpdateError, match="got t7 instead of t6"):
         sender.publish(1, source)
     assert next(source, None) is None
-    assert os.listdir(tmp_path) == []
+    assert versions(tmp_path) == []
 
 
 def write_on_a_small_disk(folder: str, told: Any) -> None:
@@ -122,16 +129,53 @@ def test_a_full_disk_is_one_sentence_and_the_last_whole_version_stays(tmp_path: 
     child.start()
     message, drained = told.get(timeout=60)
     child.join()
-    assert message == f"version 2 cannot be written to {tmp_path}: File too large"
+    assert re.fullmatch(
+        rf"version 2 cannot be written to {tmp_path}/[0-9a-f]{{8}}: File too large", message
+    )
     assert drained
-    assert os.listdir(tmp_path) == ["version-1"]
+    assert versions(tmp_path) == ["version-1"]
 
 
-def test_what_a_trainer_left_half_written_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "version-9.tmp").mkdir()
-    (tmp_path / "version-9.tmp" / "shard-00001.safetensors").touch()
-    DiskSender(some_tensors(), torch.float32, tmp_path)
-    assert os.listdir(tmp_path) == []
+def test_two_runs_with_one_folder_never_see_each_others_weights(tmp_path: Path) -> None:
+    here, there = ({"w": torch.full((4,), value)} for value in (1.0, 2.0))
+    one = DiskSender(here.items(), torch.float32, tmp_path)
+    two = DiskSender(there.items(), torch.float32, tmp_path)
+    mine = one.publish(1, here.items())
+    for version in range(1, 5):
+        two.publish(version, there.items())
+    DiskSender(there.items(), torch.float32, tmp_path)  # a third one starts
+    validate(mine)
+    assert dict(load(mine))["w"].tolist() == [1.0] * 4
+    two.close()
+    one.close()
+    assert versions(tmp_path) == []
+
+
+def publish_and_die(folder: str) -> None:
+    tensors = some_tensors()
+    DiskSender(tensors, torch.float32, folder).publish(1, tensors)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_dead_sender_left_is_removed_by_the_next_one_of_its_machine(tmp_path: Path) -> None:
+    def leave_one() -> None:
+        child = multiprocessing.get_context("fork").Process(
+            target=publish_and_die, args=(str(tmp_path),)
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+
+    leave_one()
+    (elsewhere,) = tmp_path.iterdir()
+    (elsewhere / "owner.lock").write_text("another machine, whose locks are not seen here")
+    leave_one()
+    (tmp_path / "version-9.tmp").mkdir()  # nobody's
+    assert len(versions(tmp_path)) == 2
+    sender = DiskSender(some_tensors(), torch.float32, tmp_path)
+    assert {*tmp_path.iterdir()} == {elsewhere, tmp_path / "version-9.tmp", sender._folder}
+    sender.close()
+    assert {*tmp_path.iterdir()} == {elsewhere, tmp_path / "version-9.tmp"}
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path: Path) -> None:

@@ -28,7 +28,14 @@ from turnwise.config.algorithm import (
 from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
 from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
-from turnwise.config.explain import CHOICES, Key, describe_keys, explain_config, known_keys
+from turnwise.config.explain import (
+    CHOICES,
+    Key,
+    describe_keys,
+    explain_config,
+    known_keys,
+    needed_keys,
+)
 from turnwise.config.load import (
     apply_override,
     current_key,
@@ -40,6 +47,7 @@ from turnwise.config.load import (
     with_current_names,
 )
 from turnwise.config.masking import masked, masked_value
+from turnwise.config.resume import check_unchanged, resume_table
 from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
 from turnwise.config.schema import Config
@@ -94,6 +102,7 @@ __all__ = [
     "WeightsConfig",
     "apply_override",
     "asks_for_nothing",
+    "check_unchanged",
     "current_key",
     "describe_keys",
     "dump_config",
@@ -103,7 +112,9 @@ __all__ = [
     "make_config",
     "masked",
     "masked_value",
+    "needed_keys",
     "parse_config",
+    "resume_table",
     "set_key",
     "with_current_names",
 ]

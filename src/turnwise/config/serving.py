@@ -161,7 +161,8 @@ class WeightsConfig(Section):
     that engines compute at full speed (merged), or as an adapter that they apply beside those of
     earlier versions, so that updates pause no turn (adapter)."""
     folder: str | None = None
-    """Folder for transport disk; null uses `weights` in the run folder."""
+    """Folder for transport disk, in which each run has a subfolder of its own until it ends; null
+    uses `weights` in the run folder."""
     in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
     """Treatment of turns in flight during an update: finish them first (drain); abort them and
     continue them under the new weights (abort); or pause them, and then recompute their cache

@@ -62,9 +62,11 @@ class TrainingConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear"] = "constant"
-    """Learning rate after warm-up: constant, or linear decay to 0 at the last step."""
+    """Learning rate after warm-up: constant, or linear decay that reaches 0 after the last step.
+    Only updates count, so warm-up of the value model and steps that train nothing do not. A
+    program's own loop that goes on after training.steps keeps the rate of the last step."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay; norms and biases do not decay, as in Transformers."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt = 16384
@@ -75,10 +77,14 @@ class TrainingConfig(Section):
     step_timeout: Seconds = 1800.0
     """Deadline in seconds for one call to the trainer, such as a training step."""
     checkpoint_every: NonNegativeInt = 0
-    """Number of steps between checkpoints; 0 saves only the last step."""
+    """Number of steps between checkpoints, in addition to checkpoint_minutes and the last step; 0
+    adds none."""
+    checkpoint_minutes: NonNegativeFloat = 30.0
+    """Minutes after which the next step to end is saved, if none was saved since; 0 saves none for
+    this reason. A run that is told to end (Ctrl-C, SIGTERM) also saves, if it can in 60 seconds."""
     keep_last: PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
-    restarts: NonNegativeInt = 0
+    restarts: NonNegativeInt = 3
     """Number of automatic restarts from the last checkpoint after the trainer dies."""
     max_skipped: PositiveInt = 3
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends;

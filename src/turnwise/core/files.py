@@ -61,10 +61,15 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(folder.name + ".old")
 
 
-def put_in_place(folder: Path) -> None:
-    """Rename the temporary folder of a folder, in the place of an earlier one if there is one."""
+def put_in_place(folder: Path, *, flush: bool = True) -> None:
+    """Rename the temporary folder of a folder, in the place of an earlier one if there is one.
+
+    Args:
+        flush: Wait until all of it is on the disk, for what must survive a loss of power.
+    """
     new, old = temporary(folder), _aside(folder)
-    sync_tree(new)
+    if flush:
+        _sync_tree(new)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -73,7 +78,8 @@ def put_in_place(folder: Path) -> None:
     except FileNotFoundError:
         if not folder.exists():  # otherwise a reader finished the replacement: see `recover`
             raise
-    _sync_folder(folder.parent)
+    if flush:
+        _sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -89,8 +95,7 @@ def recover(folder: Path, is_whole: Callable[[Path], bool]) -> None:
             (new if is_whole(new) else old).rename(folder)
 
 
-def sync_tree(folder: Path) -> None:
-    """Wait until a folder, its files and its folders are on the disk."""
+def _sync_tree(folder: Path) -> None:
     for place, _, files in os.walk(folder):
         for name in files:
             _sync(Path(place, name), os.O_RDONLY)

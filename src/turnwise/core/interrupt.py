@@ -1,20 +1,23 @@
-"""Ctrl-C and SIGTERM: cancel the run, and kill whatever does not end by itself.
+"""Ctrl-C and SIGTERM: let the run save what it has, cancel it, and kill whatever does not end.
 
-The first signal cancels the run, which then ends the processes that it started. A second
-signal, or `PATIENCE_SECONDS` without an end, kills all child processes and ends this one, with a
-line that names the user code that has not returned. A thread reads the signals, so that a stuck
-event loop delays nothing.
+After the first signal, a run that has something to save may do so for `SAVE_SECONDS` (`Ending`). It
+is then cancelled, and ends the processes that it started. A second signal, or `PATIENCE_SECONDS`
+without an end, kills all child processes and ends this one, with a line that names the user code
+that has not returned. A thread reads the signals, so that a stuck event loop delays nothing.
 """
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable
-from contextlib import suppress
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from turnwise.core.user_code import unreturned_calls
 
@@ -24,9 +27,91 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
 """Time for a cancelled run to end; with the killing, everything ends within ten seconds."""
+SAVE_SECONDS = 60.0
+"""Time for a run that was told to end to save what it has."""
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+_POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KILL_SECONDS = 1.0
+_TWICE = "interrupted twice; everything it started was killed"
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+class Ending:
+    """What a run does when it is told to end, before it is cancelled; a context manager.
+
+    Args:
+        has_work: Returns whether there is anything to do; called in another thread.
+
+    Example:
+        with Ending(lambda: steps > saved) as ending:
+            ...
+            if ending.told.is_set():
+                await save()
+                await ending.finished()
+    """
+
+    _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
+
+    def __init__(self, has_work: Callable[[], bool]) -> None:
+        self.told = asyncio.Event()
+        """Set once the run is told to end, and has work."""
+        self._has_work = has_work
+        self._done = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._open.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.remove(self)
+        self._done.set()
+
+    async def finished(self) -> None:
+        """Report that the work is done, and wait to be cancelled."""
+        self._done.set()
+        await asyncio.Event().wait()
+
+    @classmethod
+    def begin(cls) -> "Ending | None":
+        """Tell the run in progress to end; returns None if it has nothing to do first."""
+        with suppress(IndexError, RuntimeError):  # no run, or its loop has closed
+            ending = cls._open[-1]
+            if ending._has_work():
+                ending._loop.call_soon_threadsafe(ending.told.set)
+                return ending
+        return None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the work is done; returns whether it is."""
+        return self._done.wait(seconds)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, which would end a program at once, for a `with` block.
+
+    Does nothing where the program has a handler of its own, and outside the main thread.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        raise SystemExit(_EXIT_TERMINATED)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def interruptible(run: Awaitable[None]) -> None:
@@ -47,12 +132,14 @@ async def interruptible(run: Awaitable[None]) -> None:
         if not _signal_comes(reader):
             return
         interrupted.set()
+        if not _let_finish(reader):
+            _end_by_force(EXIT_INTERRUPTED, _TWICE)
         late = f"interrupted; it did not end within {PATIENCE_SECONDS:g} s and was killed"
         end_by_force_after(PATIENCE_SECONDS, EXIT_INTERRUPTED, late)
         with suppress(RuntimeError):  # the loop has closed: the run is over
             loop.call_soon_threadsafe(task.cancel)
         if _signal_comes(reader):
-            _end_by_force(EXIT_INTERRUPTED, "interrupted twice; everything it started was killed")
+            _end_by_force(EXIT_INTERRUPTED, _TWICE)
 
     # A signal is written to the socket only if Python has a handler for it.
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
@@ -66,6 +153,16 @@ async def interruptible(run: Awaitable[None]) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
             writer.close()
+
+
+def _let_finish(reader: socket.socket) -> bool:
+    """Wait until the run has saved what it has; returns False if a second signal comes."""
+    ending, end = Ending.begin(), time.monotonic() + SAVE_SECONDS
+    while ending is not None and not ending.wait(0) and time.monotonic() < end:
+        readable, _, _ = select.select([reader], [], [], _POLL_SECONDS)
+        if readable and (received := reader.recv(1)) and received[0] in _SIGNALS:
+            return False
+    return True
 
 
 def _signal_comes(reader: socket.socket) -> bool:

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
 from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.errors import TurnwiseError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class EventLoopThread(Generic[_Opened]):
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         """Run the coroutine that `work` makes, and return its result.
 
-        The coroutine is cancelled if the wait ends early.
+        The coroutine is cancelled if the wait ends early; if a signal ends it, a run may first save
+        what it has (`Ending`).
 
         Args:
             seconds: Deadline.
@@ -96,6 +98,10 @@ class EventLoopThread(Generic[_Opened]):
         future = self.submit(lambda: _within(work, seconds, who))
         try:
             return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
+        except (KeyboardInterrupt, SystemExit):
+            if (ending := Ending.begin()) is not None:
+                ending.wait(SAVE_SECONDS)  # a second signal raises again
+            raise
         finally:
             future.cancel()
 

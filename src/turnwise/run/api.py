@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from rich.console import Console
 
 from turnwise.config import NO_DEADLINE, Config, known_keys, load_config, make_config
+from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
@@ -213,19 +214,21 @@ def serve(
 
 
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
-    """Run a coroutine in a separate thread and wait for it; Ctrl-C ends all that it started.
+    """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
+    started.
 
     Example:
         run_command(lambda: commands.train(config, Console()), "the training run")
     """
     thread = EventLoopThread(nullcontext[None], name)
-    thread.start(_START_SECONDS)
-    try:
-        result = thread.call(work, NO_DEADLINE, name)
-    except BaseException as error:
-        thread.leave(_STOP_SECONDS, error)
-        raise
-    thread.leave(_STOP_SECONDS, None)
+    with exit_on_sigterm():
+        thread.start(_START_SECONDS)
+        try:
+            result = thread.call(work, NO_DEADLINE, name)
+        except BaseException as error:
+            thread.leave(_STOP_SECONDS, error)
+            raise
+        thread.leave(_STOP_SECONDS, None)
     return result
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from turnwise.config import Config, load_config
+from turnwise.config import Config, check_unchanged, load_config, needed_keys
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -143,11 +143,13 @@ async def resume(
         config: The run's, as `config_of_run` returns it.
 
     Raises:
-        InputError: when the run has no complete checkpoint, or has already finished.
+        InputError: when the run has no complete checkpoint, has already finished, or changes what
+            cannot change.
         TurnwiseError: naming what failed.
     """
     from turnwise.run.run_dir import find_resume
 
+    check_unchanged(config_of_run(run, optional=needed_keys()), config)
     found = await run_in_thread(lambda: find_resume(run))
     if found.step >= config.training.steps:
         raise InputError(
@@ -178,7 +180,10 @@ def config_of_run(
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     home = {"output_dir": str(run.resolve().parent), "name": run.resolve().name}
-    config = load_config(run / "config.yaml", overrides, settings=settings, optional=optional)
+    file, optional = run / "config.yaml", [*optional]
+    config = load_config(file, overrides, settings=settings, optional=optional)
+    if overrides or settings:
+        check_unchanged(load_config(file, optional=[*optional, *needed_keys()]), config)
     return config.model_copy(update=home)
 
 

@@ -136,6 +136,11 @@ async def open_runtime(
             with progress.part(name) if count else nullcontext():
                 runner.rewards.models = await start_reward_models(config)
 
+        async def close_policy() -> None:
+            if policy is not None:
+                await policy.close()
+
+        stack.push_async_callback(close_policy)
         if config.training.colocated:
             await start_policy()  # engines run in its processes
         manager = make_manager(config, share, _hosts(config, policy))

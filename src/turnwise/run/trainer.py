@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.interrupt import SAVE_SECONDS, Ending
+from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.engine.protocol import TurnTimes
@@ -87,6 +89,13 @@ class TrainingLoop:
         """Seconds of the current step, by the loop's phase."""
         self._accuracy: float | None = None
         """Accuracy on held-out problems after the current step; None if not evaluated."""
+        self._finished = self._saved = 0 if resume is None else resume.step
+        """The last step that is finished, and the last one that is saved."""
+        self._saved_at = time.monotonic()
+        self._resumable: JsonObject | None = None
+        """The producer's state after the finished step, in a synchronous run: groups of the next
+        one that have begun must begin again, as they do in a run that is not interrupted."""
+        self._ending = Ending(lambda: self._finished > self._saved)
 
     def in_flight(self) -> int:
         """Return the number of groups in flight; may be called from any thread."""
@@ -94,19 +103,21 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
-        that ended the run early."""
+        that ended the run early. A run that is told to end saves its last step first."""
         request = ReportRequest(self._folder.path)
         watchdog = Watchdog(
             self._config.watchdog_seconds, self._report_stall, request.made, request.answer
         )
-        async with watchdog, task_group() as tasks:
-            watch = tasks.create_task(self._policy.watch())
-            first = await self._begin()
-            if not self._reached:
-                producing = tasks.create_task(self._producer.run())
-                await self._consume(first)
-                producing.cancel()
-            watch.cancel()
+        with self._ending:
+            async with watchdog, task_group() as tasks:
+                watch = tasks.create_task(self._policy.watch())
+                first = await self._begin()
+                if not self._reached:
+                    producing = tasks.create_task(self._producer.run())
+                    await self._consume(first)
+                    producing.cancel()
+                    await self._end_if_told()
+                watch.cancel()
         if self._reached:
             self._progress.warn(
                 f"held-out accuracy {self._accuracy:.3f} reaches eval.target "
@@ -139,11 +150,26 @@ class TrainingLoop:
         await self._update_weights()
         return self._resume.step + 1
 
+    async def _end_if_told(self) -> None:
+        """Save the last finished step, and end, if the run was told to before its last step."""
+        complete = self._reached or self._finished == self._config.training.steps
+        if not self._ending.told.is_set() or complete:
+            return
+        if self._finished > self._saved:
+            self._progress.warn(
+                f"told to end: step {self._finished} is saved first, within {SAVE_SECONDS:g} s "
+                "(Ctrl-C again ends at once)"
+            )
+            await self._save(self._finished)
+        await self._ending.finished()
+
     async def _consume(self, first: int) -> None:
         """Train steps from `first` on; each line of the loop is one stage."""
         previous = time.perf_counter()
+        self._saved_at = time.monotonic()
         for step in range(first, self._config.training.steps + 1):
-            batch = await self._wait_for_batch(step)
+            if (batch := await self._wait_for_batch(step)) is None:
+                break
             metrics = self._describe(step, batch)
             await self._learn(batch, metrics)
             metrics.add_update(await self._update_weights())
@@ -156,8 +182,12 @@ class TrainingLoop:
             await self._report(metrics)
             await self._show_samples(step, batch)
             self._seconds = {}
-            await self._save(step)
-            if self._reached:
+            self._finished = step
+            if not self._config.training.max_staleness:
+                self._resumable = self._producer.state()
+            if self._is_due(step):
+                await self._save(step)
+            if self._reached or self._ending.told.is_set():
                 break
             await self._producer.advance(step)
 
@@ -165,11 +195,19 @@ class TrainingLoop:
         """Return whether a group can train anything; asks the user's `Advantage` in a thread."""
         return await run_in_thread(lambda: gives_signal(group, self._config, self._algorithm))
 
-    async def _wait_for_batch(self, step: int) -> Batch:
-        """Wait for a step's groups of trajectories with rewards."""
+    async def _wait_for_batch(self, step: int) -> Batch | None:
+        """Wait for a step's groups of trajectories with rewards; returns None if the run is told
+        to end before they are there."""
         self._progress.phase("rollout", self._config.rollout.prompts_per_step)
         with self._timed("idle"), waiting(f"the groups of step {step}"):
-            return await self._producer.next_batch()
+            batch = asyncio.ensure_future(self._producer.next_batch())
+            told = asyncio.ensure_future(self._ending.told.wait())
+            try:
+                await asyncio.wait((batch, told), return_when=asyncio.FIRST_COMPLETED)
+                return batch.result() if batch.done() else None
+            finally:
+                batch.cancel()
+                told.cancel()
 
     async def _learn(self, batch: Batch, metrics: StepMetrics) -> None:
         """Train on a step's groups: rewards -> advantages -> samples -> loss.
@@ -300,23 +338,31 @@ class TrainingLoop:
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await asyncio.to_thread(self._folder.write_samples, step, both)
 
+    def _is_due(self, step: int) -> bool:
+        training = self._config.training
+        every, minutes = training.checkpoint_every, training.checkpoint_minutes
+        return (
+            step == training.steps
+            or self._reached
+            or bool(every and step % every == 0)
+            or bool(minutes and time.monotonic() - self._saved_at >= 60 * minutes)
+        )
+
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
-        every, last = self._config.training.checkpoint_every, self._config.training.steps
-        if step != last and not self._reached and not (every and step % every == 0):
-            return
         self._progress.phase("save")
         with self._timed("save"), waiting(f"the trainer to save step {step}"):
             place = await asyncio.to_thread(self._folder.begin_checkpoint, step)
             await self._policy.save(place)
             state = {
                 "step": step,
-                "producer": self._producer.state(),
+                "producer": self._resumable or self._producer.state(),
                 "versions": self._step.versions.state(),
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,
             }
             await asyncio.to_thread(self._folder.commit_checkpoint, step, state)
+        self._saved, self._saved_at = step, time.monotonic()
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -115,6 +115,7 @@ class TrainerRank:
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
         self._canary = canary_prompt(self._models.shape.vocab_size)
+        run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
         whole_in_process = config.training.colocated and place.ranks == 1
         self._sender = make_sender(
             "in_process" if whole_in_process else config.weights.transport,
@@ -122,12 +123,12 @@ class TrainerRank:
             self._scorer.dtype,
             device=self.device,
             rank=place.rank,
-            folder=config.weights.folder or (folder / "weights" if folder else ""),
+            folder=Path(shared, config.name) if shared else run / "weights",
             timeout=config.weights.update_timeout,
         )
-        offloaded = (folder or Path(config.output_dir, config.name)) / f"offload-{place.rank}"
         self._offload = Offload(
-            {"params": self._models.weights, "optimizer": self._moments}, offloaded.absolute()
+            {"params": self._models.weights, "optimizer": self._moments},
+            (run / f"offload-{place.rank}").absolute(),
         )
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
@@ -297,6 +298,10 @@ class TrainerRank:
     def join(self, address: str, port: int, engine_workers: int, timeout: float) -> None:
         """Create the process group that the `collective` transport needs."""
         self._sender.join(address, port, engine_workers, timeout)
+
+    def close(self) -> None:
+        """Release the transport's memory, files and addresses."""
+        self._sender.close()
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,

@@ -5,6 +5,7 @@ computation, so the error that is raised is that of the dead rank.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from turnwise.weights.transport import find_transport
 if TYPE_CHECKING:
     from turnwise.training.model import ModelName
     from turnwise.training.rank import RankInfo
+
+logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
 """Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
@@ -222,6 +225,7 @@ class TrainerGroup:
     async def publish(self) -> Publication:
         """Publish the weights; return rank 0's manifest, and the canary of this version."""
         published: list[Publication] = await self._same("publish its weights", "publish")
+        self.version = published[0].manifest.version  # of a step that failed half-way, too
         return published[0]
 
     async def send(self, devices: Sequence[str]) -> None:
@@ -253,6 +257,17 @@ class TrainerGroup:
         while True:
             await asyncio.sleep(_PING_SECONDS)
             await self._each("answer", "ping")
+
+    async def close(self) -> None:
+        """Release what the weight transport keeps outside the ranks' processes, such as files; a
+        rank that is dead or busy keeps it."""
+        calls = [
+            rank.call("call", "close", what="release its weights", seconds=_PING_SECONDS)
+            for rank in self._ranks
+        ]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.info("the trainer's weights are not released: %s", outcome)
 
     def kill(self) -> None:
         for rank in self._ranks:

@@ -1,13 +1,16 @@
 """The `disk` transport: safetensors files in a folder that trainer and engines see.
 
-A version is a folder of shards of bounded size, in the model's order. It is written under a
-temporary name and then renamed, so a visible version is complete; the last two are kept. Engines
-read one tensor at a time. The other transports are cheaper; this one needs only a common file
-system.
+Each sender has a subfolder of its own, so that runs can share the folder: it is locked while its
+process lives, and removed at the end, or by a later run on the same machine. A version is a folder
+of shards of bounded size, in the model's order. It is written under a temporary name and then
+renamed, so a visible version is complete; the last two are kept. Engines read one tensor at a time.
+The other transports are cheaper; this one needs only a common file system.
 """
 
+import fcntl
 import json
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.chunks import Source, check_exhausted, check_next, drained
@@ -35,6 +39,8 @@ SHARD_BYTES = 512 * 2**20
 _PART_BYTES = 2 * 2**20
 """Bytes of a tensor that are copied at once to be written."""
 _KEPT = 2
+_LOCK = "owner.lock"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TYPES = {
     "float32": "F32",
     "float16": "F16",
@@ -68,12 +74,12 @@ class DiskTransport(Transport):
 
 
 class DiskSender(WeightSender):
-    """Writes named tensors, in the engines' `dtype`, as versions in a folder.
+    """Writes named tensors, in the engines' `dtype`, as versions in a subfolder of a folder.
 
     Example:
-        sender = DiskSender(model.named_parameters(), torch.bfloat16, "/shared/weights")
+        sender = DiskSender(model.named_parameters(), torch.bfloat16, "/shared/weights/run")
         sender.publish(1, model.named_parameters()).path
-        '/shared/weights/version-1'
+        '/shared/weights/run/5f0c2a9e/version-1'
 
     Raises:
         InputError: when the folder cannot be written to.
@@ -91,14 +97,12 @@ class DiskSender(WeightSender):
         if not os.fspath(folder):
             raise InputError("weights.transport: disk needs weights.folder")
         self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
-        self._folder = Path(folder).absolute()
+        shared = Path(folder).absolute()
+        self._folder = shared / secrets.token_hex(4)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for left in self._folder.glob("version-*.tmp"):
-                shutil.rmtree(left)
-            probe = self._folder / f"version-{os.getpid()}.tmp"
-            probe.mkdir()
-            probe.rmdir()
+            self._folder.mkdir(parents=True)
+            self._lock = _locked(self._folder / _LOCK)
+            _remove_dead(shared)
         except OSError as error:
             raise InputError(f"weights.folder: {folder} cannot be written to: {error}") from error
 
@@ -110,19 +114,17 @@ class DiskSender(WeightSender):
                 from the constructor's; earlier versions are kept.
         """
         final = self._folder / f"version-{version}"
-        temporary = final.with_name(f"{final.name}.tmp")
+        new = temporary(final)
         with drained(tensors) as source:
             try:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir()
+                shutil.rmtree(new, ignore_errors=True)
+                new.mkdir()
                 for number, shard in enumerate(self._shards, start=1):
-                    write_shard(temporary / f"shard-{number:05}.safetensors", shard, source)
+                    write_shard(new / f"shard-{number:05}.safetensors", shard, source)
                 check_exhausted(source)
-                if final.exists():  # from an earlier run
-                    shutil.rmtree(final)
-                temporary.rename(final)
+                put_in_place(final, flush=False)
             except BaseException as error:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(new, ignore_errors=True)
                 if not isinstance(error, OSError):
                     raise
                 raise WeightUpdateError(
@@ -133,11 +135,57 @@ class DiskSender(WeightSender):
         nbytes = sum(map(chunk_bytes, self._shards))
         return Manifest(version, self.transport, str(final), nbytes, entries)
 
+    def close(self) -> None:
+        """Remove the sender's subfolder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def _remove_old(self, newest: Path) -> None:
-        versions = [path for path in self._folder.glob("version-*") if path.suffix != ".tmp"]
+        # By time: a pipeline that loads a checkpoint goes back to a lower number.
+        versions = numbered(self._folder, "version")
         versions.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns))
         for path in versions[:-_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(path: Path) -> int | None:
+    """Create a lock file that this process holds for its life; None if there are no locks here."""
+    lock = os.open(path, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    os.write(lock, _boot_id())
+    return lock
+
+
+def _remove_dead(shared: Path) -> None:
+    """Remove the subfolders of senders of this machine that have ended.
+
+    A lock that can be taken proves this only where the kernel is that of the owner: on a network
+    file system, locks may be unknown to other machines.
+    """
+    for path in shared.glob(f"*/{_LOCK}"):
+        with suppress(OSError):  # another process removed it
+            lock = os.open(path, os.O_RDWR)
+            try:
+                boot_id = os.read(lock, 64)
+                if boot_id and boot_id == _boot_id():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _boot_id() -> bytes:
+    """Return the name of this kernel since it was started; empty if it has none."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b""
 
 
 def write_shard(path: Path, shard: Chunk, source: Source) -> None:

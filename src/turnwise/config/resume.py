@@ -1,0 +1,167 @@
+"""What happens to each key of the configuration when a run is resumed with another value.
+
+A resumed run does what its configuration says now; the checkpoint provides the weights, the
+optimizer's moments, the position in the schedule and in the data. The few keys that a checkpoint
+depends on cannot change.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from turnwise.config.explain import known_keys
+from turnwise.config.schema import Config
+from turnwise.errors import InputError
+
+
+class OnResume(NamedTuple):
+    """The rule of a key, or of all keys of a section."""
+
+    may_change: bool
+    meaning: str
+    """The effect of another value, or the reason why there can be none."""
+
+
+def _yes(meaning: str) -> OnResume:
+    return OnResume(True, meaning)
+
+
+def _no(reason: str) -> OnResume:
+    return OnResume(False, reason)
+
+
+_HOME = _no("a run is resumed in its own folder, which may be moved as a whole")
+_ADAPTER = _no("the checkpoint's adapter has this form")
+_SHOWN = _yes("applies from now on")
+_DATA = _yes("applies from now on, if the number of rows stays and they have the same names")
+_SAME_MODEL = _yes("for a copy of the same model elsewhere; another model does not fit")
+_OPTIMIZER = _yes("applies from the next update on")
+_LIMIT = _yes("applies from the next step on")
+
+RULES: Mapping[str, OnResume] = {
+    "name": _HOME,
+    "output_dir": _HOME,
+    "seed": _no("the order of the rows that are left in this epoch depends on it"),
+    "deterministic": _LIMIT,
+    "exactness": _LIMIT,
+    "environment": _yes("applies from now on; groups that were waiting keep their rewards"),
+    "trackers": _SHOWN,
+    "project": _SHOWN,
+    "entity": _SHOWN,
+    "tags": _SHOWN,
+    "samples_every": _SHOWN,
+    "log_level": _SHOWN,
+    "watchdog_seconds": _SHOWN,
+    "ray_address": _SHOWN,
+    "model.path": _SAME_MODEL,
+    "model.adapter": _no("training does not start from an adapter"),
+    "model.tokenizer": _yes("for a copy of the same tokenizer elsewhere"),
+    "model.dtype": _yes("applies from now on; weights that learn are kept as they are"),
+    "model.max_length": _LIMIT,
+    "model.trust_remote_code": _SHOWN,
+    "model.template_args": _yes("applies to new groups"),
+    "model.escape_special_tokens": _yes("applies to new groups"),
+    "model.lora": _ADAPTER,
+    "data.path": _DATA,
+    "data.subset": _DATA,
+    "data.split": _DATA,
+    "data.limit": _DATA,
+    "data.eval_path": _yes("applies to the next evaluation"),
+    "data.eval_split": _yes("applies to the next evaluation"),
+    "data.eval_limit": _yes("applies to the next evaluation"),
+    "data.max_prompt_tokens": _LIMIT,
+    "rollout": _yes("applies to new groups"),
+    "sampling": _yes("applies to new groups; those that were waiting keep their size"),
+    "eval": _yes("applies to the next evaluation"),
+    "engine": _SHOWN,
+    "serving": _SHOWN,
+    "weights": _SHOWN,
+    "algorithm.advantage": _LIMIT,
+    "algorithm.advantage.name": _yes(
+        "applies from the next step on; to one with a value model only if the checkpoint has one"
+    ),
+    "algorithm.advantage.learning_rate": _OPTIMIZER,
+    "algorithm.advantage.warmup_steps": _yes("counts the steps of the whole run"),
+    "algorithm.advantage.model": _SAME_MODEL,
+    "algorithm.loss": _LIMIT,
+    "algorithm.reduction": _LIMIT,
+    "algorithm.kl": _LIMIT,
+    "algorithm.kl.model": _yes("another reference model from now on"),
+    "algorithm.correction": _LIMIT,
+    "algorithm.dynamic_sampling": _LIMIT,
+    "algorithm.overlong_tokens": _LIMIT,
+    "algorithm.overlong_penalty": _LIMIT,
+    "training.steps": _yes("the new end of the run, also of its schedule"),
+    "training.max_staleness": _LIMIT,
+    "training.stale_policy": _LIMIT,
+    "training.ranks": _yes("a checkpoint can be loaded with any number of ranks"),
+    "training.context_parallel": _SHOWN,
+    "training.colocated": _SHOWN,
+    "training.offload": _SHOWN,
+    "training.resources": _SHOWN,
+    "training.activation_checkpointing": _SHOWN,
+    "training.weights_dtype": _no("the checkpoint's weights and moments have this type"),
+    "training.packing": _SHOWN,
+    "training.attention": _SHOWN,
+    "training.updates_per_step": _yes("applies from the next step on; a schedule counts updates"),
+    "training.learning_rate": _OPTIMIZER,
+    "training.warmup_steps": _yes("the schedule is the new one, at the checkpoint's update"),
+    "training.lr_schedule": _yes("the schedule is the new one, at the checkpoint's update"),
+    "training.weight_decay": _OPTIMIZER,
+    "training.max_grad_norm": _OPTIMIZER,
+    "training.micro_batch_tokens": _SHOWN,
+    "training.threads": _SHOWN,
+    "training.step_timeout": _SHOWN,
+    "training.checkpoint_every": _SHOWN,
+    "training.checkpoint_minutes": _SHOWN,
+    "training.keep_last": _SHOWN,
+    "training.restarts": _SHOWN,
+    "training.max_skipped": _SHOWN,
+    "trajectories": _SHOWN,
+    "alarms": _SHOWN,
+    "metrics": _SHOWN,
+}
+"""The rules by key. A section stands for those of its keys that have none of their own."""
+
+
+def rule_of(key: str) -> OnResume | None:
+    """Return the rule of a key: its own, or that of the nearest section above it."""
+    while key and key not in RULES:
+        key = key.rpartition(".")[0]
+    return RULES.get(key)
+
+
+def check_unchanged(saved: Config, config: Config) -> None:
+    """Check that a resumed run changes only what may change.
+
+    Args:
+        saved: The configuration of the run so far.
+
+    Raises:
+        InputError: naming the first key that may not, and why.
+    """
+    trees = saved.model_dump(), config.model_dump()
+    for key in known_keys():
+        rule = rule_of(key)
+        if rule is None or rule.may_change:
+            continue
+        before, now = (_value(tree, key) for tree in trees)
+        if before != now:
+            raise InputError(
+                f"{key} cannot change from {before} to {now} when a run is resumed: {rule.meaning}"
+            )
+
+
+def _value(tree: object, key: str) -> object:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def resume_table() -> str:
+    """Return the rules as a table of the documentation."""
+    lines = ["| key | may change | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {'yes' if rule.may_change else 'no'} | {rule.meaning} |"
+        for key, rule in RULES.items()
+    ]
+    return "\n".join(lines)
