@@ -489,3 +489,10 @@ def test_what_cannot_change_when_a_run_is_resumed_is_refused_by_name(
         check_unchanged(saved, changed)
     free = ["training.learning_rate=1e-4", "training.steps=7", "model.dtype=bfloat16"]
     check_unchanged(saved, load_config(file, free))
+
+
+@pytest.mark.parametrize("name", ["../escape", "/tmp/escape", "a/b", "..", ".", "''", "a\\b"])
+def test_a_name_that_is_a_path_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"name: must be one folder in output_dir, not '.*': ch"):
+        load_config(file, [f"name={name}"])
+    assert load_config(file, ["name=it is..fine-1_ü"]).name == "it is..fine-1_ü"

@@ -1,17 +1,22 @@
 """Files that `turnwise export` writes, and what it refuses."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from turnwise.config import Config, dump_config
 from turnwise.errors import InputError
 from turnwise.run.export import export_run
 from turnwise.training import checkpoint
 from turnwise.training.lora import write_adapter
+from turnwise.training.rank import TrainerRank
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 SETTINGS: dict[str, object] = {"r": 2, "lora_alpha": 4, "use_rslora": False}
@@ -77,3 +82,59 @@ def test_what_cannot_be_exported_is_one_sentence(run: Path) -> None:
         export_run(folder)
     with pytest.raises(InputError, match="there is no run in /no/run"):
         export_run(Path("/no/run"))
+
+
+CODE = {
+    "parts_mine.py": "TYPE = 'mine'\n",
+    "configuration_mine.py": (
+        "from transformers import AutoConfig, Qwen3Config\n"
+        "from .parts_mine import TYPE\n"
+        "class MineConfig(Qwen3Config):\n"
+        "    model_type = TYPE\n"
+    ),
+    "modeling_mine.py": (
+        "from transformers import Qwen3ForCausalLM\n"
+        "from .configuration_mine import MineConfig\n"
+        "class MineForCausalLM(Qwen3ForCausalLM):\n"
+        "    config_class = MineConfig\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stops_generation_settings_and_the_models_own_code_travel_with_what_is_exported(
+    make_config: Callable[..., Config], model_path: str, tmp_path: Path, rank: int
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model_path, base)
+    for name, text in CODE.items():
+        (base / name).write_text(text)
+    shape: dict[str, Any] = json.loads((base / "config.json").read_text())
+    shape |= {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    shape["auto_map"] = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (base / "config.json").write_text(json.dumps(shape))
+    # Transformers reads such settings, and refuses to write them.
+    settings = {"eos_token_id": [2, 3], "do_sample": False, "temperature": 0.6, "top_k": 20}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    model = {
+        "path": str(base),
+        "max_length": 512,
+        "trust_remote_code": True,
+        "lora": {"rank": rank},
+    }
+    config = make_config(model=model, training={"threads": 1})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    folder = checkpoint.folder_of(run, 1)
+    TrainerRank(config, folder=run).save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    exported = export_run(run, merged=True)
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == [2, 3]
+    assert json.loads((exported / "generation_config.json").read_text()) == settings
+    assert {path.name for path in exported.glob("*.py")} == {*CODE}
+    loaded = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    assert type(loaded).__name__ == "MineForCausalLM"

@@ -141,7 +141,7 @@ def test_a_trainer_that_dies_is_noticed_before_the_deadline(
 
 def test_a_buffer_of_another_host_is_refused(link: IpcLink) -> None:
     receiver = link.receiver({}, 1)
-    message = {"chunk": 0, "handle": {"path": "/proc/self/fd/999"}}
+    message = {"chunk": 0, "handle": {"address": "/proc/self/fd/999"}}
     with pytest.raises(WeightUpdateError, match=r"No such file.* must share a host"):
         receiver._open(message, 0)  # type: ignore[attr-defined]
     receiver.end()

@@ -44,7 +44,12 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     ready: WorkerHandle, ranks: Ranks, tmp_path: Path, transport: str
 ) -> None:
     await ranks.all("open", transport, str(tmp_path))
-    sync = WeightSync(ranks, timeout=240, patience=240)
+    lent = []
+
+    async def lend() -> None:
+        lent.append(True)
+
+    sync = WeightSync(ranks, timeout=240, patience=240, published_again=lend)
     for _ in range(2):
         await ranks.all("train", 0.05)
         version = (await sync.publish()).version
@@ -54,6 +59,7 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     await ranks.all("train", 0.05)  # what must be sent anew is the trainer's newest
     served = await sync.sync_one(ready, "keep")
     assert served == version + (transport in ("ipc", "collective"))
+    assert len(lent) == served - version  # what it brought back for this may go again
     if served > version:
         await assert_serves(ready, ranks, served)
     await ready.prepare_refit_info({"weight": ((2, 2), "float32")})

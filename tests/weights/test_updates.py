@@ -153,7 +153,7 @@ async def test_the_next_version_can_be_written_while_one_is_read(
     assert (await check_canary(engine, trainer.canary, expected, 1e-3, 6))[1] < 1e-4
 
 
-@pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "short"])
+@pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "other", "short"])
 async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
     engine: WorkerHandle, trainer: Trainer, damage: str
 ) -> None:
@@ -167,9 +167,20 @@ async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
         manifest = replace(manifest, tensors=(first, *others, last))
     elif damage == "gone":
         manifest = replace(manifest, path="/proc/self/fd/999")
+    elif damage == "other":  # as in a container that numbers its processes itself
+        another = ShmSender([("weight", torch.zeros(manifest.nbytes // 4))])
+        address = another.publish(8, [("weight", torch.zeros(manifest.nbytes // 4))]).path
+        place, identity = address.partition("#")[0], manifest.path.partition("#")[2]
+        manifest = replace(manifest, path=f"{place}#{identity}")
     else:
         manifest = replace(manifest, nbytes=2 * manifest.nbytes)
-    words = {"twice": "listed twice", "beyond": "beyond", "gone": "cannot", "short": "bytes, not"}
+    words = {
+        "twice": "listed twice",
+        "beyond": "beyond",
+        "gone": "cannot",
+        "other": "is another file here; trainer and engine must share",
+        "short": "bytes, not",
+    }
     with pytest.raises(WeightUpdateError, match=words[damage]):
         await engine.update_weights(manifest)
     completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"after-{damage}")

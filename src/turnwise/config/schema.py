@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
@@ -29,7 +29,7 @@ class Config(Section):
     """
 
     name: str = "run"
-    """Name of the run's folder under output_dir."""
+    """Name of the run's folder in output_dir: one name, not a path."""
     output_dir: str = "runs"
     """Folder that contains the run folders."""
     seed: int = 0
@@ -75,6 +75,16 @@ class Config(Section):
     trajectories: TrajectoriesConfig = TrajectoriesConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
+            raise ValueError(
+                f"must be one folder in output_dir, not {name!r}: choose a name without slashes, "
+                "and set output_dir for another place"
+            )
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -59,7 +59,10 @@ class TrainingStep:
         self._manager = runtime.manager
         self._policy = runtime.policy
         self._sync = WeightSync(
-            self._policy, config.weights.update_timeout, config.engine.start_timeout
+            self._policy,
+            config.weights.update_timeout,
+            config.engine.start_timeout,
+            self._policy.offload if config.training.offload else None,
         )
 
     async def train(self, samples: Sequence[Sample]) -> TrainMetrics:

@@ -6,6 +6,7 @@ makes a plain model of an adapter and the model that it belongs to.
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -13,8 +14,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
 
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
@@ -87,7 +93,7 @@ def export_model(
                     "weight_map": names,
                 }
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
-            _save_tokenizer(folder, config)
+            _save_rest(folder, config)
 
 
 def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) -> None:
@@ -101,6 +107,16 @@ def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) ->
     with translate_disk_full(folder):
         write_adapter(folder, adapter_config(model, config.model.path), whole)
         _save_tokenizer(folder, config)
+
+
+def _save_rest(folder: Path, config: Config) -> None:
+    """Add the tokenizer, and the generation settings of the model, such as the ids of its stops."""
+    _save_tokenizer(folder, config)
+    settings = cached_file(
+        config.model.path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+    )
+    if settings is not None:
+        shutil.copyfile(settings, folder / GENERATION_CONFIG_NAME)
 
 
 def _save_tokenizer(folder: Path, config: Config) -> None:
@@ -139,6 +155,8 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
         if weight is None or weight.shape != (len(second), first.shape[1]):
             raise InputError(f"{adapter}: {config.model.path} has no layer {layer} of this shape")
         weight.copy_(add_product(weight, first, second, scale))
+    # Its own settings are copied; Transformers refuses to write some that it reads.
+    model.generation_config = GenerationConfig()
     with translate_disk_full(folder):
         model.save_pretrained(folder)
-        _save_tokenizer(folder, config)
+        _save_rest(folder, config)

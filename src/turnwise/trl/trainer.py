@@ -117,9 +117,9 @@ class GRPOTrainer:
         with_tools = bool(tools) or environment_factory is not None
         known = None if train_dataset is None else len(rows)
         values = settings(self.args, known, tools=with_tools)
-        folder = Path(str(self.args.output_dir))
+        folder = Path(str(self.args.output_dir)).resolve()
         values |= {
-            "output_dir": str(folder.absolute().parent),
+            "output_dir": str(folder.parent),
             "name": folder.name,
             "environment": _environment_path(environment_factory),
             "rollout.rewards": self._rewards(reward_funcs),

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import WeightUpdateError
-from turnwise.weights.shm import map_whole, open_nameless
+from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
 
 _CUDA_HANDLE = (
     "device",
@@ -55,7 +54,7 @@ class CpuBuffer:
         self.bytes = map_whole(self._file, nbytes)
 
     def handle(self) -> JsonObject:
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}"}
+        return {"address": address_of(self._file)}
 
     def synchronize(self) -> None:
         pass
@@ -65,13 +64,7 @@ class CpuBuffer:
 
     @staticmethod
     def open(handle: JsonObject, device: torch.device) -> torch.Tensor:
-        try:
-            file = os.open(handle["path"], os.O_RDWR)
-        except OSError as error:
-            raise WeightUpdateError(
-                f"the trainer's buffer cannot be opened ({error.strerror}); "
-                "trainer and engine must share a host"
-            ) from error
+        file = open_address(handle["address"], "the trainer's buffer")
         try:
             return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
         finally:

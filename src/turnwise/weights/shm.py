@@ -83,8 +83,8 @@ class ShmSender(WeightSender):
         with drained(tensors) as source:
             pack(self._entries, self._buffers[index], source)
             check_exhausted(source)
-        path = f"/proc/{os.getpid()}/fd/{self._files[index]}"
-        return Manifest(version, self.transport, path, self._nbytes, self._entries)
+        address = address_of(self._files[index])
+        return Manifest(version, self.transport, address, self._nbytes, self._entries)
 
     def close(self) -> None:
         for file in self._files:
@@ -102,24 +102,58 @@ def validate(manifest: Manifest) -> None:
     for entry in manifest.tensors:
         if entry.offset + entry.nbytes > manifest.nbytes:
             raise WeightUpdateError(f"{entry.name} lies beyond {what}")
-    try:
-        size = os.stat(manifest.path).st_size
-    except OSError as error:
-        raise WeightUpdateError(
-            f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
-        ) from error
+    file = open_address(manifest.path, what)
+    size = os.fstat(file).st_size
+    os.close(file)
     if size < manifest.nbytes:
         raise WeightUpdateError(f"{what} is {size} bytes, not {manifest.nbytes}")
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Map the buffer of a version, and return its tensors as views of it."""
-    file = os.open(manifest.path, os.O_RDWR)
+    file = open_address(manifest.path, f"the buffer of version {manifest.version}")
     try:
         buffer = mmap.mmap(file, manifest.nbytes)
     finally:
         os.close(file)
     return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+
+
+def address_of(file: int) -> str:
+    """Return the address at which another process of this host opens a file of this process."""
+    return f"/proc/{os.getpid()}/fd/{file}#{_identity(file)}"
+
+
+def open_address(address: str, what: str) -> int:
+    """Open a file of another process.
+
+    Args:
+        address: As `address_of` returned it there.
+        what: Name of the file in errors.
+
+    Raises:
+        WeightUpdateError: when it cannot be opened, or is not the file that was meant: the number
+            of a process means another one in another container.
+    """
+    path, _, identity = address.partition("#")
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
+        ) from error
+    if _identity(file) != identity:
+        os.close(file)
+        raise WeightUpdateError(
+            f"{what} is another file here; trainer and engine must share a host, and see the same "
+            "processes"
+        )
+    return file
+
+
+def _identity(file: int) -> str:
+    status = os.fstat(file)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def map_whole(file: int, nbytes: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ engine, so the manager knows which to restart.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -54,6 +54,8 @@ class WeightSync:
         trainer: Source of the weights.
         timeout: Seconds for an update (`weights.update_timeout`).
         patience: Seconds that an engine which starts later waits for a busy trainer.
+        published_again: Called after the trainer published its weights for such an engine, which
+            may have taken memory for it.
 
     Example:
         sync = WeightSync(trainer, timeout=120.0, patience=300.0)
@@ -61,10 +63,17 @@ class WeightSync:
         await manager.update_weights(sync)  # which checks and pushes
     """
 
-    def __init__(self, trainer: Trainer, timeout: float, patience: float) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        timeout: float,
+        patience: float,
+        published_again: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         self._trainer = trainer
         self._timeout = timeout
         self._patience = patience
+        self._published_again = published_again
         self._offered: Manifest | None = None
         self._current: Manifest | None = None
         self._devices: WeakKeyDictionary[Engine, list[str]] = WeakKeyDictionary()
@@ -101,11 +110,20 @@ class WeightSync:
         Raises:
             TurnwiseError: when they did not arrive.
         """
-        manifest, seconds = _published(self._current), self._timeout
-        if not find_transport(manifest.transport).lasting:
-            # The trainer may be training again before it sends.
-            seconds = self._patience
-            manifest = (await self._publish(seconds)).manifest
+        manifest = _published(self._current)
+        if find_transport(manifest.transport).lasting:
+            return await self._bring(manifest, engine, in_flight, self._timeout)
+        # The trainer may be training again before it sends.
+        manifest = (await self._publish(self._patience)).manifest
+        try:
+            return await self._bring(manifest, engine, in_flight, self._patience)
+        finally:
+            if self._published_again is not None:
+                await self._published_again()
+
+    async def _bring(
+        self, manifest: Manifest, engine: Engine, in_flight: InFlight, seconds: float
+    ) -> int:
         if error := await self._check(engine, manifest):
             raise error
         (outcome,) = await self._push(manifest, [engine], in_flight, seconds)
