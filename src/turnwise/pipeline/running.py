@@ -4,6 +4,7 @@ Everything here runs on the pipeline's event loop; `pipeline` calls it from the 
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ from turnwise.training import checkpoint
 from turnwise.training.samples import make_samples
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import MAX_REWARD, ExactnessReport, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -70,6 +73,13 @@ class RunningPipeline:
             sampled_tokens=sum(t.sampled_tokens for t in trajectories),
         )
         metrics.add_samples(made)
+        training = self.config.training
+        if self.progress.iteration == training.steps and training.lr_schedule == "linear":
+            logger.warning(
+                "training.lr_schedule linear ended with step %d (training.steps), and the program "
+                "goes on: the learning rate stays at its last value",
+                training.steps,
+            )
         if made.samples:
             metrics.add_training(await self.step.train(made.samples))
         self.progress.iteration += 1
