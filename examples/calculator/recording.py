@@ -19,6 +19,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from turnwise.training import checkpoint
 from turnwise.viewer.demo import RECORDING
 
 from .prepare import BUILD, prepare
@@ -99,7 +100,7 @@ def record(output: Path, steps: int, folder: Path) -> None:
 def files_of(run: Path) -> list[Path]:
     """Return the files of a run that the viewer reads."""
     kept = [path for pattern in KEPT for path in sorted(run.glob(pattern))]
-    last = max((run / "checkpoints").glob("step-*[0-9]"))
+    last = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     return [*kept, *(last / name for name in TOKENIZER)]
 
 

@@ -67,6 +67,8 @@ def test_an_adapter_is_added_to_the_layers_that_it_names(run: Path, model_path: 
     assert merged.keys() == base.keys()
     assert all(torch.equal(merged[key], tensor) for key, tensor in base.items())
     assert (run / "merged" / "tokenizer.json").is_file()
+    stops = [GenerationConfig.from_pretrained(f).eos_token_id for f in (model_path, run / "merged")]
+    assert stops[0] == stops[1] is not None
 
 
 def test_what_cannot_be_exported_is_one_sentence(run: Path) -> None:

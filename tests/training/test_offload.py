@@ -64,6 +64,25 @@ def test_values_that_cannot_be_written_stay(tmp_path: Path) -> None:
     assert torch.equal(model.weight, before)
 
 
+def test_what_a_save_that_fails_brought_back_goes_away_again(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    offload = Offload({"params": model.parameters}, tmp_path / "offload-0")
+    away = offload.put_away(["params"])
+
+    def save() -> None:
+        with offload.brought_back(["params"]):
+            assert torch.equal(model.weight, before)
+            raise TurnwiseError("the disk is full")
+
+    with pytest.raises(TurnwiseError, match="the disk is full"):
+        save()
+    assert model.weight.untyped_storage().nbytes() == 0
+    assert offload.put_away([]) == away
+    offload.bring_back(["params"])
+    assert torch.equal(model.weight, before)
+
+
 def test_values_that_cannot_be_read_are_read_by_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

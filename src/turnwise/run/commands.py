@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
 
 _LOADING = "importing libraries and reading the data"
+_PROVIDED = (*needed_keys(), "data.eval_path")
+"""Keys whose values a program may have provided as objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ async def resume(
     """
     from turnwise.run.run_dir import find_resume
 
-    check_unchanged(config_of_run(run, optional=needed_keys()), config)
+    check_unchanged(config_of_run(run, optional=_PROVIDED), config)
     found = await run_in_thread(lambda: find_resume(run))
     if found.step >= config.training.steps:
         raise InputError(
@@ -180,10 +182,10 @@ def config_of_run(
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     home = {"output_dir": str(run.resolve().parent), "name": run.resolve().name}
-    file, optional = run / "config.yaml", [*optional]
+    file = run / "config.yaml"
     config = load_config(file, overrides, settings=settings, optional=optional)
     if overrides or settings:
-        check_unchanged(load_config(file, optional=[*optional, *needed_keys()]), config)
+        check_unchanged(load_config(file, optional=_PROVIDED), config)
     return config.model_copy(update=home)
 
 

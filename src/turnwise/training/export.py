@@ -156,7 +156,7 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
             raise InputError(f"{adapter}: {config.model.path} has no layer {layer} of this shape")
         weight.copy_(add_product(weight, first, second, scale))
     # Its own settings are copied; Transformers refuses to write some that it reads.
-    model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig.from_model_config(model.config)
     with translate_disk_full(folder):
         model.save_pretrained(folder)
         _save_rest(folder, config)

@@ -5,12 +5,13 @@ mean of the results the exact value. Rounding to the nearest value would lose ev
 of the distance between two values, at least 1/512 of a weight, and steps of RL are mostly smaller.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 _Group = dict[str, Any]
 """A group of weights in an optimizer, with its rate."""
@@ -36,7 +37,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor],
+        params: ParamsT,
         lr: float,
         weight_decay: float,
         betas: tuple[float, float],
