@@ -115,8 +115,10 @@ def test_the_first_signal_ends_what_it_can_and_names_what_does_not_return(
 ENDED = "turnwise: interrupted; everything it started has ended\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("how", ["saves", "saves late", "saves nothing"])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [("saves", signal.SIGTERM), ("saves late", signal.SIGINT), ("saves nothing", signal.SIGTERM)],
+)
 def test_a_run_saves_what_it_has_before_it_is_cancelled_if_it_can_in_time(
     how: str, number: signal.Signals
 ) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
-from turnwise.run.commands import TrainingResult, config_of_run
+from turnwise.run.commands import TrainingResult, config_of_run, resume
 from turnwise.run.conversations import trajectory_file
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir, find_resume
@@ -224,3 +225,17 @@ def test_changes_of_a_resumed_run_are_checked_against_the_run_even_if_it_was_mov
             config_of_run(moved, [change])
     with pytest.raises(InputError, match="seed cannot change from 0 to 5"):
         config_of_run(moved, settings={"seed": 5})
+
+
+async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(a_config(tmp_path / "runs", training={"steps": 5}))
+    save(run, 5)
+    run.close()
+    monkeypatch.chdir(tmp_path)
+    same = a_config(Path("runs"), training={"steps": 5, "learning_rate": 1e-3})
+    with pytest.raises(InputError, match="the run is complete; set training"):
+        await resume(run.path, same, Console(quiet=True))
+    with pytest.raises(InputError, match="seed cannot change from 0 to 7 when a run is resumed"):
+        await resume(run.path, a_config(Path("runs"), seed=7), Console(quiet=True))

@@ -151,7 +151,9 @@ async def resume(
     """
     from turnwise.run.run_dir import find_resume
 
-    check_unchanged(config_of_run(run, optional=_PROVIDED), config)
+    saved = config_of_run(run, optional=_PROVIDED)
+    home = {"name": saved.name, "output_dir": saved.output_dir}  # which may be spelled otherwise
+    check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
     if found.step >= config.training.steps:
         raise InputError(
