@@ -1,25 +1,37 @@
 """A channel between a worker and a process that uses it: pickled messages over one connection.
 
 A message takes less processor time than a call of a Ray actor. A worker listens on its node's
-address and hands out a token through Ray; from a client that has not sent the token, nothing is
-unpickled.
+address and hands out a token through Ray. Each end proves to the other that it knows the token,
+which is never sent itself; before that, neither unpickles anything.
 """
 
 import asyncio
 import hmac
 import pickle
 import secrets
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Generator
 from typing import NamedTuple, cast
 
+from turnwise.errors import EngineError
+
 _LENGTH_BYTES = 8
-_TOKEN_BYTES = 32
-_TOKEN_SECONDS = 10.0
-"""Time in which a client has to send the token."""
+_BLOCK_BYTES = 32
+"""Size of the token, of a challenge and of a proof."""
+_PROOF_SECONDS = 10.0
+"""Time in which the other end has to prove that it knows the token."""
+_MOST_UNPROVEN = 64
+"""Maximum number of connections of a listener without a proof; the oldest is closed beyond it."""
+_SILENT_SECONDS = 60
+"""Time after which a connection is closed whose other end's machine does not answer."""
+
+
+class ChannelError(EngineError):
+    """The channel to a worker was lost or cannot be opened, though the worker is alive."""
 
 
 class Address(NamedTuple):
-    """The address of a listening worker, and the token that its clients send first.
+    """The address of a listening worker, and the token that its clients have to know.
 
     Example:
         >>> Address("127.0.0.1", 40001, b"secret").port
@@ -35,8 +47,9 @@ class Channel(asyncio.Protocol):
     """One end of a connection.
 
     Args:
-        token: Bytes that the other end has to send first; empty at the client's end.
-        opened: Called with the channel once the token has come.
+        token: What the other end has to know.
+        opened: Called with the channel once it has proven that.
+        listens: Whether this is the end of the worker.
 
     Example:
         channel = await connect(address)
@@ -44,17 +57,18 @@ class Channel(asyncio.Protocol):
         channel.send("hello")
     """
 
-    def __init__(
-        self, token: bytes = b"", opened: "Callable[[Channel], None] | None" = None
-    ) -> None:
+    def __init__(self, token: bytes, opened: "Callable[[Channel], None]", *, listens: bool) -> None:
         self.received: Callable[..., None] = lambda message: None
         """Called with each message."""
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once the connection is closed, by either end."""
-        self._token, self._opened = token, opened
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Set to the reason, or "", once the connection is closed, by either end."""
+        self._token, self._opened, self._listens = token, opened, listens
+        self._handshake: Generator[None, bytes, bool] | None = self._shake_hands()
+        """None once the other end has proven that it knows the token."""
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._why = ""
 
     def send(self, message: object) -> None:
         """Send a message; does nothing once the channel is closed.
@@ -65,21 +79,42 @@ class Channel(asyncio.Protocol):
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """Close the connection; what was sent still arrives."""
+        self._why = self._why or why
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        if self._token:
-            loop = asyncio.get_running_loop()
-            self._expiry = loop.call_later(_TOKEN_SECONDS, self.close)
+        _notice_silence(transport.get_extra_info("socket"))
+        why = f"no proof of the token in {_PROOF_SECONDS:g} s"
+        self._expiry = asyncio.get_running_loop().call_later(_PROOF_SECONDS, self.close, why)
+        assert self._handshake is not None
+        next(self._handshake)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if self._token and not self._check_token():
-            return
+        while self._handshake is not None:
+            if len(self._buffer) < _BLOCK_BYTES:
+                return
+            block = bytes(self._buffer[:_BLOCK_BYTES])
+            del self._buffer[:_BLOCK_BYTES]
+            if not self._go_on(self._handshake, block):
+                return
+        try:
+            self._read_messages()
+        except Exception as error:  # nothing after it can be trusted to be a message
+            self._buffer.clear()
+            self.close(f"a message cannot be read: {error!r}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if not self.closed.done():
+            self.closed.set_result(self._why or str(error or ""))
+
+    def _read_messages(self) -> None:
         start, end = _LENGTH_BYTES, len(self._buffer)
         while start <= end:
             length = int.from_bytes(self._buffer[start - _LENGTH_BYTES : start], "big")
@@ -90,26 +125,34 @@ class Channel(asyncio.Protocol):
             self.received(pickle.loads(message))
         del self._buffer[: start - _LENGTH_BYTES]
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-        if not self.closed.done():
-            self.closed.set_result(None)
+    def _shake_hands(self) -> Generator[None, bytes, bool]:
+        """Exchange challenges, then proofs, the client's first; return whether theirs is right."""
+        mine = secrets.token_bytes(_BLOCK_BYTES)
+        self._write(mine)
+        theirs = yield
+        challenges = mine + theirs if self._listens else theirs + mine
+        of_client = hmac.digest(self._token, b"client" + challenges, "sha256")
+        of_worker = hmac.digest(self._token, b"worker" + challenges, "sha256")
+        if not self._listens:
+            self._write(of_client)
+            return hmac.compare_digest((yield), of_worker)
+        if not hmac.compare_digest((yield), of_client):
+            return False
+        self._write(of_worker)
+        return True
 
-    def _check_token(self) -> bool:
-        """Return whether the token has come; a wrong one closes the connection."""
-        if len(self._buffer) < len(self._token):
-            return False
-        sent = bytes(self._buffer[: len(self._token)])
-        if not hmac.compare_digest(sent, self._token):
-            self.close()
-            self._buffer.clear()
-            return False
-        del self._buffer[: len(self._token)]
-        self._token = b""
-        if self._expiry is not None:
-            self._expiry.cancel()
-        if self._opened is not None:
+    def _go_on(self, handshake: Generator[None, bytes, bool], block: bytes) -> bool:
+        """Pass a block to the handshake; return whether to continue."""
+        try:
+            handshake.send(block)
+        except StopIteration as end:
+            if not end.value:
+                self._buffer.clear()
+                self.close("the other end does not know the token")
+                return False
+            self._handshake = None
+            if self._expiry is not None:
+                self._expiry.cancel()
             self._opened(self)
         return True
 
@@ -118,17 +161,44 @@ class Channel(asyncio.Protocol):
             self._transport.write(data)
 
 
+def _notice_silence(connection: socket.socket) -> None:
+    """Have the kernel close a connection that the network has cut without telling either end."""
+    silent = _SILENT_SECONDS
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, silent // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Keep-alive is silent while data waits for its acknowledgement.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent * 1000)
+
+
 async def listen(host: str, opened: Callable[[Channel], None]) -> Address:
     """Listen on a free port until the event loop ends.
 
     Args:
-        opened: Called with each new channel.
+        opened: Called with each new channel whose other end has proven that it knows the token.
 
     Example:
         address = await listen("127.0.0.1", channels.append)
     """
-    token, loop = secrets.token_bytes(_TOKEN_BYTES), asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Channel(token, opened), host, 0)
+    token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
+    unproven: dict[Channel, None] = {}
+
+    def prove(channel: Channel) -> None:
+        unproven.pop(channel, None)
+        opened(channel)
+
+    def accept() -> Channel:
+        channel = Channel(token, prove, listens=True)
+        channel.closed.add_done_callback(lambda _: unproven.pop(channel, None))
+        unproven[channel] = None
+        if len(unproven) > _MOST_UNPROVEN:
+            oldest = next(iter(unproven))
+            del unproven[oldest]
+            oldest.close()
+        return channel
+
+    server = await loop.create_server(accept, host, 0)
     return Address(host, server.sockets[0].getsockname()[1], token)
 
 
@@ -136,12 +206,24 @@ async def connect(address: Address) -> Channel:
     """Open a channel to a process that listens.
 
     Raises:
-        OSError: when it cannot be reached.
+        OSError: when it cannot be reached, or does not know the token.
 
     Example:
         channel = await connect(address)
     """
     loop = asyncio.get_running_loop()
-    _, channel = await loop.create_connection(Channel, address.host, address.port)
-    channel._write(address.token)
+    opened: asyncio.Future[None] = loop.create_future()
+    _, channel = await loop.create_connection(
+        lambda: Channel(address.token, lambda _: opened.set_result(None), listens=False),
+        address.host,
+        address.port,
+    )
+    ends: list[asyncio.Future[None] | asyncio.Future[str]] = [opened, channel.closed]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    except BaseException:
+        channel.close()
+        raise
+    if not opened.done():
+        raise ConnectionError(channel.closed.result() or "it closed the connection")
     return channel

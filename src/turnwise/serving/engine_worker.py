@@ -6,11 +6,13 @@ message brings several requests, and one for each step of the engine returns the
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from turnwise import errors
 from turnwise.config import Config, EngineConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
@@ -64,9 +66,20 @@ class Mailbox:
         events, self._events = self._events, []
         self._channel.send(events)
 
-    def _receive(self, batch: Sequence[Submission], cancelled: Sequence[str]) -> None:
-        """Begin requests, and end those whose results are no longer needed."""
-        for request_id, *request in batch:
+    def _receive(self, names: Sequence[str], batch: bytes, cancelled: Sequence[str]) -> None:
+        """Begin requests, and end those whose results are no longer needed.
+
+        Args:
+            names: Ids of the requests in the batch, which may not be readable in this process.
+            batch: A pickled sequence of `Submission`s.
+        """
+        try:
+            submissions: Sequence[Submission] = pickle.loads(batch) if names else ()
+        except Exception as error:
+            submissions = ()
+            for name in names:
+                self.add(name, EngineError(f"the request {name} cannot be read: {error!r}"))
+        for request_id, *request in submissions:
             task = asyncio.create_task(self._run(self, request_id, *request))
             self._requests[request_id] = task
             task.add_done_callback(partial(self._ended, request_id))
@@ -218,6 +231,6 @@ class EngineWorker:
             if not ended:  # the caller waits without a deadline
                 raise EngineError(f"{self._name} ended request {request_id} without a reason")
         except Exception as error:
-            # An error of another type may not be readable in another process.
-            known = isinstance(error, TurnwiseError)
+            # An error of another type, such as a subclass, may not be readable in another process.
+            known = isinstance(error, TurnwiseError) and type(error).__module__ == errors.__name__
             mailbox.add(request_id, error if known else EngineError(f"{self._name}: {error!r}"))

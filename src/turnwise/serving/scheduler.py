@@ -18,6 +18,7 @@ from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
 from turnwise.errors import DeadlineError, EngineError
+from turnwise.serving.channel import ChannelError
 from turnwise.serving.continuation import remaining, unfinished
 from turnwise.serving.quarantine import Quarantine
 from turnwise.serving.routing import TOKENS_PER_REQUEST, Router
@@ -122,6 +123,17 @@ class Scheduler:
             worker.settle(lost=False)
             self._router.rebuild()
             self._changed.set()
+
+    def suspend(self, name: str) -> None:
+        """Give a worker no turns until `restore`: it is alive, but cannot be reached from here.
+
+        Turns that failed on it continue on others.
+        """
+        if (worker := self.workers.get(name)) is not None:
+            if worker.usable:
+                worker.usable = False
+                self._router.rebuild()
+            worker.settle(lost=False)
 
     def remove(self, name: str) -> Worker:
         """Remove a worker; turns that are running on it continue until they fail."""
@@ -296,11 +308,13 @@ class Scheduler:
             turn.deaths.append(worker)
             if is_cause:
                 self._convict(turn)
+        elif isinstance(error, ChannelError):
+            turn.cuts += 1  # of which no request is the cause
         else:
             turn.failures += 1
-        if len(turn.deaths) > self._serving.max_continuations:
+        if (losses := len(turn.deaths) + turn.cuts) > self._serving.max_continuations:
             raise EngineError(
-                f"{turn.request_id} failed on {len(turn.deaths)} workers; the last: {error}"
+                f"{turn.request_id} failed on {losses} workers; the last: {error}"
             ) from error
         if turn.failures >= _MAX_FAILURES:
             raise type(error)(
@@ -346,8 +360,8 @@ class Scheduler:
             if worker.supervisor is not None:
                 worker.lost = asyncio.get_running_loop().create_future()
                 worker.supervisor.report_failure(why)
-        if worker.lost is None:
-            return True
+        if worker.lost is None:  # nobody to ask; or suspended
+            return worker.supervisor is None
         try:
             async with asyncio.timeout(self._turn_timeout):
                 return await asyncio.shield(worker.lost)

@@ -13,10 +13,15 @@ from ray.actor import ActorHandle as RayActor
 from turnwise.config import Config
 from turnwise.core.watchdog import last_progress
 from turnwise.engine.protocol import Engine
+from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.serving.worker_state import Worker
 
+Message = tuple[str, tuple[object, ...]]
+"""A method of a `SchedulerProcess` that the driver calls, and its arguments."""
+_REACH_SECONDS = 1.0
+"""Time between two attempts to reach a worker that is alive."""
 REPORT_SECONDS = 0.25
 """Time between two reports of a process that has nothing urgent."""
 
@@ -84,6 +89,7 @@ class SchedulerProcess:
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
         self._moved = 0.0
+        self._reaching: set[asyncio.Task[None]] = set()
 
     async def add(self, name: str, worker: RayActor) -> None:
         """See `Follower.add`."""
@@ -97,7 +103,26 @@ class SchedulerProcess:
 
     async def restore(self, name: str) -> None:
         """See `Follower.restore`."""
-        self.scheduler.restore(name)
+        if (worker := self.scheduler.workers.get(name)) is not None:
+            task = asyncio.create_task(self._restore(worker))
+            self._reaching.add(task)
+            task.add_done_callback(self._reaching.discard)
+
+    async def _restore(self, worker: Worker) -> None:
+        """Use a worker again, if this process can reach it; else report that it cannot."""
+        name, seconds = worker.name, self.config.serving.health_timeout
+        why = f"{name} did not answer within {seconds:g} s"
+        try:
+            async with asyncio.timeout(seconds):
+                await worker.engine.check_health()
+        except (EngineError, DeadlineError, TimeoutError) as error:
+            if self.scheduler.workers.get(name) is worker:
+                self.scheduler.suspend(name)
+                await asyncio.sleep(_REACH_SECONDS)
+                self.report_failure(name, str(error) or why)
+        else:
+            if self.scheduler.workers.get(name) is worker:
+                self.scheduler.restore(name)
 
     async def remove(self, name: str) -> None:
         """See `Follower.remove`."""
@@ -114,8 +139,19 @@ class SchedulerProcess:
         """See `Scheduler.prefer`."""
         self.scheduler.prefer(names)
 
-    async def report(self) -> Report:
-        """Return the news at the next urgent event, or after `REPORT_SECONDS`."""
+    async def wake(self) -> None:
+        """End a `report` that waits: the driver has messages."""
+        self._urgent.set()
+
+    async def report(self, messages: Sequence[Message] = ()) -> Report:
+        """Return the news at the next urgent event, or after `REPORT_SECONDS`.
+
+        Args:
+            messages: What the driver tells this process. Ray's asynchronous actors may begin calls
+                in another order than they were made, so all messages come by this one.
+        """
+        for method, arguments in messages:
+            await getattr(self, method)(*arguments)
         try:
             async with asyncio.timeout(REPORT_SECONDS):
                 await self._urgent.wait()

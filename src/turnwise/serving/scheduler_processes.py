@@ -25,7 +25,7 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, TurnwiseError, text_of
 from turnwise.serving.api_key import with_api_key
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_process import REPORT_SECONDS, Report
+from turnwise.serving.scheduler_process import REPORT_SECONDS, Message, Report
 from turnwise.serving.worker_state import Supervisor, Worker
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class Process:
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    """Messages that go to the actor with the request for its next report."""
     watching: "asyncio.Task[None] | None" = None
 
 
@@ -109,7 +111,7 @@ class SchedulerProcesses(ABC):
             actor.kill()
             raise
         process.lost = asyncio.get_running_loop().create_future()
-        process.actor = actor
+        process.actor, process.messages = actor, []
         for worker in self._scheduler.workers.values():
             self._tell(process, "add", worker.name, _actor_of(worker.engine))
         self._assign()
@@ -122,7 +124,8 @@ class SchedulerProcesses(ABC):
         while True:
             try:
                 what = "report its health"
-                report = await actor.call("report", what=what, seconds=seconds)
+                messages, process.messages = process.messages, []
+                report = await actor.call("report", messages, what=what, seconds=seconds)
                 self.take(process, report)
             except Exception as error:  # none may end the watch without a restart
                 await self._restart(process, actor, text_of(error))
@@ -182,7 +185,8 @@ class SchedulerProcesses(ABC):
 
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
-            getattr(process.actor.actor, method).remote(*arguments)
+            process.messages.append((method, arguments))
+            process.actor.actor.wake.remote()
 
     def add(self, name: str, engine: Engine) -> None:
         """See `Follower.add`."""

@@ -1,6 +1,7 @@
 """Keeps one worker of a fleet alive: starts it, checks its health, and restarts it when it fails.
 
-A worker that dies or hangs is killed and restarted. If the restarts fail, the worker is given up,
+A worker that dies or hangs is killed and restarted; one that only cannot be reached any more keeps
+running. If the restarts fail, the worker is given up,
 which is logged, and further attempts follow at growing intervals.
 """
 
@@ -15,6 +16,7 @@ from typing import Protocol
 from turnwise.config import ServingConfig
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, text_of
+from turnwise.serving.channel import ChannelError
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_state import Worker
 
@@ -114,6 +116,8 @@ class WorkerSupervisor:
         self._on_give_up = on_give_up
         self._failure = ""
         """Reason of the last failed request; "" after a successful health check."""
+        self._unreachable = ""
+        """Reason why this process cannot reach the living worker; "" while it can."""
         self._checks = 0
         self._watching: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
@@ -177,6 +181,9 @@ class WorkerSupervisor:
             if not self._is_busy():
                 seconds = self._serving.health_timeout
                 self.lose(f"no answer to health checks in {seconds:g} s", engine)
+        except ChannelError as error:
+            if self.engine is engine:
+                self._suspend(str(error))
         except (EngineError, DeadlineError) as error:
             self.lose(self._failure or str(error), engine)
         except Exception as error:
@@ -185,11 +192,18 @@ class WorkerSupervisor:
             self.lose(f"its health check failed: {error!r}", engine)
         else:
             if self.engine is engine:
-                self._failure = ""
+                self._failure = self._unreachable = ""
                 self._checks += 1
                 if self._checks >= _SETTLED_CHECKS:
                     self.restarts = 0
                 self._scheduler.restore(self.name)
+
+    def _suspend(self, why: str) -> None:
+        """Give the worker no turns while it is alive, but cannot be reached from this process."""
+        if not self._unreachable:
+            logger.warning("%s; it gets no turns until it can be reached again", why)
+        self._failure, self._unreachable = "", why
+        self._scheduler.suspend(self.name)
 
     async def _check_twice(self, engine: ManagedEngine) -> None:
         """Check the health, twice if the first deadline passes: this process may have been
@@ -220,7 +234,7 @@ class WorkerSupervisor:
                 break
             except Exception as error:  # logged when the worker is given up
                 last = text_of(error)
-        self.given_up = self._failure = ""
+        self.given_up = self._failure = self._unreachable = ""
         self._checks = 0
         failure = WorkerFailure(self.name, why, clock() - started, Counter(dead.failed_turns))
         logger.warning("%s", failure)

@@ -1,14 +1,10 @@
 """The handle of a worker in another process: an `Engine` whose requests share one channel.
 
-Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
-the engine returns. All other calls, such as weight updates, are Ray's.
+All other calls, such as weight updates, are Ray's.
 """
 
-import asyncio
-import contextlib
-import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
@@ -16,27 +12,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.core.actor import ActorHandle, killed_on_failure
-from turnwise.core.deadlines import StallClock, deadline
-from turnwise.core.watchdog import made_progress
+from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import (
-    Chunk,
     Completion,
     InFlight,
     PauseMode,
     Route,
-    Sampling,
     WeightUpdate,
     collect,
 )
-from turnwise.errors import EngineError, TurnwiseError
-from turnwise.serving.channel import Address, Channel, connect
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, Event, Submission
+from turnwise.errors import DeadlineError, EngineError, TurnwiseError
+from turnwise.serving.channel import Address, Channel, ChannelError, connect
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS
+from turnwise.serving.remote_requests import RemoteRequests
 from turnwise.serving.worker import VllmAsyncGenerationWorker
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-
-logger = logging.getLogger(__name__)
 
 _KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _ENVIRONMENT = {
@@ -46,9 +38,6 @@ _ENVIRONMENT = {
     # default it keeps 1,024 of them, and the engine's memory grows; vLLM keeps those that it uses.
     _KERNELS: os.environ.get(_KERNELS, "128"),
 }
-_BATCH = 4
-"""Maximum number of requests in one message: the engine begins the first of many while the last are
-still being prepared."""
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
 _SHUTDOWN_SECONDS = 5.0
@@ -57,11 +46,12 @@ _MAX_CALLS = 4096
 """Maximum number of calls that run at once in a worker's actor."""
 
 
-class WorkerHandle:
+class WorkerHandle(RemoteRequests):
     """One worker's actor, started and held by this process.
 
     Every call raises `EngineError` if the actor is dead, `DeadlineError` if it does not answer in
-    time, and any error of the engine itself.
+    time, and any error of the engine itself. `ChannelError` means that the channel was lost, with
+    all requests on it, or that there is none; the next request, or health check, opens another.
 
     Example:
         worker = await WorkerHandle.start(config, name="worker-0", num_gpus=1)
@@ -73,22 +63,14 @@ class WorkerHandle:
     """Class of the actors that `start` starts."""
 
     def __init__(self, process: ActorHandle, config: Config) -> None:
-        self.name = process.name
+        self._timeout = config.engine.request_timeout
+        super().__init__(process.name, self._timeout + HEARTBEAT_SECONDS)
         self.pid = 0
         self.base_url: str | None = None
         """URL of the worker's own OpenAI server; None without one."""
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
-        self._timeout = config.engine.request_timeout
-        self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
-        self._outbox: list[Submission] = []
-        self._cancelled: list[str] = []
-        self._failure: str | None = None
-        self._channel: Channel | None = None
-        self._clock = StallClock(self._timeout + HEARTBEAT_SECONDS)
-        self._clock.stopped = True
-        self._listening: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -112,6 +94,7 @@ class WorkerHandle:
         Raises:
             InputError: when vLLM refuses the model or an argument.
             DeadlineError: when the engine is not ready after `engine.start_timeout` seconds.
+            ChannelError: when no connection to the worker's node can be opened.
         """
         process = ActorHandle.create(
             cls.worker_class,
@@ -134,7 +117,7 @@ class WorkerHandle:
             handle.base_url = await process.call(
                 "report_dp_openai_server_base_url", what="report its address", seconds=10.0
             )
-        handle._begin_listening()
+            await handle._have_channel()
         return handle
 
     @classmethod
@@ -153,115 +136,19 @@ class WorkerHandle:
         chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route)
         return await collect(chunks, self.name)
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        if self._failure is not None:
-            raise EngineError(self._failure)
-        if request_id in self._inboxes:
-            raise EngineError(f"{self.name} already runs a request {request_id}")
-        inbox: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        self._inboxes[request_id] = inbox
-        adapter = route.adapter if route is not None else ""
-        self._submit((request_id, list(prompt_token_ids), sampling, seed, adapter))
-        ended = False
-        try:
-            while not ended:
-                event = await inbox.get()
-                if isinstance(event, Exception):
-                    ended = True
-                    raise event
-                ended = event.finish_reason is not None
-                yield event
-        finally:
-            del self._inboxes[request_id]
-            self._clock.stopped = not self._inboxes
-            if not ended:
-                self._cancel(request_id)
-
-    def _submit(self, submission: Submission) -> None:
-        if not self._outbox and not self._cancelled:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(submission)
-        if len(self._outbox) >= _BATCH:
-            self._flush()
-        self._clock.stopped = False
-        self._begin_listening()
-
-    def _begin_listening(self) -> None:
-        if self._listening is None:
-            self._listening = asyncio.create_task(self._listen())
-
-    def _cancel(self, request_id: str) -> None:
-        if not self._outbox and not self._cancelled:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and all requests with it
-                asyncio.get_running_loop().call_soon(self._flush)
-        self._cancelled.append(request_id)
-
-    def _flush(self) -> None:
-        if self._channel is None:  # it is sent when there is one
-            return
-        batch, self._outbox = self._outbox, []
-        cancelled, self._cancelled = self._cancelled, []
-        batch = [submission for submission in batch if submission[0] not in cancelled]
-        if batch:
-            self._send(self._channel, batch)
-        if cancelled:
-            self._channel.send(([], cancelled))
-
-    def _send(self, channel: Channel, batch: list[Submission]) -> None:
-        try:
-            channel.send((batch, []))
-        except Exception as error:  # a request that cannot be sent fails alone
-            if len(batch) > 1:
-                for submission in batch:
-                    self._send(channel, [submission])
-            elif (inbox := self._inboxes.get(batch[0][0])) is not None:
-                inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
-
-    async def _listen(self) -> None:
-        """Open the channel, and pass on what comes until it is closed."""
-        try:
-            self._channel = await self._open()
-            self._channel.received = self._receive
-            self._flush()
-            async with self._clock.watching(f"{self.name} did not answer"):
-                await self._channel.closed
-            await self._call("num_in_flight")  # raises why it died
-            self.fail(f"{self.name} closed its channel")
-        except TurnwiseError as error:
-            logger.debug("%s", error)
-            self.fail(str(error))
-
     async def _open(self) -> Channel:
         seconds = self._timeout + _GRACE_SECONDS
         what = "open a channel"
-        address = await self._process.call("address", what=what, seconds=seconds)
+        address = Address(*await self._process.call("address", what=what, seconds=seconds))
         try:
             async with deadline(_GRACE_SECONDS, f"{self.name} did not {what}"):
-                return await connect(Address(*address))
-        except OSError as error:
-            raise EngineError(f"{self.name} cannot be reached: {error}") from error
+                return await connect(address)
+        except (OSError, DeadlineError) as error:
+            where = f"{address.host}:{address.port}"
+            raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
 
-    def _receive(self, events: list[Event]) -> None:
-        made_progress()
-        self._clock.moved()
-        for request_id, event in events:
-            if (inbox := self._inboxes.get(request_id)) is not None:
-                inbox.put_nowait(event)
-
-    def fail(self, why: str) -> None:
-        """Raise `EngineError` from every running request, and from every later one."""
-        self._failure = self._failure or why
-        if self._channel is not None:
-            self._channel.close()
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(EngineError(self._failure))
+    async def _ask(self) -> None:
+        await self._process.call("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         # Draining has only the engine's own deadline, on time without new tokens.
@@ -307,9 +194,8 @@ class WorkerHandle:
         await self._call("reset_prefix_cache")
 
     async def check_health(self) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
         await self._call("check_health")
+        await self._have_channel()
 
     async def num_in_flight(self) -> int:
         return int(await self._call("num_in_flight"))
@@ -321,8 +207,6 @@ class WorkerHandle:
     async def shutdown(self) -> None:
         """End the engine and its process; kill an actor that does not answer."""
         self.fail(f"{self.name} was shut down")
-        if self._listening is not None:
-            self._listening.cancel()
         try:
             await self._process.call(
                 "shutdown", 2 * _SHUTDOWN_SECONDS, what="shut down", seconds=_SHUTDOWN_SECONDS

@@ -15,9 +15,10 @@ class Supervisor(Protocol):
     """The owner of a worker's process, which can restart it."""
 
     def report_failure(self, why: str) -> None:
-        """Handle a failed request: check whether the worker is alive, then restore or remove it.
+        """Handle a failed request: check whether the worker is alive, then restore, suspend or
+        remove it.
 
-        Not called again before `Scheduler.restore` or `Scheduler.remove` is called in return.
+        Not called again before one of these methods of `Scheduler` is called in return.
         """
         ...
 
@@ -34,7 +35,10 @@ class Follower(Protocol):
         ...
 
     def restore(self, name: str) -> None:
-        """Use a worker again on which a request failed: it is alive."""
+        """Use a worker again on which a request failed: it is alive.
+
+        A follower that cannot reach it does not use it until it can.
+        """
         ...
 
     def remove(self, name: str) -> None:
@@ -67,6 +71,8 @@ class Turn:
     """Workers that died while they ran the turn."""
     failures: int = 0
     """Number of failures on workers that stayed alive."""
+    cuts: int = 0
+    """Number of channels that were lost under it, to workers that stayed alive."""
     aborts: int = 0
     """Number of weight updates that interrupted it."""
     first_token_at: float | None = None
@@ -80,7 +86,7 @@ class Turn:
     @property
     def attempt_id(self) -> str:
         """Request id of the next attempt; an engine may still know that of an earlier one."""
-        attempts = len(self.deaths) + self.failures + self.aborts
+        attempts = len(self.deaths) + self.failures + self.cuts + self.aborts
         return f"{self.request_id}~{attempts}" if attempts else self.request_id
 
     @property
@@ -104,7 +110,8 @@ class Worker:
     supervisor: Supervisor | None = None
     """None means that each failure counts as the worker's death."""
     usable: bool = True
-    """False from a failure until the supervisor has confirmed that the worker is alive."""
+    """False from a failure until the supervisor has confirmed that the worker is alive, and can be
+    reached from here."""
     load: float = 0.0
     """Sum of the weights of its running turns, and `elsewhere`."""
     elsewhere: float = 0.0

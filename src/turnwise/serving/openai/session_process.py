@@ -12,7 +12,7 @@ from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import both_urls
-from turnwise.serving.scheduler_process import Report, SchedulerProcess
+from turnwise.serving.scheduler_process import Message, Report, SchedulerProcess
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
@@ -63,9 +63,9 @@ class SessionProcess(SchedulerProcess):
         """Return a page of the sessions of clients; see `SessionStore.page`."""
         return self._server.sessions.page(after, most)
 
-    async def report(self) -> Report:
+    async def report(self, messages: Sequence[Message] = ()) -> Report:
         """See `SchedulerProcess.report`; with the counts of the server."""
-        report = await super().report()
+        report = await super().report(messages)
         counts = Counter(self._server.requests)
         report.requests = counts - self._counted_requests
         store = self._server.sessions
