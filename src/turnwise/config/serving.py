@@ -113,6 +113,10 @@ class ServingConfig(Section):
     address."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
+    ports: str | None = None
+    """Ports FIRST-LAST, such as 40000-40999, of everything else that listens: workers, their
+    servers, agents' servers and session processes. For networks in which other ports are closed;
+    null takes any free ones."""
     adapters: dict[str, str] = {}
     """LoRA adapters in PEFT's format to serve beside the model: for each name that requests may
     give as `model`, a folder or Hugging Face name. With adapters, a request for an unknown model is
@@ -141,6 +145,14 @@ class ServingConfig(Section):
     """Memory of all clients' sessions in MB; beyond it, the session idle the longest is deleted."""
     reasoning_parser: str | None = None
     """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
+
+    @field_validator("ports")
+    @classmethod
+    def _is_range(cls, ports: str | None) -> str | None:
+        match = re.fullmatch(r"(\d+)-(\d+)", ports or "1-1")
+        if match is None or not 0 < int(match[1]) <= int(match[2]) < 65_536:
+            raise ValueError(f"{ports!r} is no range of ports such as 40000-40999")
+        return ports
 
 
 class WeightsConfig(Section):

@@ -118,11 +118,20 @@ def join_ray(address: str, namespace: str) -> None:
 
 def _probe_port(address: str) -> None:
     """Fail at once if nothing listens at the address; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
     if "://" in address:
         raise ValueError("give the cluster's own address, host:port or `auto`")
-    if port.isdigit():
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    host, port = _host_and_port(address)
+    if port:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Split an address; the port of one without any, such as `auto`, is 0.
+
+    Ray writes those of IPv6 as `[::1]:6379`.
+    """
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port) if port.isdigit() else 0
 
 
 @asynccontextmanager
@@ -162,13 +171,13 @@ async def watching_ray(address: str | None) -> AsyncIterator[None]:
 
 async def _until_silent(address: str, patience: int) -> None:
     """Return once `patience` connections in a row have failed."""
-    host, _, port = address.rpartition(":")
+    host, port = _host_and_port(address)
     failures = 0
     while failures < patience:
         await asyncio.sleep(_PROBE_SECONDS)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, port)
             writer.close()
             failures = 0
         except (OSError, TimeoutError):

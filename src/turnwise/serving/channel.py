@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple, cast
 
 from turnwise.errors import EngineError
+from turnwise.serving.openai.address import listen as bind
 
 _LENGTH_BYTES = 8
 _BLOCK_BYTES = 32
@@ -172,11 +173,15 @@ def _notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent * 1000)
 
 
-async def listen(host: str, opened: Callable[[Channel], None]) -> Address:
+async def listen(host: str, opened: Callable[[Channel], None], ports: str | None = None) -> Address:
     """Listen on a free port until the event loop ends.
 
     Args:
         opened: Called with each new channel whose other end has proven that it knows the token.
+        ports: The range of ports to take a free one from (`serving.ports`).
+
+    Raises:
+        InputError: when none of them is free.
 
     Example:
         address = await listen("127.0.0.1", channels.append)
@@ -198,8 +203,9 @@ async def listen(host: str, opened: Callable[[Channel], None]) -> Address:
             oldest.close()
         return channel
 
-    server = await loop.create_server(accept, host, 0)
-    return Address(host, server.sockets[0].getsockname()[1], token)
+    listening = bind(host, 0, ports)
+    await loop.create_server(accept, sock=listening)
+    return Address(host, listening.getsockname()[1], token)
 
 
 async def connect(address: Address) -> Channel:

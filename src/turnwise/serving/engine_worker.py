@@ -205,7 +205,7 @@ class EngineWorker:
             from ray.util import get_node_ip_address  # reads the environment when it is imported
 
             host = get_node_ip_address()
-            self._address = await listen(host, self._open_mailbox)
+            self._address = await listen(host, self._open_mailbox, self._config.serving.ports)
         return self._address
 
     def _open_mailbox(self, channel: Channel) -> None:

@@ -10,8 +10,12 @@ QUEUE = 2_048
 """Maximum number of connections waiting to be accepted."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
     """Return a listening socket.
+
+    Args:
+        port: 0 takes a free one.
+        ports: The range from which a free one is taken (`serving.ports`); None takes any.
 
     Raises:
         InputError: when the address cannot be used.
@@ -19,19 +23,28 @@ def listen(host: str, port: int) -> socket.socket:
     Example:
         >>> listen("127.0.0.1", 0).getsockname()
     """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first, last = map(int, (ports or "0-0").split("-"))
+    for each in [port] if port else range(first, last + 1):
         # asyncio switches Nagle off only for sockets whose protocol is given as TCP.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(QUEUE)
-    except (OSError, OverflowError) as error:
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, each))
+            listening.listen(QUEUE)
+        except (OSError, OverflowError) as error:
+            listening.close()
+            failure = error
+        else:
+            return listening
+    if ports is not None and not port:
         raise InputError(
-            f"the server cannot listen on {host}:{port} ({error}); choose another serving.port "
-            "(0 takes a free one) or serving.host"
-        ) from error
-    return listening
+            f"no port of {ports} (serving.ports) is free on {host} ({failure})"
+        ) from failure
+    raise InputError(
+        f"the server cannot listen on {host}:{port} ({failure}); choose another serving.port "
+        "(0 takes a free one) or serving.host"
+    ) from failure
 
 
 def both_urls(base_url: str) -> JsonObject:

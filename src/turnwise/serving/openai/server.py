@@ -5,6 +5,8 @@ routes of `routes`. The server runs on the event loop of the engine that it serv
 """
 
 import asyncio
+import ipaddress
+import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +41,8 @@ from turnwise.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.session_processes import SessionProcesses
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
@@ -101,8 +105,15 @@ class OpenAIServer:
             InputError: when the address cannot be used, or vLLM refuses the model.
             DeadlineError: when the server does not start in time.
         """
-        listening = listen(self._config.serving.host, self._port)
+        serving = self._config.serving
+        listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
+        if api_key(self._config) is None and not ipaddress.ip_address(host).is_loopback:
+            logger.warning(
+                "the OpenAI server at %s:%d is open to everybody who can reach this address: set "
+                "serving.api_key, or leave serving.host at 127.0.0.1",
+                *(host, port),
+            )
         try:
             app = await self.application()
             if self._processes is not None:

@@ -1,5 +1,7 @@
 """A process that serves sessions of clients (`serving.session_processes`)."""
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,14 +12,19 @@ from turnwise.chat.session_store import Place
 from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
 from turnwise.serving.openai import import_server
-from turnwise.serving.openai.address import both_urls
+from turnwise.serving.openai.address import both_urls, listen
 from turnwise.serving.scheduler_process import Message, Report, SchedulerProcess
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
 
 
+logger = logging.getLogger(__name__)
+
+_PORT_SECONDS = 3.0
+"""Time in which the port of a process that died becomes free."""
 LOST = "was lost when its process died"
 """End of a session, after "the session NAME"."""
 
@@ -36,7 +43,7 @@ class SessionProcess(SchedulerProcess):
         """Start the server, and return its base URL and the id of its node.
 
         Args:
-            port: Port to listen on; 0 takes a free one.
+            port: Port to listen on, if no other program has taken it; 0 takes a free one.
             lost: Names of the sessions of the process before this one, to which requests are
                 refused.
 
@@ -44,6 +51,7 @@ class SessionProcess(SchedulerProcess):
             InputError: when the server cannot start.
         """
         logs.follow()
+        port = await _free_port(self.config.serving.host, port)
         self._server: OpenAIServer = (await import_server())(self.config, self.scheduler, port)
         self._server.sessions.refuse(lost, LOST)
         self._server.sessions.changes = {}
@@ -77,3 +85,17 @@ class SessionProcess(SchedulerProcess):
         """Stop the server, and return True; the owner kills the actor."""
         await self._server.stop()
         return True
+
+
+async def _free_port(host: str, port: int) -> int:
+    """Return the port once it is free; 0 if another program has taken it."""
+    for _ in range(10 if port else 0):
+        try:
+            listen(host, port).close()
+            return port
+        except InputError as error:
+            why = error
+            await asyncio.sleep(_PORT_SECONDS / 10)
+    if port:
+        logger.warning("the address of lost sessions is given up, for another port: %s", why)
+    return 0
