@@ -1,0 +1,112 @@
+"""Restarts of engines that meet weight updates, on simulated engines in virtual time.
+
+A new process has the weights of its disk: it must never be used with them.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.serving.test_manager import Managed, Published, simulated, version
+from turnwise.config import SamplingConfig
+from turnwise.engine.virtual_time import run_virtually
+from turnwise.errors import EngineError, WeightUpdateError
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.manifest import Manifest, Publication
+from turnwise.weights.sync import WeightSync
+
+SEND_SECONDS = 5.0
+SAMPLING = SamplingConfig(max_tokens=64)
+
+
+class Sending(Published):
+    """A trainer that takes `SEND_SECONDS` to send its weights, to living engines."""
+
+    def __init__(self, transport: str, version: int) -> None:
+        super().__init__()
+        self.transport, self.version = transport, version
+
+    async def publish(self) -> Publication:
+        return Publication(Manifest(self.version, self.transport, "", 0, ()))
+
+    async def send(self, devices: Any) -> None:
+        await asyncio.sleep(SEND_SECONDS)
+
+
+class Updating(Managed):
+    """An engine that takes its time for an update, and notices its own death at the end."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.used: set[int] = set()
+        """Versions that sampled tokens."""
+
+    def _advance(self, request: Any) -> None:
+        self.used.add(self.version)
+        super()._advance(request)
+
+    async def update_weights(self, manifest: Manifest, *args: Any) -> int:
+        await asyncio.sleep(SEND_SECONDS)
+        if self._dead:
+            raise EngineError(f"{self.name} died during a weight update")
+        return await super().update_weights(manifest, *args)
+
+
+async def update(manager: AsyncLLMServerManager, transport: str, number: int) -> list[int]:
+    sync = WeightSync(Sending(transport, number), timeout=120, patience=300)
+    await sync.publish()
+
+    async def verify(engine: Any) -> int:
+        if engine.version != number:
+            raise WeightUpdateError(f"{engine.name} has version {engine.version}, not {number}")
+        return await version(engine)
+
+    return await manager.update_weights(sync, verify)
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+@pytest.mark.parametrize("startup", [0.5, 3.0, 20.0])
+@pytest.mark.parametrize("killed", [-10.0, -1.0, -0.001, 0.0, 0.5, 4.9, 5.1])
+def test_an_engine_whose_restart_meets_an_update_serves_the_new_version_or_nothing(
+    transport: str, startup: float, killed: float
+) -> None:
+    """`killed` is the time of the death in seconds after the beginning of the update."""
+
+    async def work() -> None:
+        started: list[Updating] = []
+
+        def start(name: str) -> Updating:
+            started.append(Updating(name=name))
+            return started[-1]
+
+        async with simulated(2, start, startup_seconds=startup).running() as manager:
+            await update(manager, transport, 6)
+
+            async def sample(place: int) -> None:
+                for number in range(10_000):
+                    name = f"{place}-{number}"
+                    await manager.scheduler.generate([place, number], SAMPLING, name)
+
+            sampling = [asyncio.create_task(sample(place)) for place in range(8)]
+            victim = manager.engines[0]
+            loop = asyncio.get_running_loop()
+            begin = loop.time() + 11.0
+            loop.call_at(begin + killed, victim.die)
+            await asyncio.sleep(11.0)
+            versions = await update(manager, transport, 7)
+            assert versions in ([7], [7, 7])
+            async with asyncio.timeout(200):
+                while len(manager.failures) < 1 or len(manager.engines) < 2:
+                    await asyncio.sleep(0.1)
+            assert started[-1] in manager.engines
+            assert [await version(engine) for engine in manager.engines] == [7, 7]
+            await asyncio.sleep(5.0)
+            for task in sampling:
+                task.cancel()
+            await asyncio.gather(*sampling, return_exceptions=True)
+            back_before = killed + startup < 0.0  # and got what was current then
+            assert started[-1].used == ({6, 7} if back_before else {7})
+            assert all(engine.used <= {6, 7} for engine in started)
+
+    run_virtually(work())
