@@ -111,6 +111,13 @@ class ServingConfig(Section):
     host: str = "127.0.0.1"
     """Address that the OpenAI server listens on; with 0.0.0.0, base URLs use the node's
     address."""
+    allowed_hosts: list[str] = []
+    """Further names by which clients may address the server, such as that of a proxy before it: a
+    request whose `Host` is not among them, and is neither the server's address nor a loopback name,
+    gets 421, because a web page could have pointed its own name here. "*" allows every name."""
+    cors_origins: list[str] = []
+    """Web sites, as scheme://host:port, whose pages may use the server and read its answers (CORS);
+    "*" stands for all. Without any, browsers hide the answers from every page."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
     ports: str | None = None

@@ -12,7 +12,7 @@ from tests.serving.openai.test_http_limits import HELLO, QUICK
 from turnwise.config import Config
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.serving.openai import connections
-from turnwise.serving.openai.connections import Connection
+from turnwise.serving.openai import server as server_module
 from turnwise.serving.openai.server import OpenAIServer
 
 
@@ -27,7 +27,7 @@ def server(make_config: Callable[..., Config], tokenizer: Any) -> OpenAIServer:
 async def address(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[str, int]]:
-    monkeypatch.setattr(Connection, "most", 8)
+    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
     url = httpx.URL(await server.start())
     try:
         yield url.host, url.port or 0
@@ -71,7 +71,7 @@ async def test_half_sent_requests_keep_nobody_out_and_end(
         monkeypatch.setattr(connections, "_HEAD_SECONDS", seconds)
         began = clock()
         half = [
-            asyncio.create_task(exchange(address, [b"GET /health HTTP/1.1\r\nHost: x\r\n"]))
+            asyncio.create_task(exchange(address, [b"GET /health HTTP/1.1\r\nHost: localhost\r\n"]))
             for _ in range(60)
         ]
         async with asyncio.timeout(120), httpx.AsyncClient(timeout=60) as http:
@@ -129,7 +129,9 @@ async def test_a_connection_may_be_used_again_after_a_pause(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = json.dumps({"messages": HELLO, "max_tokens": 4}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+    )
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     reader, writer = await asyncio.open_connection(*address)
     for head_seconds, pause in ((1.0, 1.5), (30.0, 0.0)):  # longer than a head may take

@@ -337,7 +337,7 @@ async def test_a_connection_stays_open_longer_than_clients_keep_theirs(
     host, _, port = server.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     for pause in (5.5, 0.0):  # OpenAI's client gives a connection up after 5 s
-        writer.write(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
         assert answer.startswith(b"HTTP/1.1 200")
         await asyncio.sleep(pause)

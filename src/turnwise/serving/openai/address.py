@@ -8,6 +8,8 @@ from turnwise.errors import InputError
 
 QUEUE = 2_048
 """Maximum number of connections waiting to be accepted."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Values of `serving.host` that stand for all addresses of the machine."""
 
 
 def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
@@ -59,7 +61,7 @@ def both_urls(base_url: str) -> JsonObject:
 
 def reachable(host: str) -> str:
     """Return the address at which other machines reach a server that listens on `host`."""
-    if host not in ("0.0.0.0", "::"):
+    if host not in EVERYWHERE:
         return host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     outside = "2001:db8::1" if ":" in host else "192.0.2.1"  # reserved for documentation

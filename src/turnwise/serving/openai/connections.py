@@ -8,6 +8,7 @@ request, or nothing, cannot block others.
 
 import asyncio
 import resource
+from contextlib import suppress
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,10 +20,21 @@ _READ_SECONDS = 60.0
 """Time for a client to read the next part of its answer."""
 _HEAD_BYTES = 65_536
 _MOST = 4_096
+_FILES = 1 << 20
+"""Largest soft limit of open files that a server sets, Linux' own maximum by default."""
 
 
-def _room() -> int:
-    """Return the maximum number of connections, at most half of the limit of open files."""
+def most_connections() -> int:
+    """Raise the soft limit of open files to the hard one; return how many connections there may be.
+
+    They are at most half of that limit: requests open further files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Programs that agents start inherit the limit, and some close every number up to it.
+    wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a limit that cannot be raised holds
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 2))
 
@@ -34,8 +46,8 @@ class Connection(HttpToolsProtocol):
         >>> uvicorn.Config(app, http=Connection)
     """
 
-    most: ClassVar[int] = _room()
-    """Maximum number of open connections of one server."""
+    most: ClassVar[int] = _MOST
+    """Maximum number of open connections of one server; `most_connections` when one starts."""
     _deadline: asyncio.TimerHandle | None = None
     _waiting_since: float | None = None
     """Time at which the wait for the client began; None while a request is answered."""

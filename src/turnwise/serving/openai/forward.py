@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 10.0
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}
-_OF_REQUEST = {*_OF_CONNECTION, "content-length", "host"}
+_OF_REQUEST = {*_OF_CONNECTION, "content-length", "host", "origin"}
 _OF_ANSWER = {*_OF_CONNECTION, "date", "server"}
 """Headers that concern one connection, so that they are not forwarded."""
 _IN_URL = "%/?:@!$&'()*+,;=~[]"

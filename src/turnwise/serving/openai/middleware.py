@@ -1,7 +1,8 @@
 """Plain ASGI middleware around vLLM's application, from the outside in.
 
-`BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the key; then come the retries of
-`deduplicate`, and `SessionMiddleware` finds the session of each request.
+`HeadRequests` answers HEAD, `BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the
+key; then come the retries of `deduplicate`, and `SessionMiddleware` finds the session of each
+request. `web_pages` is around them.
 """
 
 import hashlib
@@ -59,6 +60,29 @@ async def read_body(receive: Receive) -> bytes | None:
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(pieces)
+
+
+class HeadRequests:
+    """Answers HEAD as GET, without the body: not all routes of the framework know HEAD.
+
+    Example:
+        >>> app = HeadRequests(app)
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 class BodyLimit:

@@ -179,6 +179,16 @@ def add_routes(
         session.finish()
         return session.describe()
 
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> JsonObject:
+        """Return one of the models that /v1/models lists."""
+        listed = await app.state.openai_serving_models.show_available_models()
+        for card in listed.data:
+            if card.id == name:
+                described: JsonObject = card.model_dump()
+                return described
+        raise HTTPException(404, f"there is no model {name}: GET /v1/models lists them")
+
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str, request: Request) -> JsonObject:
         """Return a response that its session keeps."""

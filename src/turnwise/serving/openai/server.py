@@ -24,7 +24,7 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.api_key import api_key
 from turnwise.serving.openai.address import QUEUE, listen, reachable
-from turnwise.serving.openai.connections import Connection
+from turnwise.serving.openai.connections import Connection, most_connections
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
 from turnwise.serving.openai.direct_chat import DirectChat
 from turnwise.serving.openai.forward import ForwardSessions
@@ -32,11 +32,13 @@ from turnwise.serving.openai.metrics import make_metrics
 from turnwise.serving.openai.middleware import (
     ApiKeyMiddleware,
     BodyLimit,
+    HeadRequests,
     SessionMiddleware,
 )
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
+from turnwise.serving.openai.web_pages import guarded
 from turnwise.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class OpenAIServer:
                 "serving.api_key, or leave serving.host at 127.0.0.1",
                 *(host, port),
             )
+        Connection.most = most_connections()
         try:
             app = await self.application()
             if self._processes is not None:
@@ -176,7 +179,8 @@ class OpenAIServer:
         direct = DirectChat(app, self._config, self._generator)
         inner = RetryDeduplicator(SessionMiddleware(direct, store, counts), counts)
         self._forwarding = ForwardSessions(inner, processes)
-        return BodyLimit(ApiKeyMiddleware(self._forwarding, key, store), serving.max_body_mb << 20)
+        keyed = ApiKeyMiddleware(self._forwarding, key, store)
+        return guarded(HeadRequests(BodyLimit(keyed, serving.max_body_mb << 20)), serving)
 
     def _healthy(self) -> bool:
         scheduler = self._generator

@@ -19,6 +19,7 @@ from turnwise.config import Config
 from turnwise.core.actor import ActorHandle, on_node
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, EngineError, InputError, TurnwiseError
+from turnwise.serving.openai.address import EVERYWHERE
 from turnwise.serving.openai.session_process import LOST, SessionProcess
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.scheduler_process import Report
@@ -82,7 +83,7 @@ class SessionProcesses(SchedulerProcesses):
 
     def create(self, process: Process) -> ActorHandle:
         placement: NodeAffinitySchedulingStrategy | str = "SPREAD"
-        if self.config.serving.host not in ("0.0.0.0", "::"):
+        if self.config.serving.host not in EVERYWHERE:
             placement = on_node()  # other nodes cannot listen at this address
         elif process.name in self._places:
             placement = on_node(self._places[process.name][1], soft=True)
