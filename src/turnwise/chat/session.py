@@ -148,7 +148,7 @@ class Session:
     created: float = field(default_factory=time.time)
     """Unix time."""
     lost_turns: int = 0
-    """Number of turns whose client disconnected before the answer."""
+    """Number of turns whose client did not get the answer: it left, or got an error."""
     clock: StallClock | None = None
     """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
     max_response_tokens: int | None = None

@@ -271,8 +271,10 @@ class ChatBackend:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @contextmanager
-    def _held_session(self, headers: Mapping[str, str], own: Session | None) -> Iterator[Session]:
-        """Keep the request's session open while the request runs.
+    def _held_session(
+        self, headers: Mapping[str, str], own: Session | None
+    ) -> Iterator[RequestContext]:
+        """Keep the request's session open, and set `CURRENT`, while the request runs.
 
         Raises:
             InputError: when the session has ended, or the completion or session does not exist.
@@ -290,16 +292,23 @@ class ChatBackend:
         if name is not None and (why := self.sessions.gone(name)) is not None:
             raise InputError(f"the conversation {name} {why}")
         with self.sessions.request(name, previous) as session:
-            yield session
+            context = RequestContext(session)
+            CURRENT.set(context)  # in this task's context
+            try:
+                yield context
+            finally:
+                context.drop()
 
     async def _complete(
         self, parsed: "ChatCompletionRequest", headers: Mapping[str, str], own: Session | None
     ) -> "ChatCompletion":
         """Answer a request that is not streamed."""
-        with own_errors(), self._held_session(headers, own) as session:
-            answer = await self._ask(parsed, session)
+        with own_errors(), self._held_session(headers, own) as context:
+            answer = await self._ask(parsed)
             assert not isinstance(answer, AsyncGenerator)
-            return completion_of(answer.model_dump())
+            completion = completion_of(answer.model_dump())
+            context.deliver()
+            return completion
 
     async def _stream(
         self,
@@ -310,13 +319,14 @@ class ChatBackend:
     ) -> None:
         """Stream an answer into a queue: None at the start, the chunks, then None or an error."""
         try:
-            with own_errors(), self._held_session(headers, own) as session:
-                answer = await self._ask(parsed, session)
+            with own_errors(), self._held_session(headers, own) as context:
+                answer = await self._ask(parsed)
                 if not isinstance(answer, AsyncGenerator):
                     completion_of(answer.model_dump())  # raises the error that it holds
                 replies.put_nowait(None)
                 async with aclosing(answer) as events:
                     async for event in events:
+                        context.deliver()
                         for chunk in chunks_of(event):
                             replies.put_nowait(chunk)
             replies.put_nowait(None)
@@ -324,11 +334,10 @@ class ChatBackend:
             replies.put_nowait(error)
 
     async def _ask(
-        self, parsed: "ChatCompletionRequest", session: Session
+        self, parsed: "ChatCompletionRequest"
     ) -> "ChatCompletionResponse | AsyncGenerator[str, None]":
         from starlette.requests import Request
 
-        CURRENT.set(RequestContext(session))  # in this task's context
         raw = Request({"type": "http", "headers": [], "app": self._app})
         return await self._chat.create_chat_completion(parsed, raw)
 

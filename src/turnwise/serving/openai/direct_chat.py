@@ -191,6 +191,7 @@ class DirectChat:
             self._generator,
             self._hooks.record,
             context,
+            (name, 0),
             asked.prompt,
             asked.sampling,
             name,
@@ -229,7 +230,6 @@ class DirectChat:
                 text, request, enable_auto_tools=True, model_output_token_ids=token_ids
             )
             calls = [ToolCall(id=c.id or make_tool_call_id(), function=c) for c in found or ()]
-        context.choices[tuple(token_ids)] = 0
         context.answers[0] = answer(
             content, [(call.function.name, call.function.arguments) for call in calls]
         )
@@ -249,7 +249,7 @@ class DirectChat:
         tree = {**self._empty, "id": name, "created": int(time.time())}
         tree |= {"choices": [choice], "usage": usage}
         if asked.request.return_token_ids:
-            logprobs, versions = context.finished[tuple(token_ids)]
+            logprobs, versions = context.finished[name, 0]
             choice["token_ids"] = token_ids
             tree["prompt_token_ids"] = message["prompt_token_ids"] = asked.prompt
             message["generation_token_ids"] = token_ids

@@ -20,7 +20,7 @@ from turnwise.engine.adapters import POLICY, EngineAdapters
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route, Sampling
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.request_context import CURRENT, ChoiceKey, RequestContext
 from turnwise.serving.openai.vllm_api import (
     AsyncEngineArgs,
     AsyncLLM,
@@ -43,8 +43,9 @@ from turnwise.serving.openai.vllm_api import (
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
-Recorder = Callable[[RequestContext, list[int], Sequence[Chunk]], None]
-"""Receives a finished completion: the request, the prompt's ids and all chunks."""
+Recorder = Callable[[RequestContext, ChoiceKey, list[int], Sequence[Chunk]], None]
+"""Receives a finished completion: the request, which of its completions, the prompt's ids and all
+chunks."""
 
 
 class EngineClient(AsyncLLM):  # type: ignore[misc]
@@ -106,16 +107,13 @@ class EngineClient(AsyncLLM):  # type: ignore[misc]
         self, *args: object, **options: object
     ) -> AsyncGenerator[RequestOutput, None]:
         context = CURRENT.get()
-        ids: dict[int, list[int]] = defaultdict(list)
         texts: dict[int, list[str]] = defaultdict(list)
         async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
             async for output in outputs:
                 for piece in output.outputs:
-                    ids[piece.index].extend(piece.token_ids)
                     texts[piece.index].append(piece.text)
                 if output.finished and context is not None:
-                    context.texts |= {tuple(ids[i]): "".join(texts[i]) for i in ids}
-                    context.choices |= {tuple(ids[i]): i for i in ids}
+                    context.texts |= {(output.request_id, i): "".join(texts[i]) for i in texts}
                 yield output
 
     @property
@@ -157,7 +155,10 @@ class EngineCoreAdapter:
         """Output of another weight version, for the next call."""
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._tasks[request.request_id] = asyncio.create_task(self._run(request, CURRENT.get()))
+        state = self._outputs.request_states[request.request_id]
+        key = state.external_req_id, state.request_index
+        work = self._run(request, CURRENT.get(), key)
+        self._tasks[request.request_id] = asyncio.create_task(work)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -180,7 +181,9 @@ class EngineCoreAdapter:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _run(self, request: EngineCoreRequest, context: RequestContext | None) -> None:
+    async def _run(
+        self, request: EngineCoreRequest, context: RequestContext | None, key: ChoiceKey
+    ) -> None:
         params, request_id = request.sampling_params, request.request_id
         prompt = list(request.prompt_token_ids)
         lora = request.lora_request
@@ -191,6 +194,7 @@ class EngineCoreAdapter:
                 self._generator,
                 self._record,
                 context,
+                key,
                 prompt,
                 sampling,
                 request_id,
@@ -244,6 +248,7 @@ async def sample(
     generator: Generator,
     record: Recorder,
     context: RequestContext | None,
+    key: ChoiceKey,
     prompt: list[int],
     sampling: Sampling,
     request_id: str,
@@ -255,6 +260,7 @@ async def sample(
     Args:
         record: Called before the last chunk is returned.
         context: The request; None for one that belongs to no session.
+        key: Which of the request's completions it is.
         adapter: Name of the adapter that samples.
 
     Raises:
@@ -274,7 +280,7 @@ async def sample(
                 async for chunk in pieces:
                     chunks.append(chunk)
                     if chunk.finish_reason is not None and context is not None:
-                        record(context, prompt, chunks)
+                        record(context, key, prompt, chunks)
                         recorded = True
                     yield chunk
             sampled = sum(len(chunk.token_ids) for chunk in chunks)

@@ -232,9 +232,22 @@ class SessionMiddleware:
         previous = headers.pop(b"x-request-id", b"").decode("latin-1")
         headers.pop(b"x-session-id", None)
 
+        context: RequestContext | None = None
+        refused = gone = False
+
+        async def noticed() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
+
         async def counted(message: Message) -> None:
+            nonlocal refused
             if message["type"] == "http.response.start":
                 self._counts[str(message["status"])] += 1
+                refused = message["status"] >= 400
+            if context is not None and not (refused or gone):
+                context.deliver()
             await send(message)
 
         with ExitStack() as held:
@@ -246,10 +259,12 @@ class SessionMiddleware:
             headers[b"x-session-id"] = session.id.encode()
             scope["headers"] = list(headers.items())
             held.enter_context(joined(_trace(headers) or session.trace))
-            token = CURRENT.set(RequestContext(session, held))
+            context = RequestContext(session, held)
+            token = CURRENT.set(context)
             try:
-                await self._app(scope, receive, counted)
+                await self._app(scope, noticed, counted)
             finally:
+                context.drop()
                 CURRENT.reset(token)
 
 

@@ -1,6 +1,7 @@
 """The current request, for the code on both sides of vLLM's application."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.vllm_api import SamplingRequest
 
 
+ChoiceKey = tuple[str, int]
+"""Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
+
+
 @dataclass(slots=True)
 class RequestContext:
     """One HTTP request on its way through vLLM."""
@@ -27,18 +32,32 @@ class RequestContext:
     asked: Conversation = field(default_factory=Conversation)
     """Messages and tools of a chat; empty for other requests."""
     prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
-    finished: dict[tuple[int, ...], tuple[list[float], list[int]]] = field(default_factory=dict)
-    """Log-probs and weight versions of each completion, by its ids."""
-    texts: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """vLLM's text of each completion, by its ids."""
-    choices: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Index of each completion, by its ids."""
+    finished: dict[ChoiceKey, tuple[list[float], list[int]]] = field(default_factory=dict)
+    """Log-probs and weight versions of each completion."""
+    texts: dict[ChoiceKey, str] = field(default_factory=dict)
+    """vLLM's text of each completion."""
+    undelivered: list[Callable[[], None]] = field(default_factory=list)
+    """For each completion that the client has not got, a function that records it as a turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers as the client got them, by the index; of streamed chats only those with tools."""
     adapter: str = ""
     """Name of the adapter that samples; "" for the policy."""
     began: float = field(default_factory=time.time)
     """Time when the request came, in seconds since the epoch."""
+
+    def deliver(self) -> None:
+        """Record the finished completions: the next bytes that the client gets have their end.
+
+        A client can leave as soon as it has read these, or send the next request.
+        """
+        for record in self.undelivered:
+            record()
+        self.undelivered.clear()
+
+    def drop(self) -> None:
+        """Count the finished completions that the client did not get as lost."""
+        self.session.lost_turns += len(self.undelivered)
+        self.undelivered.clear()
 
     def move_to(self, session: Session, store: SessionStore) -> None:
         """Make another session the request's, and hold it until the end of the request."""

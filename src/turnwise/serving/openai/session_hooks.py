@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import State
@@ -36,7 +37,7 @@ from turnwise.serving.openai.on_policy import (
     give_defaults,
     keep_on_policy,
 )
-from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.request_context import CURRENT, ChoiceKey, RequestContext
 from turnwise.serving.openai.streamed import watched
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
@@ -144,7 +145,8 @@ class SessionHooks:
                     calls = [(c.function.name, c.function.arguments) for c in message.tool_calls]
                     context.answers[choice.index] = answer(message.content, calls)
                     if request.return_token_ids:
-                        _add_tokens(context, choice, response.prompt_token_ids)
+                        key = response.id, choice.index
+                        _add_tokens(context, key, choice, response.prompt_token_ids)
             return response
 
         return create
@@ -228,36 +230,40 @@ class SessionHooks:
         self._templates.move_to_end(key)
         return self._templates[key]
 
-    def record(self, context: RequestContext, prompt: list[int], chunks: Sequence[Chunk]) -> None:
-        """Add a finished completion to its session."""
+    def record(
+        self, context: RequestContext, key: ChoiceKey, prompt: list[int], chunks: Sequence[Chunk]
+    ) -> None:
+        """Keep a finished completion, to be recorded as a turn once the client gets it."""
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
         versions = [version for chunk in chunks for version in chunk.weight_versions]
-        context.finished[tuple(token_ids)] = logprobs, versions
+        context.finished[key] = logprobs, versions
         now, last = time.time(), chunks[-1]
         first = None if last.first_token_age is None else now - last.first_token_age
         times = TurnTimes(0, context.began, first, now, last.worker, last.queued)
-        context.session.record(
+        record = partial(
+            context.session.record,
             prompt,
             token_ids,
             logprobs,
             versions,
             str(last.finish_reason),
             asked=context.asked,
-            answer=lambda: self._parse(context, token_ids),
+            answer=lambda: self._parse(context, key, token_ids),
             prompt=context.prompt,
             adapter=context.adapter,
             times=times,
             experts=last.experts,
         )
+        context.undelivered.append(record)
 
-    def _parse(self, context: RequestContext, token_ids: list[int]) -> Answer:
+    def _parse(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
         """Return an answer as the client got it, or parse it as vLLM parses it for the client."""
         request, chat = context.request, self._chat
-        said = context.answers.get(context.choices.get(tuple(token_ids), -1))
+        said = context.answers.get(key[1])
         if said is not None:
             return said
-        text = context.texts.get(tuple(token_ids))
+        text = context.texts.get(key)
         if text is None:  # the client disconnected before the end
             text = self._template(request).decode(token_ids)
         if chat.parser_cls is None or not hasattr(request, "tool_choice"):
@@ -295,10 +301,13 @@ def _watching(
 
 
 def _add_tokens(
-    context: RequestContext, choice: ChatCompletionResponseChoice, prompt_token_ids: list[int]
+    context: RequestContext,
+    key: ChoiceKey,
+    choice: ChatCompletionResponseChoice,
+    prompt_token_ids: list[int],
 ) -> None:
     """Add the ids that a client may echo to its message."""
-    logprobs, versions = context.finished[tuple(choice.token_ids)]
+    logprobs, versions = context.finished[key]
     choice.message.prompt_token_ids = prompt_token_ids
     choice.message.generation_token_ids = choice.token_ids
     choice.message.generation_log_probs = logprobs
