@@ -161,16 +161,8 @@ class Scheduler:
         seed: int | None = None,
         route: Route | None = None,
     ) -> Completion:
-        turn = self._begin(prompt_token_ids, sampling, request_id, seed, route)
-        while True:
-            chunks: list[Chunk] = []
-            try:
-                async with aclosing(self._run(turn)) as pieces:
-                    async for chunk in pieces:
-                        chunks.append(chunk)
-            except _MustRestart:
-                continue
-            return await collect(_each(chunks), request_id)
+        chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route, whole=True)
+        return await collect(chunks, request_id)
 
     async def stream(
         self,
@@ -179,17 +171,36 @@ class Scheduler:
         request_id: str,
         seed: int | None = None,
         route: Route | None = None,
+        *,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
+        """Sample one completion; see `Generator.stream`.
+
+        Args:
+            whole: Return no chunk of a turn that may have to restart before its end, so that it
+                can; for callers who pass nothing on before that.
+        """
         turn = self._begin(prompt_token_ids, sampling, request_id, seed, route)
-        try:
-            async with aclosing(self._run(turn)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except _MustRestart:
-            raise EngineError(
-                f"the worker of {request_id} failed, and a streamed answer with a seed, "
-                "stop strings, penalties or a grammar cannot be continued elsewhere"
-            ) from None
+        held = whole and remaining(sampling, 1, seed) is None
+        while True:
+            chunks: list[Chunk] = []
+            try:
+                async with aclosing(self._run(turn)) as pieces:
+                    async for chunk in pieces:
+                        if held:
+                            chunks.append(chunk)
+                        else:
+                            yield chunk
+            except _MustRestart:
+                if held:
+                    continue
+                raise EngineError(
+                    f"the worker of {request_id} failed, and a streamed answer with a seed, "
+                    "stop strings, penalties or a grammar cannot be continued elsewhere"
+                ) from None
+            for chunk in chunks:
+                yield chunk
+            return
 
     def _begin(
         self,
@@ -374,8 +385,3 @@ def _with_times(last: Chunk, turn: Turn, worker: Worker) -> Chunk:
     first = turn.first_token_at
     age = None if first is None else max(0.0, time.time() - first)
     return replace(last, first_token_age=age, queued=turn.queued, worker=worker.name)
-
-
-async def _each(chunks: Sequence[Chunk]) -> AsyncIterator[Chunk]:
-    for chunk in chunks:
-        yield chunk

@@ -11,7 +11,9 @@ import pytest
 from tests.serving.openai.test_http_limits import HELLO, QUICK, Noting
 from turnwise.config import Config
 from turnwise.engine.protocol import Chunk
+from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.scheduler import Scheduler
 
 ELSEWHERE = {"frequency_penalty": 0.0}
 """An option that changes nothing and that only vLLM's application has."""
@@ -177,3 +179,53 @@ async def test_a_client_that_ends_on_the_last_event_has_its_turn(
     for begin in range(0, 100, 20):
         turns = await asyncio.gather(*map(program, range(begin, begin + 20)))
         assert turns == [1] * 20
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({}, {"seed": 7}, {"stop": ["###"]}, {"frequency_penalty": 0.1}, {"n": 2, "seed": 7}),
+        {"stop": ["###"], "logprobs": True, "top_logprobs": 2},
+    ],
+    ids=str,
+)
+async def test_an_answer_begins_again_when_its_worker_dies_before_anything_was_sent(
+    make_config: Callable[..., Config], tokenizer: Any, more: dict[str, Any]
+) -> None:
+    config = make_config(serving={"workers": 2})
+    scheduler = Scheduler(config.serving, 60.0)
+    slow = Latency(prefill_token=0, step=0.003, step_request=0)
+    for name in ("worker-0", "worker-1"):
+        worker = SimulatedEngine(
+            seed=1, latency=slow, vocab_size=len(tokenizer), mean_tokens=100_000
+        )
+        scheduler.add(name, worker)
+    engines = [worker.engine for worker in scheduler.workers.values()]
+    app = await OpenAIServer(config, scheduler).application()
+
+    async def kill() -> None:
+        async with asyncio.timeout(60):
+            while True:
+                for engine in engines:
+                    if engine._running and next(iter(engine._running)).delivered:
+                        engine.die()
+                        return
+                await asyncio.sleep(0.001)
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+        killing = asyncio.create_task(kill())
+        answer = await http.post(
+            "/sessions/dying/v1/chat/completions",
+            json={"messages": HELLO, "max_tokens": 80, **more},
+        )
+        await killing
+        assert answer.status_code == 200, answer.text
+        choices = answer.json()["choices"]
+        assert answer.json()["usage"]["completion_tokens"] == 80 * len(choices)
+        described = (await http.get("/sessions/dying")).json()
+    turns = described["trajectory"]["turns"]
+    assert [len(turn["completion_token_ids"]) for turn in turns] == [80] * len(choices)
+    assert scheduler.events["restarted" if more else "continued"] >= 1
+    if more.get("logprobs"):
+        assert len(choices[0]["logprobs"]["content"]) == 80

@@ -40,6 +40,7 @@ from turnwise.serving.openai.vllm_api import (
     VLLMValidationError,
     renderer_from_config,
 )
+from turnwise.serving.scheduler import Scheduler
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
@@ -200,6 +201,7 @@ class EngineCoreAdapter:
                 request_id,
                 params.seed,
                 adapter,
+                streamed=params.output_kind == RequestOutputKind.DELTA,
             )
             async with contextlib.aclosing(stream) as chunks:
                 async for chunk in chunks:
@@ -254,6 +256,8 @@ async def sample(
     request_id: str,
     seed: int | None,
     adapter: str = POLICY,
+    *,
+    streamed: bool = False,
 ) -> AsyncGenerator[Chunk, None]:
     """Sample a request's tokens for its session, and record the finished completion.
 
@@ -262,6 +266,7 @@ async def sample(
         context: The request; None for one that belongs to no session.
         key: Which of the request's completions it is.
         adapter: Name of the adapter that samples.
+        streamed: Whether the client gets tokens before the end, so that none can be taken back.
 
     Raises:
         InputError: when the session may have no more turns.
@@ -271,7 +276,8 @@ async def sample(
     turn = len(session.trajectory.turns) if session else 0
     chunks: list[Chunk] = []
     recorded = False
-    stream = generator.stream(prompt, sampling, request_id, seed, route)
+    whole = {"whole": True} if isinstance(generator, Scheduler) and not streamed else {}
+    stream = generator.stream(prompt, sampling, request_id, seed, route, **whole)
     if session is not None:
         session.begin_turn()
     try:
