@@ -43,6 +43,7 @@ TIER = (
     "run/test_stuck.py",
     "run/test_token_values.py",
     "run/test_trackers.py",
+    "serving/openai/test_deduplicate.py",
     "serving/openai/test_web_pages.py",
     "serving/test_manager.py",
     "serving/test_scheduler.py",

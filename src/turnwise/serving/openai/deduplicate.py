@@ -38,8 +38,8 @@ class RetryDeduplicator:
 
     A retry has the session, path and body of exactly one request in flight, and is marked as a
     retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
-    `Idempotency-Key` seen before. A request is aborted when the last client waiting for it
-    disconnects.
+    `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
+    before it. A request is aborted when the last client waiting for it disconnects.
 
     Args:
         counts: Counts retries that joined a request, as `joined`.
@@ -57,15 +57,17 @@ class RetryDeduplicator:
         headers = dict(scope.get("headers", ()))
         idempotent = headers.get(b"idempotency-key")
         retried = headers.get(b"x-stainless-retry-count", b"0") != b"0" or idempotent is not None
-        named = b"x-stainless-retry-count" in headers or idempotent is not None
+        numbered = b"x-stainless-retry-count" in headers
+        conversation = _conversation(scope.get("path", ""), headers)
+        # Equal requests that name neither may be two clients', each for a sample of its own.
+        named = idempotent is not None or (numbered and conversation is not None)
         if scope["type"] != "http" or scope["method"] != "POST" or not named:
             await self._app(scope, receive, send)
             return
         body = await read_body(receive)
         if body is None:
             return
-        conversation = _conversation(scope["path"], headers)
-        parts = [scope["path"].encode(), conversation, idempotent or b"", body]
+        parts = [scope["path"].encode(), conversation or b"", idempotent or b"", body]
         key = hashlib.sha256(b"\0".join(parts)).digest()
         del parts
         known = self._running.get(key)
@@ -106,10 +108,13 @@ class RetryDeduplicator:
             del self._running[key]
 
 
-def _conversation(path: str, headers: dict[bytes, bytes]) -> bytes:
-    """Return the headers that, together with the path, identify a request's conversation."""
-    named = headers.get(b"x-session-id") or split_path(path)[0]
-    return headers.get(b"x-session-id", b"") if named else headers.get(b"x-request-id", b"")
+def _conversation(path: str, headers: dict[bytes, bytes]) -> bytes | None:
+    """Return what, together with the path, identifies a request's conversation; None if nothing
+    does."""
+    own = headers.get(b"x-session-id", b"")
+    if own or split_path(path)[0]:
+        return own
+    return headers.get(b"x-request-id") or None
 
 
 async def _relay(running: _Running, receive: Receive, send: Send) -> None:
