@@ -369,3 +369,22 @@ async def test_a_clients_session_takes_those_under_it_along_when_it_ends(
     await http.delete("/sessions/mine")
     assert server.sessions.get(sub) is None
     assert server.sessions._bytes < held
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"stream": True}], ids=str)
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_more_tokens_than_the_context_has_are_as_many_as_it_has(
+    http: httpx.AsyncClient, engine: Noting, path: str, more: dict[str, Any]
+) -> None:
+    asked = {
+        "chat/completions": {"messages": HELLO, "max_tokens": 100_000},
+        "completions": {"prompt": "12 plus", "max_tokens": 100_000},
+        "responses": {"input": "12 plus", "max_output_tokens": 100_000},
+        "messages": {"messages": HELLO, "max_tokens": 100_000},
+    }
+    if "logprobs" in more and path != "chat/completions":
+        more = {"top_logprobs": 1} if path == "responses" else {}
+    answer = await http.post(f"/v1/{path}", json={"model": "any", **asked[path], **more})
+    assert answer.status_code == 200, answer.text
+    assert "error" not in answer.text
+    assert 400 < engine.sampled[-1].max_tokens < 512

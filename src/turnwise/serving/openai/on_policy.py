@@ -91,7 +91,8 @@ def choose_processors(
 def give_defaults(request: "SamplingRequest", sampling: SamplingConfig, max_length: int) -> None:
     """Set each unset parameter of a request to the configured value.
 
-    The default of `n` remains 1, as in OpenAI's API.
+    The default of `n` remains 1, as in OpenAI's API. Limits of tokens beyond the context are
+    lowered to it; vLLM lowers them further to what the prompt leaves.
 
     Args:
         max_length: Length of the context, in tokens.
@@ -101,9 +102,9 @@ def give_defaults(request: "SamplingRequest", sampling: SamplingConfig, max_leng
         if name in fields and not _sets(request, name):
             setattr(request, name, getattr(sampling, name))
     limits = [name for name in _LIMITS if name in fields]
-    if limits and not any(_sets(request, name) for name in limits):
-        for name in limits:
-            setattr(request, name, min(sampling.max_tokens, max_length))
+    given = {name: getattr(request, name) for name in limits if _sets(request, name)}
+    for name, limit in (given or dict.fromkeys(limits, sampling.max_tokens)).items():
+        setattr(request, name, min(limit, max_length))
 
 
 def _sets(request: "SamplingRequest", name: str) -> bool:
