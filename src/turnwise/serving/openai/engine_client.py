@@ -275,7 +275,7 @@ async def sample(
     route = Route(session.id if session else "", session.group if session else "", adapter)
     turn = len(session.trajectory.turns) if session else 0
     chunks: list[Chunk] = []
-    recorded = False
+    finished = False
     whole = {"whole": True} if isinstance(generator, Scheduler) and not streamed else {}
     stream = generator.stream(prompt, sampling, request_id, seed, route, **whole)
     if session is not None:
@@ -287,7 +287,7 @@ async def sample(
                     chunks.append(chunk)
                     if chunk.finish_reason is not None and context is not None:
                         record(context, key, prompt, chunks)
-                        recorded = True
+                        finished = True
                     yield chunk
             sampled = sum(len(chunk.token_ids) for chunk in chunks)
             version = max((max(c.weight_versions, default=-1) for c in chunks), default=-1)
@@ -298,7 +298,7 @@ async def sample(
             session.lost_turns += 1
         raise
     finally:
-        if session is not None and not recorded:
+        if session is not None and not finished:
             session.lose_turn()
 
 

@@ -56,6 +56,8 @@ class RequestContext:
 
     def drop(self) -> None:
         """Count the finished completions that the client did not get as lost."""
+        for _ in self.undelivered:
+            self.session.lose_turn()
         self.session.lost_turns += len(self.undelivered)
         self.undelivered.clear()
 
