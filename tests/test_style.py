@@ -56,6 +56,17 @@ def test_words_of_our_own_are_gone() -> None:
     assert found == []
 
 
+def test_the_run_uses_no_default_executor() -> None:
+    """User code may use up asyncio's default executor: our own calls have threads of their own."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "run_in_executor")
+    ]
+    assert found == []
+
+
 def test_few_lines_name_any() -> None:
     lines = [line for path in SOURCES for line in path.read_text().splitlines()]
     assert sum(bool(re.search(r"\bAny\b", line)) for line in lines) <= MAX_ANY_LINES

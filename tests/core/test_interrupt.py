@@ -34,11 +34,11 @@ async def command():
     subprocess.Popen(["sleep", "600"])
     how = sys.argv[1]
     if how == "thread":
-        await call_user_code(nap, name="the tool nap")
+        await call_user_code(nap, name="the tool nap", seconds=600)
     elif how == "loop":
-        await call_user_code(block, name="the environment's reward")
+        await call_user_code(block, name="the environment's reward", seconds=600)
     elif how == "swallow":
-        await run_abandonable(swallow, "the loop of mine")
+        await run_abandonable(swallow, name="the loop of mine", seconds=600)
     elif how == "main":
         await block()
     elif how.startswith("saves"):
@@ -51,7 +51,8 @@ async def command():
             await ending.finished()
     elif how == "leaves":
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(run_abandonable(swallow, "the loop of mine"), 1.0)
+            loop = run_abandonable(swallow, name="the loop of mine", seconds=600)
+            await asyncio.wait_for(loop, 1.0)
 
 async def never_ends():
     try:

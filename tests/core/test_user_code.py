@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from turnwise.core import calls
 from turnwise.core import user_code as tasks
-from turnwise.core.user_code import call_user_code, run_abandonable, stuck_calls, unreturned_calls
+from turnwise.core.calls import stuck_calls, unreturned_calls
+from turnwise.core.user_code import call_user_code, run_abandonable
 from turnwise.errors import DeadlineError, TurnwiseError, describe_error, where_in_user_code
 
 HERE = "tests/core/test_user_code.py:"
@@ -25,8 +27,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that other tests left behind are not counted."""
-    monkeypatch.setattr(tasks, "_running", {})
-    monkeypatch.setattr(tasks, "_stuck", {})
+    monkeypatch.setattr(calls, "_running", {})
+    monkeypatch.setattr(calls, "_stuck", {})
 
 
 @pytest.fixture
@@ -94,12 +96,17 @@ async def test_whatever_user_code_raises_is_an_ordinary_error_with_its_line(
     function: Callable[[], Any], text: str
 ) -> None:
     with pytest.raises(RuntimeError) as raised:
-        await call_user_code(function, name="it")
+        await call_user_code(function, name="it", seconds=60)
     assert describe_error(raised.value).startswith(f"{text} ({HERE}")
     with pytest.raises(RuntimeError) as raised:
-        await run_abandonable(lambda: call_user_code(function, name="it"), "around it")
+        await run_abandonable(
+            lambda: call_user_code(function, name="it", seconds=60), name="around it", seconds=60
+        )
     assert text in describe_error(raised.value)
-    assert await call_user_code(threading.get_ident, name="the next") != threading.get_ident()
+    assert (
+        await call_user_code(threading.get_ident, name="the next", seconds=60)
+        != threading.get_ident()
+    )
 
 
 async def test_coroutines_share_one_loop_that_is_not_the_callers() -> None:
@@ -109,10 +116,10 @@ async def test_coroutines_share_one_loop_that_is_not_the_callers() -> None:
     async def raise_in_a_task_of_its_own() -> None:
         await asyncio.ensure_future(leave())
 
-    first = await call_user_code(here, name="here")
+    first = await call_user_code(here, name="here", seconds=60)
     with pytest.raises(RuntimeError, match="SystemExit"):
-        await call_user_code(raise_in_a_task_of_its_own, name="it")
-    assert await call_user_code(lambda: here(), name="here") is first
+        await call_user_code(raise_in_a_task_of_its_own, name="it", seconds=60)
+    assert await call_user_code(lambda: here(), name="here", seconds=60) is first
     assert first is not asyncio.get_running_loop()
 
 
@@ -123,7 +130,7 @@ async def test_a_coroutine_that_swallows_cancellation_is_abandoned_and_counted(
 
     for run in (
         lambda nap: call_user_code(nap, name="the tool nap", seconds=0.1),
-        lambda nap: asyncio.wait_for(run_abandonable(nap, "the tool nap"), 0.1),
+        lambda nap: asyncio.wait_for(run_abandonable(nap, name="the tool nap", seconds=60), 0.1),
     ):
         begun = threading.Event()
 
@@ -184,15 +191,15 @@ async def test_a_loop_that_is_blocked_is_replaced_for_those_that_come_later(
 async def test_threads_that_never_return_are_bounded(
     monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(tasks, "MAX_STUCK", 3)
+    monkeypatch.setattr(calls, "MAX_STUCK", 3)
     for _ in range(3):
         with pytest.raises(DeadlineError):
             await call_user_code(gate.wait, name="the tool hang", seconds=0.05)
     with pytest.raises(TurnwiseError, match="the tool add is not called, because 3 calls have not"):
-        await call_user_code(lambda: 1, name="the tool add")
+        await call_user_code(lambda: 1, name="the tool add", seconds=60)
     gate.set()
     until(lambda: not stuck_calls())
-    assert await call_user_code(lambda: 1, name="the tool add") == 1
+    assert await call_user_code(lambda: 1, name="the tool add", seconds=60) == 1
 
 
 class Unspeakable(Exception):

@@ -19,7 +19,7 @@ import pytest
 from tests.blocking import gate, new_gate, tick
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import user_code as tasks
-from turnwise.core.user_code import stuck_calls
+from turnwise.core.calls import stuck_calls
 from turnwise.core.watchdog import Watchdog
 from turnwise.engine.protocol import Completion
 from turnwise.engine.simulated import SimulatedEngine
@@ -402,7 +402,7 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
     ticking.cancel()
     reason = {"reward": "reward_error", "loop": "loop_error"}.get(where, "environment_error")
     if how == "block":
-        late = "stalled" if where in ("reward", "loop") else "environment_timeout"
+        late = {"reward": "reward_error", "loop": "stalled"}.get(where, "environment_timeout")
         assert group.dropped == {late: 2}
         assert len(ticks) > 1, "the event loop went on"
         name = {"reward": "the environment's reward", "loop": "the loop "}.get(where)

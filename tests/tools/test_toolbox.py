@@ -11,7 +11,7 @@ import pytest
 
 from tests.blocking import gate, new_gate, tick
 from turnwise.core import user_code as tasks
-from turnwise.core.user_code import stuck_calls
+from turnwise.core.calls import stuck_calls
 from turnwise.errors import InputError, where_in_user_code
 from turnwise.tools.toolbox import Toolbox
 

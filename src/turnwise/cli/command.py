@@ -19,13 +19,14 @@ from rich.console import Console
 
 from turnwise.config import Config
 from turnwise.core import aio
+from turnwise.core.calls import stuck_calls, unreturned_calls
+from turnwise.core.executor import use_daemon_threads
 from turnwise.core.interrupt import (
     EXIT_INTERRUPTED,
     end_by_force_after,
     interruptible,
     kill_children,
 )
-from turnwise.core.user_code import stuck_calls, unreturned_calls
 from turnwise.errors import TurnwiseError, describe_error
 from turnwise.run import commands
 
@@ -88,6 +89,7 @@ def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -
 async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:
     """Run a command, report how it ended, and return its exit code."""
     code, began = _EXIT_FAILED, time.monotonic()
+    use_daemon_threads(asyncio.get_running_loop())
     try:
         await interruptible(make())
         code = 0
@@ -96,7 +98,7 @@ async def _exit_code(make: Callable[[], Coroutine[object, object, None]], comman
     except asyncio.CancelledError:
         code = EXIT_INTERRUPTED
         left = unreturned_calls()
-        await asyncio.to_thread(kill_children)
+        await aio.run_in_thread(kill_children)
         text = "turnwise: interrupted; everything it started has ended"
         print_error(text + (f", but {left}" if left else ""))
     finally:

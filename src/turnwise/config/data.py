@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+from turnwise.config.base import (
+    Needed,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Tree,
+)
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file that describes an adapter, in the adapter's folder."""
@@ -116,6 +124,9 @@ class DataConfig(Section):
     """Split of data.eval_path when it is a Hugging Face dataset."""
     limit: PositiveInt | None = None
     """Number of rows to use from the start of data.path; null uses all."""
+    load_timeout: Seconds = 3600.0
+    """Deadline in seconds for opening the data at the start of a run, downloads included. A row
+    that is read later has rollout.environment_timeout."""
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
     Null skips none: a prompt that does not fit model.max_length is then an error."""

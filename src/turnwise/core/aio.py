@@ -6,16 +6,24 @@ Deadlines are in `core.deadlines`, calls of user code in `core.user_code`.
 import asyncio
 import contextlib
 import contextvars
+import errno
 import gc
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from turnwise.errors import ordinary_error
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Item = TypeVar("_Item")
+
+_THREAD_SECONDS = 10.0
+"""Time for which a call waits until a thread can be started for it."""
+_RETRY_SECONDS = 0.1
 
 
 def run(main: Coroutine[object, object, _T]) -> _T:
@@ -49,6 +57,33 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
+
+
+async def for_each(
+    items: Iterable[_Item], work: Callable[[_Item], Awaitable[object]], at_once: int
+) -> None:
+    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes.
+
+    Raises:
+        Exception: the first error, after the work on other items was cancelled.
+
+    Example:
+        await for_each(urls, fetch, at_once=8)
+    """
+    left = iter(items)
+
+    async def one_after_another() -> None:
+        for item in left:
+            try:
+                await work(item)
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                raise ordinary_error(error) from None  # a task group would treat it as success
+
+    async with task_group() as tasks:
+        for _ in range(at_once):
+            tasks.create_task(one_after_another())
 
 
 def is_cancelled() -> bool:
@@ -93,26 +128,40 @@ class ThreadSafeFuture(Generic[_T]):
             self._loop.call_soon_threadsafe(settle)
 
 
-async def run_in_thread(function: Callable[[], _T]) -> _T:
-    """Run a blocking function in an idle daemon thread.
+async def run_in_thread(
+    function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs
+) -> _T:
+    """Run a blocking function of our own in an idle daemon thread.
 
-    A function that never returns blocks neither other calls (as it would in a thread pool)
-    nor the exit of the program.
+    A function that never returns blocks neither other calls (as it would in asyncio's default
+    executor, which user code may use up) nor the exit of the program. For user code, which may not
+    return, see `core.user_code`.
+
+    Raises:
+        OSError: when no thread can be started for some seconds.
 
     Example:
-        text = await run_in_thread(lambda: path.read_text())
+        text = await run_in_thread(path.read_text)
     """
     reply = ThreadSafeFuture[_T]()
 
     def work() -> None:
         try:
-            value = function()
+            value = function(*arguments, **keywords)
         except BaseException as error:
             reply.fail(error)
         else:
             reply.succeed(value)
 
-    start_in_thread(work)
+    ends = time.monotonic() + _THREAD_SECONDS
+    while True:
+        try:
+            start_in_thread(work)
+            break
+        except OSError:
+            if time.monotonic() >= ends:
+                raise
+        await asyncio.sleep(_RETRY_SECONDS)
     return await reply.future
 
 
@@ -124,14 +173,31 @@ def start_in_thread(work: Callable[[], None]) -> None:
     """Start a function that raises nothing in an idle daemon thread, and return at once.
 
     It runs in a copy of the caller's context, as `asyncio.to_thread` has it.
+
+    Raises:
+        OSError: when no thread can be started.
     """
     context = contextvars.copy_context()
     try:
         inbox = _idle_threads.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=[inbox], daemon=True, name="turnwise-call").start()
+        start_daemon(lambda: _serve(inbox), "turnwise-call")
     inbox.put(lambda: context.run(work))
+
+
+def start_daemon(target: Callable[[], None], name: str) -> None:
+    """Start a daemon thread.
+
+    Raises:
+        OSError: when the system allows no more threads, which may be so for a moment only.
+    """
+    try:
+        threading.Thread(target=target, daemon=True, name=name).start()
+    except RuntimeError as error:
+        raise OSError(
+            errno.EAGAIN, "no thread can be started (ulimit -u, or pids.max of a container)"
+        ) from error
 
 
 def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:

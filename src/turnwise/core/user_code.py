@@ -1,9 +1,10 @@
 """Calls of user code (tools, environments, rewards, agents) outside the main event loop.
 
-User code is code that a configuration names. It never runs on the event loop that calls it: plain
-functions run in daemon threads, and coroutines on an event loop in one more daemon thread, so that
-clients can be shared between them. A call that ignores its deadline is abandoned: nothing waits for
-it any more, it counts as stuck until it returns, and no call begins while `MAX_STUCK` are stuck.
+User code is code that a configuration or a program names. Each call has a name and a deadline. It
+never runs on the event loop that calls it: plain functions run in daemon threads, and coroutines on
+an event loop in one more daemon thread, so that clients can be shared between them. A call that
+ignores its deadline is abandoned: nothing waits for it any more, it counts as stuck until it
+returns, and no call begins while `MAX_STUCK` are stuck (`core.calls`).
 """
 
 import asyncio
@@ -12,30 +13,28 @@ import functools
 import inspect
 import logging
 import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
-from turnwise.core.aio import ThreadSafeFuture, run_in_thread, start_in_thread
+from turnwise.config import Config
+from turnwise.core.aio import ThreadSafeFuture, run_in_thread, start_daemon, start_in_thread
+from turnwise.core.calls import CALLER, Call, check_stuck, describe_calls, running_calls
 from turnwise.core.deadlines import deadline, deadline_error
-from turnwise.errors import TurnwiseError, describe_error, in_user_code, ordinary_error, short_path
+from turnwise.core.executor import use_daemon_threads
+from turnwise.errors import TurnwiseError, describe_error, ordinary_error
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-MAX_STUCK = 256
-"""Maximum number of stuck calls; at this number, no call of user code begins."""
 GRACE_SECONDS = 2.0
 """Time that a cancelled coroutine of user code has for its clean-up."""
 BLOCKED_SECONDS = 10.0
 """Time without beginning a call after which a loop of user code is blocked, and is replaced."""
 STR_SECONDS = 10.0
 """Deadline of an error's own `__str__`, which is user code."""
-_NAMED = 4
-"""Maximum number of calls that one line names."""
 
 
 async def call_user_code(
@@ -43,26 +42,28 @@ async def call_user_code(
     /,
     *arguments: object,
     name: str,
-    seconds: float | None = None,
+    seconds: float,
+    key: str = "",
 ) -> Any:
     """Call a user's function, plain or async, outside this event loop.
 
     Args:
         name: The call in messages: "the tool search". Calls are counted by it.
-        seconds: Deadline; None sets none. Cancelling this call ends the wait too.
+        seconds: Deadline. Cancelling this call ends the wait too.
+        key: Configuration key of the deadline, which the error then names.
 
     Raises:
         DeadlineError: when it does not answer in time.
         TurnwiseError: when too many calls are stuck for another to begin.
+        OSError: when no thread can be started for it.
         Exception: whatever the function raised. SystemExit, KeyboardInterrupt, StopIteration and
             a CancelledError that it raised itself become a RuntimeError.
 
     Example:
         weather = await call_user_code(search, "Paris", name="the tool search", seconds=30.0)
     """
-    if len(_stuck) >= MAX_STUCK:
-        raise TurnwiseError(f"{name} is not called, because {stuck_calls()}")
-    async with deadline(seconds, f"{name} did not answer"):
+    check_stuck(name)
+    async with deadline(seconds, f"{name} did not answer", key):
         if inspect.iscoroutinefunction(function):
             return await _on_user_loop(name, functools.partial(function, *arguments))
         value = await _in_user_thread(name, functools.partial(function, *arguments))
@@ -71,17 +72,24 @@ async def call_user_code(
         return value
 
 
-async def run_abandonable(make: Callable[[], Awaitable[_T]], name: str) -> _T:
+async def run_abandonable(
+    make: Callable[[], Awaitable[_T]], *, name: str, seconds: float, key: str = ""
+) -> _T:
     """Run a user's coroutine that needs this event loop, in a separate task.
 
-    When cancelled, this call waits at most `GRACE_SECONDS` for that task.
+    When cancelled or late, this call waits at most `GRACE_SECONDS` for that task. The event loop's
+    default executor becomes one of daemon threads, because the coroutine may use it.
 
     Raises:
         Exception: as `call_user_code` does.
     """
-    coroutine = _Coroutine(name, make, asyncio.get_running_loop())
+    check_stuck(name)
+    loop = asyncio.get_running_loop()
+    use_daemon_threads(loop)
+    coroutine = _Coroutine(name, make, loop)
     coroutine.begin()
-    return await coroutine.outcome()
+    async with deadline(seconds, f"{name} did not end", key):
+        return await coroutine.outcome()
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
@@ -90,8 +98,9 @@ def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _
     Raises:
         Exception: as `call_user_code` does.
     """
+    check_stuck(name)
     answer: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
-    call = _Call(name)
+    call = Call(name)
 
     def work() -> None:
         try:
@@ -109,6 +118,28 @@ def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _
         call.abandon()
         raise deadline_error(seconds, f"{name} did not answer") from None
     return take()
+
+
+async def import_user_code(
+    load: Callable[..., _T], *arguments: object, config: Config, what: str
+) -> _T:
+    """Call a function that imports the user's modules, within `engine.start_timeout`.
+
+    Args:
+        what: What is imported, for the error: "the environment".
+
+    Raises:
+        DeadlineError: when the imports take longer.
+        Exception: whatever `load` raises.
+
+    Example:
+        scheduler = await import_user_code(load_chat_scheduler, path, config=config, what=path)
+    """
+    seconds, key = config.engine.start_timeout, "engine.start_timeout"
+    loaded: _T = await call_user_code(
+        load, *arguments, name=f"the import of {what}", seconds=seconds, key=key
+    )
+    return loaded
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -129,96 +160,20 @@ async def describe_user_error(error: Exception) -> str:
                 describe_error, error, name=f"the __str__ of {kind}", seconds=STR_SECONDS
             )
         )
-    except TurnwiseError:
+    except (TurnwiseError, OSError):
         return kind
 
 
-def stuck_calls(since: float = 0.0) -> str:
-    """Describe the abandoned calls that have not returned in one clause; "" without any.
-
-    Args:
-        since: Time, as of `time.monotonic`, from which calls count by their beginning.
-    """
-    return _describe([call for call in list(_stuck) if call.began >= since])
-
-
-def unreturned_calls() -> str:
-    """Describe all calls of user code that have not returned in one clause; "" without any."""
-    return _describe(list(_running))
-
-
-def _describe(calls: "list[_Call]") -> str:
-    if not calls:
-        return ""
-    names: dict[str, list[_Call]] = {}
-    for call in calls:
-        names.setdefault(call.name, []).append(call)
-    parts = []
-    for name, alike in list(names.items())[:_NAMED]:
-        times = f"{len(alike)} times" if len(alike) > 1 else ""
-        about = ", ".join(filter(None, [times, alike[0].where()]))
-        parts.append(f"{name} ({about})" if about else name)
-    if len(names) > _NAMED:
-        parts.append(f"{len(names) - _NAMED} more")
-    verb = "s have" if len(calls) > 1 else " has"
-    return f"{len(calls)} call{verb} not returned: {', '.join(parts)}"
-
-
-class _Call:
-    """One call of user code, registered until it returns."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.began = time.monotonic()
-        self.thread: int | None = None
-        """Identifier of the thread that runs it; None before it begins."""
-        _running[self] = None
-
-    def run(self, function: Callable[[], _T]) -> _T:
-        """Call the function in this thread."""
-        self.thread = threading.get_ident()
-        try:
-            return function()
-        finally:
-            self.returned()
-
-    def returned(self) -> None:
-        """Unregister the call."""
-        _running.pop(self, None)
-        _stuck.pop(self, None)
-
-    def abandon(self) -> None:
-        """Count the call as stuck until it returns."""
-        _stuck[self] = None
-        if self not in _running:  # it has returned in the meantime
-            _stuck.pop(self, None)
-
-    def where(self) -> str:
-        """Return the line of user code that runs now, as `at file:line`; "" if unknown."""
-        frame = None if self.thread is None else sys._current_frames().get(self.thread)
-        while frame is not None and not in_user_code(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
-            return ""
-        return f"at {short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-_running: dict[_Call, None] = {}
-"""Calls that have not returned."""
-_stuck: dict[_Call, None] = {}
-"""Calls that have not returned and were abandoned."""
-
-
 async def _in_user_thread(name: str, function: Callable[[], _T]) -> _T:
-    call = _Call(name)
+    call = Call(name)
     try:
-        return await run_in_thread(lambda: call.run(function))
+        return await run_in_thread(call.run, function)
     except asyncio.CancelledError:
         call.abandon()
         raise
 
 
-class _Coroutine(_Call, Generic[_T]):
+class _Coroutine(Call, Generic[_T]):
     """A call that is a task on an event loop.
 
     Args:
@@ -236,6 +191,7 @@ class _Coroutine(_Call, Generic[_T]):
         self._cancelled = False
         self._permit = [None]
         """Empty once the call has begun or was withdrawn: a list's `pop` is atomic."""
+        self.register()
 
     def begin(self) -> None:
         """Start the task; called on the home loop."""
@@ -294,6 +250,7 @@ class _Coroutine(_Call, Generic[_T]):
 
     async def _run(self) -> _T:
         self.thread = threading.get_ident()
+        CALLER.set(self.name)
         try:
             return await self._make()
         except (KeyboardInterrupt, SystemExit) as error:  # would end the loop too
@@ -322,9 +279,10 @@ class _UserLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        use_daemon_threads(self.loop)
         self._asked: deque[float] = deque()
         """Times, on `time.monotonic`, at which calls that have not begun were submitted."""
-        threading.Thread(target=self._serve, daemon=True, name="turnwise-user-code").start()
+        start_daemon(self._serve, "turnwise-user-code")
 
     @property
     def blocked(self) -> bool:
@@ -386,11 +344,11 @@ def _sound_loop() -> _UserLoop:
     global _user_loop
     with _choosing:
         if _user_loop is not None and _user_loop.blocked:
-            blocking = [call for call in list(_running) if call.where()]
+            blocking = [call for call in running_calls() if call.where()]
             logger.warning(
                 "the event loop of user code is blocked and was replaced (%s); an async function "
                 "should make blocking calls with asyncio.to_thread",
-                _describe([call for call in blocking if isinstance(call, _Coroutine)]),
+                describe_calls([call for call in blocking if isinstance(call, _Coroutine)]),
             )
             _user_loop.retire()
             _user_loop = None

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock
 from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
 from turnwise.engine.adapters import NO_ADAPTERS, POLICY, EngineAdapters, key_of
@@ -270,7 +271,7 @@ class VllmEngine(UpdatableEngine):
         params.extra_args, names = with_request(params.extra_args, request_id, self._allowed)
         for name in set(names) - self._loaded:
             async with self._deadline(f"loading the logits processor {name}", self._timeout):
-                await asyncio.to_thread(load_processor, name)
+                await run_in_thread(load_processor, name)
             self._loaded.add(name)
 
     async def _processor_failure(self, request_id: str) -> str:

@@ -3,7 +3,6 @@
 Everything here runs on the pipeline's event loop; `pipeline` calls it from the program's thread.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.config import Config
-from turnwise.core.aio import task_group
+from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
@@ -60,7 +59,7 @@ class RunningPipeline:
         """
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         version, oldest = self.trainer.version, self.step.versions.oldest
-        made = await asyncio.to_thread(
+        made = await run_in_thread(
             lambda: make_samples(groups, self.config, version, oldest=oldest)
         )
         self.progress.exactness += made.report
@@ -90,7 +89,9 @@ class RunningPipeline:
     async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the value that one entry of `rollout.rewards` gives each trajectory."""
         rewards = self.runtime.runner.rewards
-        return await asyncio.gather(*(rewards.score(reward, t) for t in trajectories))
+        async with task_group() as tasks:
+            scores = [tasks.create_task(rewards.score(reward, t)) for t in trajectories]
+        return [score.result() for score in scores]
 
     async def save(self, folder: Path, state: Mapping[str, object]) -> None:
         """Write a checkpoint, with the program's own `state` in it."""
@@ -101,15 +102,15 @@ class RunningPipeline:
             "program": dict(state),
         }
         with waiting(f"the trainer to save {folder}"):
-            place = await asyncio.to_thread(checkpoint.begin, folder)
+            place = await run_in_thread(checkpoint.begin, folder)
             await self.trainer.save(place)
-            await asyncio.to_thread(checkpoint.write_loop, folder, loop)
-            await asyncio.to_thread(checkpoint.commit, folder)
+            await run_in_thread(checkpoint.write_loop, folder, loop)
+            await run_in_thread(checkpoint.commit, folder)
 
     async def load(self, folder: Path) -> int:
         """Load a checkpoint into the trainer and the engines; returns its weight version."""
         with waiting(f"the trainer to load {folder}"):
-            loop = await asyncio.to_thread(checkpoint.read_loop, folder)
+            loop = await run_in_thread(checkpoint.read_loop, folder)
             version = await self.trainer.load(folder)
         self.step.versions.restore(loop.get("versions"), version)
         await self.step.update_weights()

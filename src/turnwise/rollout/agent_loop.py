@@ -280,7 +280,7 @@ class AgentLoop(Protocol):
 
     `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
     without arguments, once for all trajectories. All trajectories share one event loop, so call
-    blocking functions with `asyncio.to_thread`.
+    blocking functions with `asyncio.to_thread`, which has a thread for each call here.
 
     Example:
         class SingleTurn:

@@ -2,8 +2,8 @@
 
     build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
 
-Each call has the deadline `rollout.environment_timeout`. A failed one is a `TrajectoryError` of the
-episode's trajectory; a failed `close` is only counted.
+Each call has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A
+failed one is a `TrajectoryError` of the episode's trajectory; a failed `close` is only counted.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ from turnwise.tools.toolbox import Toolbox, make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
 _REWARD = "the environment's reward"
+STALL_KEY = "rollout.stall_timeout"
+"""Key of the deadline of a reward."""
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 
@@ -78,6 +80,7 @@ class Episode:
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
         self._turn = -1
+        self._methods: dict[str, Callable[..., object] | None] = {}
 
     @property
     def name(self) -> str:
@@ -100,6 +103,7 @@ class Episode:
         """Build and read the environment; an async `setup` is returned, to be awaited before."""
         with naming_row(self.where, self._row):
             self.environment = self._factory(self._row)
+            self._find_methods()
             setup = own_method(self.environment, "setup")
             opening = None if setup is None else setup()
         if inspect.isawaitable(opening):
@@ -109,9 +113,15 @@ class Episode:
 
     def _read(self) -> None:
         with naming_row(self.where, self._row):
+            self._find_methods()
             self.players = read_players(self.environment)
             self.problem = next(iter(self.players.values()), []) or read_problem(self.environment)
             self._offer(*read_tools(self.environment))
+
+    def _find_methods(self) -> None:
+        """Find the environment's own methods; looking one up may be user code."""
+        names = ("step", "metrics", "close")
+        self._methods = {name: own_method(self.environment, name) for name in names}
 
     def _offer(
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
@@ -147,7 +157,7 @@ class Episode:
     @property
     def steps(self) -> bool:
         """Whether the environment answers turns that call no tool."""
-        return own_method(self.environment, "step") is not None
+        return self._methods.get("step") is not None
 
     async def step(self, message: Message) -> list[Message] | None:
         """Return the environment's answer to a turn of the model; None ends the trajectory.
@@ -190,9 +200,11 @@ class Episode:
 
     async def done(self) -> bool:
         """Return whether the environment has ended the trajectory."""
-        if not isinstance(getattr(type(self.environment), "done", None), property):
-            return bool(getattr(self.environment, "done", False))
-        return bool(await self._call("done", lambda: self.environment.done))
+        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
+        if isinstance(known, bool):
+            return known
+        read = lambda: bool(getattr(self.environment, "done", False))  # noqa: E731
+        return bool(await self._call("done", read))
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory, with plain numbers.
@@ -201,19 +213,25 @@ class Episode:
             TrajectoryError: `reward_error`.
         """
         try:
-            value = await call_user_code(self.environment.reward, trajectory, name=_REWARD)
+            value = await call_user_code(
+                lambda: self.environment.reward(trajectory),
+                name=_REWARD,
+                seconds=self._rollout.stall_timeout,
+                key=STALL_KEY,
+            )
         except TrajectoryError:
             raise
         except Exception as error:
             described = await describe_user_error(error)
             message = f"the environment gave no reward: {described}"
             raise TrajectoryError("reward_error", message) from error
-        return await rewards_of(value, "the environment", len(trajectory.turns))
+        seconds = self._rollout.stall_timeout
+        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
 
     @property
     def measures(self) -> bool:
         """Whether the environment has metrics of its own."""
-        return own_method(self.environment, "metrics") is not None
+        return self._methods.get("metrics") is not None
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the environment's metrics of a finished trajectory.
@@ -239,7 +257,7 @@ class Episode:
     @property
     def closes(self) -> list[Callable[[], object]]:
         """Methods that close what is open."""
-        own = own_method(self.environment, "close")
+        own = self._methods.get("close")
         return [*([own] if own else []), *(toolset.close for toolset in self._toolsets)]
 
     async def close(self, report: Report) -> None:
@@ -260,14 +278,16 @@ class Episode:
         name = f"{what} of {self.where}"
         try:
             return await call_user_code(
-                function, *arguments, name=name, seconds=self._rollout.environment_timeout
+                function,
+                *arguments,
+                name=name,
+                seconds=self._rollout.environment_timeout,
+                key="rollout.environment_timeout",
             )
         except TrajectoryError:
             raise
         except DeadlineError as error:
-            raise TrajectoryError(
-                "environment_timeout", f"{error} (rollout.environment_timeout)"
-            ) from None
+            raise TrajectoryError("environment_timeout", str(error)) from None
         except TurnwiseError as error:
             raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
         except Exception as error:
@@ -278,14 +298,25 @@ class Episode:
         return TrajectoryError("environment_error", f"{self.where}: {message}")
 
 
-async def rewards_of(value: object, who: str, turns: int) -> Rewards:
+async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
     """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
 
     Converting a type other than Python's numbers may run user code.
+
+    Args:
+        seconds: `rollout.stall_timeout`.
+
+    Raises:
+        TrajectoryError: `reward_error`.
     """
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
-    rewards: Rewards = await call_user_code(read_rewards, value, who, turns, name=f"{who}'s reward")
+    try:
+        rewards: Rewards = await call_user_code(
+            read_rewards, value, who, turns, name=f"{who}'s reward", seconds=seconds, key=STALL_KEY
+        )
+    except DeadlineError as error:
+        raise TrajectoryError("reward_error", str(error)) from None
     return rewards
 
 

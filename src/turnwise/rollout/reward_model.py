@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, is_death, killed_on_failure
-from turnwise.core.aio import task_group
+from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.trajectory import Message
@@ -107,15 +107,16 @@ class RewardModel:
             for batch in batches([ids for ids, _ in waiting], self._batch_tokens):
                 futures = [waiting[index][1] for index in batch]
                 try:
-                    scores = await asyncio.to_thread(
+                    scores = await run_in_thread(
                         self._forward, [waiting[index][0] for index in batch]
                     )
+                    scored = list(zip(futures, scores, strict=True))
                 except Exception as error:  # such as out of memory: only these trajectories fail
                     for future in futures:
                         if not future.done():
                             future.set_exception(TurnwiseError(f"{type(error).__name__}: {error}"))
                     continue
-                for future, score in zip(futures, scores, strict=True):
+                for future, score in scored:
                     if not future.done():
                         future.set_result(score)
 
@@ -248,7 +249,7 @@ class RewardModelActor:
         """Load the model; return this process's id."""
         logs.follow()
         dtypes = {part.model: part.dtype for part in config.rollout.rewards}
-        self._model = await asyncio.to_thread(
+        self._model = await run_in_thread(
             lambda: RewardModel(
                 path,
                 # The shape of a batch changes the last bits of a score.

@@ -11,16 +11,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from turnwise.config import RewardConfig
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.config import RewardConfig, RolloutConfig
+from turnwise.core.aio import task_group
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Rewards, load_object
-from turnwise.rollout.episode import Episode, rewards_of
+from turnwise.rollout.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollout.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollout.problems import Row
 from turnwise.rollout.reading import BEYOND_LIMIT, is_list, read_reward, shown
@@ -29,6 +29,7 @@ from turnwise.trajectory import MAX_REWARD, Trajectory
 if TYPE_CHECKING:
     from turnwise.rollout.reward_model import RemoteRewardModel
 
+_T = TypeVar("_T")
 _OF_GROUP = ("group function", "TRL function")
 
 
@@ -57,6 +58,7 @@ class RewardManager:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
         functions: Functions of a program, by the path that a `trl` entry has for them; other paths
             are imported.
+        rollout: Its `stall_timeout` is the deadline of each call of a function.
         max_steps: Optimizer steps of the run, which TRL's functions are given.
         folder: Run folder, for what TRL's functions log; None writes nothing.
 
@@ -75,9 +77,11 @@ class RewardManager:
         parts: Sequence[RewardConfig],
         functions: Mapping[str, RewardFunction] | None = None,
         *,
+        rollout: RolloutConfig | None = None,
         max_steps: int = 0,
         folder: Path | None = None,
     ) -> None:
+        self._seconds = (rollout or RolloutConfig()).stall_timeout
         self._parts = [_load(part, functions or {}) for part in parts or [RewardConfig()]]
         self._of_group = [part for part in self._parts if part.kind in _OF_GROUP]
         self._own = [part for part in self._parts if part not in self._of_group]
@@ -202,21 +206,23 @@ class RewardManager:
             with waiting(f"{part.name} of {trajectories[0].problem_id}", "reward"):
                 if trl:
                     batch = Batch(trajectories, row, episodes, self._max_steps)
-                    call = partial(part.function, **batch.arguments)
-                    values = await call_user_code(call, name=str(part))
-                    await run_in_thread(lambda: batch.keep(self._folder))
+                    values = await self._call(part, partial(part.function, **batch.arguments))
+                    await self._call(part, batch.keep, self._folder)
                 else:
-                    values = await call_user_code(
-                        part.function, list(trajectories), row, name=str(part)
-                    )
-                numbers: list[float | None] = await call_user_code(
-                    _numbers, values, part, len(trajectories), name=str(part)
-                )
+                    values = await self._call(part, part.function, list(trajectories), row)
+                numbers = await self._call(part, _numbers, values, part, len(trajectories))
         except (InputError, TrajectoryError):
             raise
         except Exception as error:
             raise await _failed(part, error) from error
         return numbers
+
+    async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:
+        """Call a function of the user within `rollout.stall_timeout`."""
+        value: _T = await call_user_code(
+            function, *arguments, name=str(part), seconds=self._seconds, key=STALL_KEY
+        )
+        return value
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
         """Return one part's reward of a trajectory, before its weight.
@@ -271,14 +277,14 @@ class RewardManager:
         self, part: _Part, episode: Episode, trajectory: Trajectory, row: Row
     ) -> Rewards:
         if part.function is not None:
-            value = await call_user_code(part.function, trajectory, row, name=str(part))
+            value = await self._call(part, part.function, trajectory, row)
         elif part.kind == "model":
             value = await self.models[part.model].score(trajectory.messages)
         elif trajectory.reward is not None:
             value = trajectory.reward
         else:
             return await episode.reward(trajectory)
-        return await rewards_of(value, str(part), len(trajectory.turns))
+        return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
 
 
 async def _failed(part: _Part, error: Exception) -> TrajectoryError:

@@ -12,11 +12,12 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc, run_in_thread
+from turnwise.core.user_code import import_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import Group
-from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.runner import Runner
 from turnwise.serving.chat_backend import ChatBackend
@@ -50,7 +51,11 @@ class RolloutProcess(SchedulerProcess):
         """
         logs.follow()
         config = self.config
-        self._runner = await run_in_thread(lambda: self._make_runner(load_tokenizer(config)))
+        self._runner = await import_user_code(
+            lambda: self._make_runner(load_tokenizer(config)),
+            config=config,
+            what="the environment, loop, rewards and tools",
+        )
         await run_in_thread(lambda: self._runner.tool_parser)
         await self._stack.enter_async_context(open_front(config, self._runner, self.scheduler))
         freeze_gc()
@@ -92,7 +97,7 @@ async def open_front(config: Config, runner: Runner, generator: Generator) -> As
             await runner.close()
             await server.stop()
     elif config.rollout.loop == "chat_scheduler":
-        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
+        scheduler = await import_chat_scheduler(config)
         runner.chats = chats = ChatBackend(config, generator, scheduler)
         await chats.start()
         try:

@@ -112,7 +112,11 @@ class Runner:
         folder = Path(config.output_dir, config.name)
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
-            config.rollout.rewards, functions, max_steps=max_steps, folder=folder
+            config.rollout.rewards,
+            functions,
+            rollout=config.rollout,
+            max_steps=max_steps,
+            folder=folder,
         )
         """The configured rewards; `models` is set when reward models are started."""
         self.server: SessionServer | None = None
@@ -277,7 +281,7 @@ class Runner:
                 limit.admit(problem.id, length)
         except TrajectoryError as error:
             return str(error)
-        except TurnwiseError:
+        except (TurnwiseError, OSError):
             return ""  # its trajectories fail too, and are counted
         return ""
 
@@ -311,6 +315,8 @@ class Runner:
             if stall.expired():
                 message = f"it made no progress for {clock.seconds:g} s (rollout.stall_timeout)"
                 failure = "stalled", message
+        except OSError as error:  # too few threads or descriptors, maybe for a moment only
+            failure = "system_error", str(error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -379,7 +385,12 @@ class Runner:
     async def _play(self, environment: Environment, context: RolloutContext) -> None:
         """Run the loop, which may be user code."""
         try:
-            await run_abandonable(lambda: self._loop.run(environment, context), self._loop_name)
+            await run_abandonable(
+                lambda: self._loop.run(environment, context),
+                name=self._loop_name,
+                seconds=self._config.rollout.trajectory_timeout,
+                key="rollout.trajectory_timeout",
+            )
         except (InputError, TrajectoryError, DeadlineError, EngineError):
             raise
         except Exception as error:

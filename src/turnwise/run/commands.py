@@ -6,11 +6,11 @@ checks its inputs before it imports anything slow.
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
@@ -19,6 +19,7 @@ from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError, TrainerError
 from turnwise.serving.openai.address import listen
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from turnwise.run.run_dir import Resume, RunDir
     from turnwise.serving.openai.server import OpenAIServer
 
+_T = TypeVar("_T")
 _LOADING = "importing libraries and reading the data"
 _PROVIDED = (*needed_keys(), "data.eval_path")
 """Keys whose values a program may have provided as objects."""
@@ -112,7 +114,7 @@ async def train(
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume
 
-            problems, heldout = await run_in_thread(lambda: _load_problems(config, inputs))
+            problems, heldout = await _in_time(_load_problems, config, inputs)
         for attempt in itertools.count():
             folder = RunDir(config, resume)
             logs.open_logs(config)
@@ -210,7 +212,7 @@ async def evaluate(
             from turnwise.rollout.evaluation import evaluate as evaluate_problems
             from turnwise.run.runtime import open_runtime
 
-            problems = await run_in_thread(lambda: _load_heldout(config, inputs))
+            problems = await _in_time(_load_heldout, config, inputs)
         async with open_runtime(
             config,
             problems[0],
@@ -257,7 +259,7 @@ async def rollout(
             from turnwise.rollout.group import check_failures
             from turnwise.run.runtime import open_runtime
 
-            problems = await run_in_thread(lambda: _load_training(config, inputs))
+            problems = await _in_time(_load_training, config, inputs)
         async with open_runtime(
             config,
             problems[0],
@@ -323,6 +325,17 @@ async def _attempt(
         async with serving_metrics(host, port, folder.rows, loop.in_flight, scheduler):
             await loop.run()
         return loop.exactness
+
+
+async def _in_time(
+    load: Callable[[Config, ProgramInputs], _T], config: Config, inputs: ProgramInputs
+) -> _T:
+    """Open the data in a thread: a program's rows, and some datasets, are user code."""
+    seconds, key = config.data.load_timeout, "data.load_timeout"
+    loaded: _T = await call_user_code(
+        load, config, inputs, name="the data", seconds=seconds, key=key
+    )
+    return loaded
 
 
 def _load_problems(

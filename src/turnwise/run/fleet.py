@@ -19,7 +19,7 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
 from turnwise.errors import InputError
-from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
@@ -92,7 +92,7 @@ async def open_manager(
     """
 
     async def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
-        scheduler = await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
+        scheduler = await import_chat_scheduler(config)
         return lambda manager: ChatBackend(config, manager.scheduler, scheduler)
 
     async with _open_fleet(config, progress, CHATS, prepare) as (manager, chats):
@@ -135,15 +135,13 @@ async def _open_fleet(
 async def ray_running(config: Config, progress: Progress) -> AsyncIterator[float]:
     """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
     starting = asyncio.ensure_future(
-        show_part(
-            progress, "starting Ray", lambda: asyncio.to_thread(start_ray, config.ray_address)
-        )
+        show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, config.ray_address))
     )
     try:
         yield await asyncio.shield(starting)
     finally:
         await asyncio.wait([starting])  # Ray's start cannot be cancelled
-        await asyncio.to_thread(ray.shutdown)
+        await run_in_thread(ray.shutdown)
 
 
 def begin_imports(config: Config) -> None:

@@ -17,13 +17,14 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
+from turnwise.core.user_code import import_user_code
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.foreign.trl_reward import RewardFunction
-from turnwise.rollout.loops import load_chat_scheduler
+from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.rollout.processes import RolloutProcesses
 from turnwise.rollout.producer import RunGroup
 from turnwise.rollout.reward_model import start_reward_models
@@ -109,8 +110,12 @@ async def open_runtime(
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         make = partial(Runner, config, environment=environment, functions=functions)
-        runner = await run_in_thread(lambda: _make_runner(make, config, first, training))
-        await run_in_thread(lambda: load_chat_scheduler(config.rollout.chat_scheduler))
+        runner = await import_user_code(
+            *(_make_runner, make, config, first, training),
+            config=config,
+            what="the environment, loop, rewards and tools",
+        )
+        await import_chat_scheduler(config)
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
         stack.callback(parser.cancel)

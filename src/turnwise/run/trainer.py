@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.calls import stuck_calls
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
-from turnwise.core.user_code import stuck_calls
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.engine.protocol import TurnTimes
 from turnwise.rollout import Batch, Group, GroupProducer, Problem, ProblemStream, check_failures
@@ -217,14 +217,14 @@ class TrainingLoop:
         """
         config, algorithm, version = self._config, self._algorithm, self._policy.version
         oldest = self._step.versions.oldest
-        advantages = await asyncio.to_thread(
+        advantages = await run_in_thread(
             compute_advantages, batch.groups, config, oldest, algorithm
         )
-        samples = await asyncio.to_thread(samples_of, advantages, config, oldest, algorithm)
+        samples = await run_in_thread(samples_of, advantages, config, oldest, algorithm)
         for reason, group in batch.discarded:
-            await asyncio.to_thread(samples.drop, group.trajectories, reason)
+            await run_in_thread(samples.drop, group.trajectories, reason)
         self.exactness += samples.report
-        await asyncio.to_thread(self._folder.write_exactness, self.exactness)
+        await run_in_thread(self._folder.write_exactness, self.exactness)
         check_exactness(samples.report, config)
         metrics.add_samples(samples)
         if samples.samples:
@@ -309,8 +309,8 @@ class TrainingLoop:
         trajectories: Sequence[Trajectory],
         calls: Sequence[Sequence[TurnTimes]],
     ) -> None:
-        await asyncio.to_thread(self._folder.write_trajectories, kind, step, trajectories)
-        await asyncio.to_thread(self._folder.write_timeline, kind, step, calls)
+        await run_in_thread(self._folder.write_trajectories, kind, step, trajectories)
+        await run_in_thread(self._folder.write_timeline, kind, step, calls)
 
     async def _write_token_values(
         self, step: int | None, batch: Batch, samples: SampleBatch, version: int
@@ -325,7 +325,7 @@ class TrainingLoop:
             self._folder.write_token_values(step, columns)
 
         with self._timed("write"):
-            await asyncio.to_thread(write)
+            await run_in_thread(write)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
         """Show what was said in the step, every `samples_every` steps."""
@@ -336,7 +336,7 @@ class TrainingLoop:
         shown = best_and_worst(trajectories)
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
-        await asyncio.to_thread(self._folder.write_samples, step, both)
+        await run_in_thread(self._folder.write_samples, step, both)
 
     def _is_due(self, step: int) -> bool:
         training = self._config.training
@@ -352,7 +352,7 @@ class TrainingLoop:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
         self._progress.phase("save")
         with self._timed("save"), waiting(f"the trainer to save step {step}"):
-            place = await asyncio.to_thread(self._folder.begin_checkpoint, step)
+            place = await run_in_thread(self._folder.begin_checkpoint, step)
             await self._policy.save(place)
             state = {
                 "step": step,
@@ -361,7 +361,7 @@ class TrainingLoop:
                 "exactness": self.exactness.to_dict(),
                 "accuracy_heldout": self._accuracy,
             }
-            await asyncio.to_thread(self._folder.commit_checkpoint, step, state)
+            await run_in_thread(self._folder.commit_checkpoint, step, state)
         self._saved, self._saved_at = step, time.monotonic()
 
     @contextmanager
@@ -380,10 +380,10 @@ class TrainingLoop:
         return self._seconds | waits
 
     async def _report(self, metrics: StepMetrics) -> None:
-        await asyncio.to_thread(self._folder.write_step, metrics)
+        await run_in_thread(self._folder.write_step, metrics)
         self._progress.step(metrics)
         for alarm in self._alarms.add(metrics.to_json()):
             self._progress.warn(alarm.message)
         last = metrics.step == self._config.training.steps
         if metrics.accuracy_heldout is not None or last:
-            await asyncio.to_thread(self._folder.draw)
+            await run_in_thread(self._folder.draw)

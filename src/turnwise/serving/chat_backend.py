@@ -172,7 +172,8 @@ class ChatBackend:
             await scheduler.generate_sequences(batch, **(sampling_params or {}))
 
         try:
-            await call_user_code(hold, name=name)
+            seconds, key = self.config.rollout.trajectory_timeout, "rollout.trajectory_timeout"
+            await call_user_code(hold, name=name, seconds=seconds, key=key)
         except Exception as raised:
             error = _only(raised)
             if isinstance(error, TrajectoryError | EngineError | DeadlineError):

@@ -4,10 +4,10 @@ The first call starts the interpreter. Whatever the code does, a call returns a 
 sandbox ends with the environment; what each backend holds is in docs/how-to/sandbox.md.
 """
 
-import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.tools.sandbox.backends import Backend, Limits, choose
 from turnwise.tools.sandbox.session import Session
@@ -61,7 +61,7 @@ class CodeToolset:
         Raises:
             InputError: when no sandbox works on this machine; it says what to install.
         """
-        backend = await asyncio.to_thread(self._tool.choose)
+        backend = await run_in_thread(self._tool.choose)
         self._session = session = Session(backend, self._limits, shell=self._name == "shell")
         argument = "code" if self._name == "python" else "command"
         description = "Python code." if self._name == "python" else "A bash command."
@@ -81,7 +81,7 @@ class CodeToolset:
     async def close(self) -> None:
         """End the sandbox and all its processes."""
         if self._session is not None:
-            await asyncio.to_thread(self._session.close)
+            await run_in_thread(self._session.close)
 
 
 def python(

@@ -23,6 +23,7 @@ from turnwise.core.actor import (
     is_death,
     killed_on_failure,
 )
+from turnwise.core.aio import run_in_thread
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.training.batching import Layout, RankBatches, plan_micro_batches
 from turnwise.training.reports import TrainedSample, TrainMetrics, by_sample, merge
@@ -180,7 +181,7 @@ class TrainerGroup:
         """Return each rank's share of each update; the ranks of a context group have the same."""
         training = self._config.training
         size = training.context_parallel
-        planned = await asyncio.to_thread(
+        planned = await run_in_thread(
             plan_micro_batches,
             samples,
             updates,

@@ -107,7 +107,7 @@ async def test_the_tools_of_a_server_are_the_models(which: str) -> None:
         episode.turn_ended(2)
         assert (await episode.toolbox.call("answer", '{"value": 3}')).text == "right"
         assert await episode.done()
-        state = await call_user_code(episode.environment.state, name="state")
+        state = await call_user_code(episode.environment.state, name="state", seconds=60)
         assert state["step_count"] == 5
         trajectory = with_turns(3)
         assert episode.environment.reward(trajectory).turns == [0.75, 0.0, 1.0]
@@ -133,7 +133,7 @@ async def test_typed_actions_are_one_tool(which: str) -> None:
         assert (await episode.toolbox.call("act", '{"message": "hi"}')).text == "hi"
         assert (await episode.toolbox.call("act", "{}")).outcome == "bad_arguments"
         with pytest.raises(openenv_session.OpenEnvError, match="Invalid message; message: Field"):
-            await call_user_code(episode.environment.act, {}, name="act")
+            await call_user_code(episode.environment.act, {}, name="act", seconds=60)
         episode.turn_ended(1)
         assert (await episode.toolbox.call("act", '{"message": "bye"}')).text == "bye"
         assert await episode.done()
@@ -268,6 +268,7 @@ async def test_a_late_answer_is_not_taken_for_the_next(monkeypatch: pytest.Monke
                 episode.environment.act,
                 {"type": "call_tool", "tool_name": "add", "arguments": {"a": 5, "b": 5}},
                 name="act",
+                seconds=60,
             )
             assert result == "10"
             # The late step counts too, for the turn that asked for it.

@@ -4,7 +4,7 @@ from turnwise.config import LOOP_NAMES
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.environment import load_object
 from turnwise.rollout.loops.agent import HttpAgentLoop
-from turnwise.rollout.loops.chat_scheduler import ChatSchedulerLoop, load_chat_scheduler
+from turnwise.rollout.loops.chat_scheduler import ChatSchedulerLoop, import_chat_scheduler
 from turnwise.rollout.loops.interleaved import InterleavedLoop
 from turnwise.rollout.loops.self_play import SelfPlayLoop
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
@@ -18,7 +18,7 @@ _TYPES: tuple[type[AgentLoop], ...] = (
     ChatSchedulerLoop,
     SelfPlayLoop,
 )
-__all__ = ["LOOPS", "load_chat_scheduler", "load_loop"]
+__all__ = ["LOOPS", "import_chat_scheduler", "load_loop"]
 
 LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 

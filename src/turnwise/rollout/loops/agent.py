@@ -10,7 +10,7 @@ import copy
 import re
 
 from turnwise.chat.session import Session
-from turnwise.core.aio import run_in_thread
+from turnwise.config import RolloutConfig
 from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
 from turnwise.core.user_code import call_user_code
@@ -94,7 +94,8 @@ class HttpAgentLoop:
     async def _run_agent(
         self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
     ) -> None:
-        row, name, more = context.row, context.request_id, context.rollout.agent_env
+        row, name, rollout = context.row, context.request_id, context.rollout
+        more = rollout.agent_env
         trace = trace_headers()
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
@@ -110,14 +111,17 @@ class HttpAgentLoop:
             )
             apply_report(report, session, f"the agent {agent}")
         elif _FUNCTION.fullmatch(agent):
-            await _call_function(agent, base_url, row)
+            await _call_function(agent, base_url, row, rollout)
         else:
             variables = {header.upper(): value for header, value in trace.items()}
             variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
             await run_command(agent, clean_environment(more, **variables), row, context.clock)
 
 
-async def _call_function(agent: str, base_url: str, row: Row) -> None:
-    function = await run_in_thread(lambda: load_object(agent, "rollout.agent"))
-    # A copy: the environment computes the reward from the original row.
-    await call_user_code(function, base_url, copy.deepcopy(row), name=f"the agent {agent}")
+async def _call_function(agent: str, base_url: str, row: Row, rollout: RolloutConfig) -> None:
+    def call() -> object:
+        # A copy: the environment computes the reward from the original row.
+        return load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row))
+
+    seconds, key = rollout.trajectory_timeout, "rollout.trajectory_timeout"
+    await call_user_code(call, name=f"the agent {agent}", seconds=seconds, key=key)

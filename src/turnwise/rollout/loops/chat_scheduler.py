@@ -2,6 +2,8 @@
 
 import copy
 
+from turnwise.config import Config
+from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.rollout.agent_loop import RolloutContext
@@ -43,6 +45,19 @@ class ChatSchedulerLoop:
                 clock=context.clock,
                 calls=context.calls,
             )
+
+
+async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
+    """Load the configured class in a thread, within `engine.start_timeout`.
+
+    Raises:
+        InputError: as `load_chat_scheduler` does.
+        DeadlineError: when its module takes too long to import.
+    """
+    path = config.rollout.chat_scheduler
+    return await import_user_code(
+        load_chat_scheduler, path, config=config, what=path or "the chat scheduler"
+    )
 
 
 def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
