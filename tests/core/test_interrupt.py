@@ -11,11 +11,12 @@ import pytest
 from tests.conftest import ROOT, command_environment
 
 PROGRAM = """
-import asyncio, contextlib, subprocess, sys, time
+import asyncio, concurrent.futures, contextlib, subprocess, sys, time
 from turnwise.cli import command as running
 from turnwise.core import user_code as tasks
 from turnwise.core import interrupt
 from turnwise.core.user_code import call_user_code, run_abandonable
+from turnwise.errors import DeadlineError
 
 def nap():
     print("begun", flush=True)
@@ -30,10 +31,23 @@ async def swallow():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.05)
 
+async def to_thread():
+    await asyncio.to_thread(nap)
+
 async def command():
-    subprocess.Popen(["sleep", "600"])
     how = sys.argv[1]
-    if how == "thread":
+    if not how.startswith("thread of a"):
+        subprocess.Popen(["sleep", "600"])
+    if how == "thread of a tool":
+        with contextlib.suppress(DeadlineError):
+            await call_user_code(to_thread, name="the tool search", seconds=1)
+    elif how == "thread of a loop":
+        with contextlib.suppress(DeadlineError):
+            await run_abandonable(to_thread, name="the loop of mine", seconds=1)
+    elif how == "thread of a library":
+        await asyncio.get_running_loop().run_in_executor(None, print, "begun")
+        concurrent.futures.ThreadPoolExecutor(1).submit(nap)
+    elif how == "thread":
         await call_user_code(nap, name="the tool nap", seconds=600)
     elif how == "loop":
         await call_user_code(block, name="the environment's reward", seconds=600)
@@ -64,7 +78,10 @@ async def never_ends():
 interrupt.PATIENCE_SECONDS = 3.0 if sys.argv[1] == "stubborn" else 300.0
 tasks.GRACE_SECONDS = 0.5
 running._END_SECONDS = 1.0
-sys.exit(asyncio.run(running._exit_code(never_ends, None)))
+running._EXIT_SECONDS = 1.0 if sys.argv[1] == "thread of a library" else 300.0
+code = asyncio.run(running._exit_code(never_ends, None))
+running.end_with(code)
+sys.exit(code)
 """
 
 
@@ -87,7 +104,7 @@ def command(how: str, *signals: signal.Signals, until_it_ends: bool = False) -> 
     begun = running.stdout.readline()
     assert begun == "begun\n", running.communicate(timeout=120)
     below = psutil.Process(running.pid).children(recursive=True)
-    assert below
+    assert below or how.startswith("thread of a")
     for number in signals:
         running.send_signal(number)
     while until_it_ends and running.poll() is None:
@@ -224,3 +241,62 @@ def test_a_command_that_is_over_ends_whatever_user_code_it_leaves_behind() -> No
     code, said = command("leaves")
     assert code == 0
     assert said == "turnwise: 1 call has not returned: the loop of mine\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "who"), [("tool", "the tool search"), ("loop", "the loop of mine")]
+)
+def test_no_end_waits_for_a_thread_that_user_code_began(where: str, who: str) -> None:
+    """Neither `asyncio.run` nor `concurrent.futures` joins a thread of `asyncio.to_thread`."""
+    code, said = command(f"thread of a {where}")
+    assert code == 0
+    assert said.startswith(f"turnwise: 1 call has not returned: a thread of {who}")
+
+
+def test_the_interpreter_that_joins_other_threads_is_ended_by_force() -> None:
+    code, said = command("thread of a library")
+    assert code == 0
+    assert said == "turnwise: what it left behind did not end within 1 s and was killed\n"
+
+
+API = """
+import asyncio, contextlib, sys, time
+from turnwise.core import loop_thread
+from turnwise.core import user_code as tasks
+from turnwise.core.user_code import call_user_code, run_abandonable
+from turnwise.errors import DeadlineError
+from turnwise.run.api import run_command
+
+async def to_thread():
+    await asyncio.to_thread(time.sleep, 600)
+
+async def swallow():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+async def train():
+    for hangs in (to_thread, swallow):
+        with contextlib.suppress(DeadlineError):
+            await run_abandonable(hangs, name="the loop of mine", seconds=0.5)
+        with contextlib.suppress(DeadlineError):
+            await call_user_code(hangs, name="the tool search", seconds=0.5)
+    return "the result"
+
+tasks.GRACE_SECONDS = loop_thread._LEFT_SECONDS = 0.2
+print(run_command(train, "the training run"))
+"""
+
+
+def test_a_program_gets_the_result_of_a_run_whose_user_code_never_returns_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", API],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "the result\n"
+    assert "the training run has ended, but 4 calls have not returned" in done.stderr

@@ -256,8 +256,9 @@ async def test_turns_may_take_longer_than_a_stall(run: Callable[..., Any], token
     assert group.dropped == {}
     assert group.seconds["generate"] > 2 * 2 * 1.5
     stalled = await run({"takes": 60.0}, n=1, stall_timeout=0.5)
-    assert stalled.dropped == {"stalled": 1}
-    assert stalled.causes["stalled"].endswith("no progress for 0.5 s (rollout.stall_timeout)")
+    assert stalled.dropped == {"reward_error": 1}
+    late = "the environment's reward did not answer within 0.5 s (rollout.stall_timeout)"
+    assert stalled.causes["reward_error"].endswith(late)
 
 
 async def test_a_group_tells_where_its_time_went(run: Callable[..., Any], tokenizer: Any) -> None:

@@ -36,6 +36,8 @@ _FILE_CLOCK_SECONDS = 0.05
 """Largest lag of the clock of files' times, which ticks, behind `time.time`."""
 _END_SECONDS = 10.0
 """Deadline for closing the event loop when user code has not returned."""
+_EXIT_SECONDS = 30.0
+"""Deadline for the end of the interpreter, which joins threads of user code and of libraries."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,17 @@ def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -
     code = aio.run(_exit_code(make, command))
     if code:
         raise typer.Exit(code)
+
+
+def end_with(code: object) -> None:
+    """End this process by force if it does not end by itself.
+
+    Args:
+        code: As `sys.exit` takes it.
+    """
+    number = code if isinstance(code, int) else int(code is not None)
+    late = f"what it left behind did not end within {_EXIT_SECONDS:g} s and was killed"
+    end_by_force_after(_EXIT_SECONDS, number, late)
 
 
 async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:

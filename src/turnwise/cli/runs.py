@@ -16,6 +16,7 @@ from rich.console import Console
 from turnwise import __version__
 from turnwise.cli import operations
 from turnwise.cli.command import Command as _Command
+from turnwise.cli.command import end_with
 from turnwise.cli.command import print_error as _print_error
 from turnwise.cli.command import run as _run
 from turnwise.cli.operations import Debug
@@ -308,7 +309,14 @@ def main() -> None:
     # User classes are imported from the working directory.
     sys.path.insert(0, os.getcwd())
     logs.to_terminal()
-    app()
+    code: object = 1
+    try:
+        app()
+    except SystemExit as error:
+        code = error.code
+        raise
+    finally:
+        end_with(code)
 
 
 async def _train(config: Config, resume: Path | None = None) -> None:

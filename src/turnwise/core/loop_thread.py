@@ -18,9 +18,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
+from turnwise.core.calls import unreturned_calls
 from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.core.executor import use_daemon_threads
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
-from turnwise.errors import TurnwiseError
+from turnwise.errors import DeadlineError, TurnwiseError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,10 @@ _Result = TypeVar("_Result")
 Work = Callable[[], Coroutine[Any, Any, _Result]]
 _GRACE_SECONDS = 10.0
 """Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
+_LEFT_SECONDS = 5.0
+"""Time for the tasks that are left in the event loop to end once the context manager has closed."""
+_LOOK_SECONDS = 0.05
+"""Longest pause between two looks at whether the context manager has closed."""
 
 
 class EventLoopThread(Generic[_Opened]):
@@ -118,20 +124,28 @@ class EventLoopThread(Generic[_Opened]):
         with suppress(RuntimeError):  # the loop has closed already
             self._loop.call_soon_threadsafe(self._cancel)
         interrupted: KeyboardInterrupt | None = None
-        end = time.monotonic() + seconds
-        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
-            try:
-                self._thread.join(left)
-            except KeyboardInterrupt as error:
-                interrupted = error
+        for over, limit in (
+            (self._ended.done, seconds),
+            (lambda: not self._thread.is_alive(), _LEFT_SECONDS),
+        ):
+            end = time.monotonic() + limit
+            while not over() and (left := end - time.monotonic()) > 0:
+                try:
+                    self._thread.join(min(left, _LOOK_SECONDS))
+                except KeyboardInterrupt as error:
+                    interrupted = error
         if interrupted is not None:
             raise interrupted
-        if self._thread.is_alive():
+        if not self._ended.done():
             raise deadline_error(seconds, f"{self._name} did not end")
+        if self._thread.is_alive():
+            logger.warning("%s has ended, but %s", self._name, unreturned_calls() or "not its loop")
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
         """Stop at the end of a `with` block; a failure to stop never hides the block's own error.
+
+        What does not end in time is only logged: the block's results are there.
 
         Args:
             error: The error that ended the block, if any.
@@ -142,14 +156,19 @@ class EventLoopThread(Generic[_Opened]):
         try:
             self.stop(seconds)
         except TurnwiseError as failure:
-            if error is None:
+            if error is None and not isinstance(failure, DeadlineError):
                 raise
             if failure is not error:
                 logger.warning("while %s ended: %s", self._name, failure)
 
     def _run(self) -> None:
+        asyncio.run(self._held())
+
+    async def _held(self) -> None:
+        """Hold the context manager open, and note how it ended: tasks that user code has left in
+        the loop may not end at all."""
         try:
-            asyncio.run(self._hold())
+            await self._hold()
         except asyncio.CancelledError:
             self._ended.set_result(None)
         except BaseException as error:
@@ -159,6 +178,7 @@ class EventLoopThread(Generic[_Opened]):
         task = asyncio.current_task()
         assert task is not None
         self._task, self._loop = task, asyncio.get_running_loop()
+        use_daemon_threads(self._loop)
         self._began.set()
         async with self._context() as opened:
             self._opened.set_result(opened)
