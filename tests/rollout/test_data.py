@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.trajectory.test_thinking_templates import thinking
 from turnwise.errors import InputError
-from turnwise.rollout import load_rows
+from turnwise.rollout import data, load_rows
 from turnwise.rollout.data import LazyRows, given_rows
 
 ROWS = [{"n": n, "messages": [{"role": "user", "content": "é" * n}]} for n in range(5)]
@@ -151,7 +151,11 @@ def test_a_file_that_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize(("name", "comma"), [("rows.csv", ","), ("rows.tsv", "\t")])
-def test_a_table_gives_rows_of_texts(tmp_path: Path, name: str, comma: str) -> None:
+@pytest.mark.parametrize("eager_bytes", [2**22, 0])
+def test_a_table_gives_rows_of_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, comma: str, eager_bytes: int
+) -> None:
+    monkeypatch.setattr(data, "_EAGER_BYTES", eager_bytes)
     path = tmp_path / name
     long = "é" * 200_000
     lines = ("question,answer", '"1, or\n""2""?",07', f"{long},", "")
@@ -228,3 +232,20 @@ def test_the_lines_of_a_large_file_are_parsed_when_they_are_asked_for(tmp_path: 
     with pytest.raises(InputError, match=r"large\.jsonl, line 33: not JSON"):
         rows[31]
     assert len(load_rows(str(path), split="train", limit=3)) == 3
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_rows_of_a_large_table_are_parsed_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(data, "_EAGER_BYTES", 100)
+    monkeypatch.setattr(data, "_EAGER_ROWS", 100)
+    path = tmp_path / "rows.csv"
+    lines = [f'{n},"é ""{n}"",{end}{n}"{end if n % 7 else end + end}' for n in range(1000)]
+    path.write_text(f"a,b{end}" + "".join(lines), newline="")
+    rows = load_rows(str(path), split="train", limit=900)
+    assert isinstance(rows, LazyRows)
+    assert len(rows) == 900
+    for n in (0, 1, 7, 8, 899):
+        assert rows[n] == {"a": str(n), "b": f'é "{n}",{end}{n}'}
+    assert rows[450:452][1]["a"] == "451"

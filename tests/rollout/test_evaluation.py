@@ -1,12 +1,31 @@
-"""pass@k and mean@k against all subsets, and the summary of groups."""
+"""pass@k and mean@k against all subsets, the summary of groups, and how groups are run."""
 
+import asyncio
+import json
+import threading
+from collections.abc import Callable
 from itertools import combinations, permutations
+from pathlib import Path
 
 import pytest
 
-from turnwise.rollout import Group
-from turnwise.rollout.evaluation import mean_at_k, pass_at_k, summarize
-from turnwise.trajectory import Trajectory
+from turnwise.config import Config
+from turnwise.core.aio import for_each
+from turnwise.errors import DeadlineError, InputError
+from turnwise.rollout import Group, Problem
+from turnwise.rollout.data import LazyRows
+from turnwise.rollout.evaluation import (
+    Scores,
+    evaluate,
+    groups_at_once,
+    mean_at_k,
+    pass_at_k,
+    run_groups,
+)
+from turnwise.rollout.problems import Problems
+from turnwise.run.group_log import GroupLog
+from turnwise.trajectory import Trajectory, read_jsonl
+from turnwise.trajectory.log import TrajectoryLog
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 
@@ -36,6 +55,13 @@ def group(rewards: list[float | None]) -> Group:
         if reward is not None
     ]
     return Group("p", made)
+
+
+def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, float]:
+    scores = Scores(n, success_reward)
+    for each in groups:
+        scores.add(each)
+    return scores.summary()
 
 
 def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
@@ -71,3 +97,148 @@ def test_the_threshold_decides_which_attempts_are_right(
 ) -> None:
     rewards: list[float | None] = [-1.0, 0.2, 0.7 + 0.2 + 0.1, 2.0]  # the third is just below 1
     assert summarize([group(rewards)], 4, success_reward)["accuracy"] == accuracy
+
+
+class Play:
+    """Plays groups of one trajectory when the test lets it; counts rows, groups and the most."""
+
+    def __init__(self, rows: int) -> None:
+        self.read: list[int] = []
+        self.running = self.most = self.ended = 0
+        self.gate = asyncio.Event()
+        self.bad: str | None = None
+        self.problems = Problems("rows.jsonl", LazyRows(rows, self._read))
+
+    def _read(self, index: int) -> dict[str, int]:
+        self.read.append(index)
+        return {"n": index}
+
+    async def group(self, problem: Problem, tag: str) -> Group:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if problem.id == self.bad:
+                raise InputError(f"{problem.id} cannot be used")
+            if self.bad is not None or not self.gate.is_set():
+                await self.gate.wait()
+            return Group(problem.id, [Trajectory(problem.id, 0, reward=problem.row["n"] % 2)])
+        finally:
+            self.running -= 1
+            self.ended += 1
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.001)
+
+
+async def test_rows_are_read_and_groups_begun_as_places_become_free() -> None:
+    play = Play(500)
+    work = asyncio.ensure_future(run_groups(play.group, play.problems, "eval", at_once=7))
+    await until(lambda: play.running == 7)
+    assert len(play.read) == 7
+    assert len(asyncio.all_tasks()) < 20
+    play.gate.set()
+    outcomes = await work
+    assert (outcomes.finished, play.most, sorted(play.read)) == (500, 7, list(range(500)))
+
+
+async def test_an_error_ends_all_groups_and_what_is_done_is_in_the_file(tmp_path: Path) -> None:
+    play, log = Play(100), GroupLog(tmp_path / "eval.jsonl", tmp_path / "timeline" / "eval.jsonl")
+    play.gate.set()
+    play.bad = "rows.jsonl:40"
+    with pytest.raises(InputError, match=r"rows\.jsonl:40 cannot be used"):
+        await run_groups(play.group, play.problems, "eval", log.keep, at_once=4)
+    assert play.running == 0
+    assert len(asyncio.all_tasks()) == 1
+    done = {trajectory.problem_id for trajectory in read_jsonl(tmp_path / "eval.jsonl")}
+    assert {f"rows.jsonl:{n}" for n in range(1, 37)} <= done
+    assert "rows.jsonl:40" not in done
+    assert len((tmp_path / "timeline" / "eval.jsonl").read_text().splitlines()) == len(done)
+
+
+async def test_a_row_that_cannot_be_read_in_time_is_named() -> None:
+    stuck = threading.Event()
+
+    def read(index: int) -> dict[str, int]:
+        stuck.wait(60)
+        return {}
+
+    problems = Problems("rows.jsonl", LazyRows(3, read))
+    with pytest.raises(DeadlineError, match=r"row \d of the data did not answer within 0.1 s"):
+        await run_groups(Play(3).group, problems, "eval", row_seconds=0.1)
+    stuck.set()
+
+
+async def test_an_evaluation_keeps_its_trajectories_in_their_file(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make_config(eval={"sampling": {"n": 1}}, rollout={"concurrency": 16})
+    play, path = Play(50), tmp_path / "eval.jsonl"
+    path.write_text("of an earlier evaluation\n")
+    slow = asyncio.Event()
+
+    async def slow_at_first(problem: Problem, tag: str) -> Group:
+        if problem.row["n"] < 5:
+            await slow.wait()
+        return await play.group(problem, tag)
+
+    play.gate.set()
+    work = asyncio.ensure_future(
+        evaluate(slow_at_first, play.problems, config, kept=GroupLog(path))
+    )
+    await until(lambda: len(path.read_text().splitlines()) == 45)  # all that is finished
+    slow.set()
+    evaluation = await work
+    assert (evaluation.finished, evaluation.accuracy) == (50, 0.5)
+    names = [f"rows.jsonl:{n}" for n in range(1, 51)]
+    assert [trajectory.problem_id for trajectory in evaluation.trajectories] == names
+    assert [t.problem_id for t in evaluation.trajectories[-2:]] == names[-2:]
+    assert evaluation.trajectories[3].problem_id == names[3]
+    assert [t.problem_id for t in read_jsonl(path)] != names
+
+
+@pytest.mark.parametrize(("n", "concurrency", "groups"), [(8, 256, 64), (1, 4, 8), (64, 16, 2)])
+def test_as_many_groups_begin_as_fill_the_slots(
+    make_config: Callable[..., Config], n: int, concurrency: int, groups: int
+) -> None:
+    assert groups_at_once(make_config(rollout={"concurrency": concurrency}), n) == groups
+
+
+async def test_the_first_error_ends_the_work_on_all_items() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def work(item: int) -> None:
+        begun.append(item)
+        if item == 5:
+            raise ValueError("five")
+        try:
+            await asyncio.sleep(0 if item < 5 else 600)
+        finally:
+            ended.append(item)
+
+    with pytest.raises(ValueError, match="five"):
+        await for_each(iter(range(10**9)), work, at_once=3)
+    assert begun == list(range(len(begun)))
+    assert sorted([*ended, 5]) == begun
+
+    async def cancelled(item: int) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="raised CancelledError"):
+        await for_each([1, 2], cancelled, at_once=1)
+
+
+def test_a_last_line_that_was_never_completed_is_left_out(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path / "eval.jsonl")
+    log.append(0, [Trajectory("rows:1"), Trajectory("rows:1", 1)])
+    whole = log.path.read_text()
+    log.path.write_text(whole[:-5])
+    assert [trajectory.sample_index for trajectory in read_jsonl(log.path)] == [0]
+    log.path.write_text(whole[:-5] + "\n")
+    with pytest.raises(json.JSONDecodeError):
+        list(read_jsonl(log.path))
+    log.path.write_text(whole[:-1])
+    assert len(list(read_jsonl(log.path))) == 2

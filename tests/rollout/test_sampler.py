@@ -77,6 +77,32 @@ async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest
     assert await llm.num_in_flight() == 0
 
 
+class OneBadRow:
+    """A loop that finds its row unusable, as `rollout.call_tool` does."""
+
+    async def run(self, environment: Any, context: Any) -> None:
+        if context.row["answer"] == 2:
+            await context.sample(await context.first_prompt(list(context.problem)))
+            raise InputError("this row cannot be used")
+        await context.sample(await context.first_prompt(list(context.problem)))
+
+
+async def test_an_error_ends_all_other_rows(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    latency = Latency(prefill_token=0.0, step=0.01, step_request=0.0)
+    llm = SimulatedEngine(vocab_size=len(tokenizer), latency=latency, mean_tokens=10**9)
+    loop = f"{__name__}:OneBadRow"
+    config = make_config(rollout={"loop": loop}, sampling={"n": 2, "max_tokens": 12})
+    sampler = RolloutSampler(llm, ROWS * 5, config=config, tokenizer=tokenizer)
+    before = asyncio.all_tasks()
+    with pytest.raises(InputError, match="this row cannot be used"):
+        _ = [trajectory async for trajectory in sampler]
+    assert await llm.num_in_flight() == 0
+    left = [task for task in asyncio.all_tasks() - before if "SimulatedEngine" not in repr(task)]
+    assert left == []
+
+
 async def test_failures_are_counted_and_most_of_them_are_an_error(
     config: Config, tokenizer: Any
 ) -> None:

@@ -17,9 +17,9 @@ from turnwise.run.conversations import (
     read_trajectories,
     select,
     show,
-    summary,
     trajectory_file,
 )
+from turnwise.run.overview import Overview
 from turnwise.trajectory import Trajectory, write_jsonl
 
 CALL = {"function": {"name": "calculate", "arguments": '{"a": 1, "b": 2}'}}
@@ -83,7 +83,7 @@ def test_trajectories_are_chosen_by_problem_and_by_what_was_said(
 
 
 def test_a_summary_has_rewards_lengths_and_outcomes() -> None:
-    assert summary(PLAYED) == [
+    assert Overview.of(PLAYED).lines() == [
         "3 trajectories of 2 problems  reward 0.500 ± 0.408 (0 to 1)  1.0 turns, 2 tokens",
         "groups: spread of rewards 0.500 on average, 0 of 1 with equal rewards",
         "reward parts: right 1.000, short 0.500",
@@ -92,11 +92,11 @@ def test_a_summary_has_rewards_lengths_and_outcomes() -> None:
     ]
     longer = played(17, 0.5, "I pass.", events=Counter(tool_call=3, tool_error=1, lost_turn=1))
     longer.add_turn([1, 2, 3, 4], [5], [-0.1], [0], "stop")
-    first, groups, _, tools, events = summary([PLAYED[2], longer])
+    first, groups, _, tools, events = Overview.of([PLAYED[2], longer]).lines()
     assert first.endswith("1.5 turns, 2 tokens (2 to 3)")
     assert groups == "groups: spread of rewards 0.000 on average, 1 of 1 with equal rewards"
     assert (tools, events) == ("tools: call 3, error 1", "events: lost_turn 1")
-    assert summary([]) == ["no trajectories"]
+    assert Overview.of([]).lines() == ["no trajectories"]
 
 
 def test_a_conversation_shows_calls_and_no_control_character() -> None:
@@ -116,7 +116,7 @@ def test_a_conversation_shows_calls_and_no_control_character() -> None:
 )
 def test_each_trajectory_is_shown_once(best: int, worst: int, shown: list[str]) -> None:
     console = Console(file=io.StringIO(), width=200)
-    show(console, PLAYED, best, worst)
+    show(console, Overview.of(PLAYED, best, worst))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     heads = [line for line in printed.splitlines() if line.startswith("──")]
     assert len(heads) == len(shown)

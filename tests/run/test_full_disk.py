@@ -1,5 +1,6 @@
 """A full disk: whatever a run writes, it ends with one sentence that names the file."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.rollout import Group
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir
 from turnwise.trajectory import ExactnessReport, Trajectory
@@ -26,7 +28,14 @@ def config(folder: Path) -> Config:
         (
             "trajectories/step-0001.tmp",
             "trajectories/step-0001.jsonl",
-            lambda run: run.write_trajectories("step", 1, [Trajectory("p")] * 1000),
+            lambda run: run.write_trajectories(1, [Trajectory("p")] * 1000),
+        ),
+        (
+            "trajectories/eval-0001.jsonl",
+            "trajectories/eval-0001.jsonl",
+            lambda run: asyncio.run(
+                run.group_log("eval", 1).keep(0, Group("p", [Trajectory("p")] * 1000))
+            ),
         ),
         (
             "exactness.json.tmp",

@@ -1,5 +1,6 @@
 """The values of trained tokens: made by a rank, matched with trajectories, written and read."""
 
+import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -125,10 +126,12 @@ def test_only_the_files_of_the_latest_steps_are_kept(
     folder = RunDir(config)
     steps = (8, 9, 10, 10_000)
     for step in steps:
-        folder.write_trajectories("step", step, [Trajectory("rows:1")])
-        folder.write_trajectories("eval", step, [Trajectory("rows:1")])
-        for kind in ("step", "eval"):
-            folder.write_timeline(kind, step, [[TurnTimes(0, 1.0, 2.0, 3.0, "worker-0")], []])
+        calls = [[TurnTimes(0, 1.0, 2.0, 3.0, "worker-0")], []]
+        folder.write_trajectories(step, [Trajectory("rows:1")])
+        folder.write_timeline(step, calls)
+        both = [Trajectory("rows:1", 0), Trajectory("rows:1", 1)]
+        group = Group("rows:1", both, calls=dict(enumerate(calls)))
+        asyncio.run(folder.group_log("eval", step).keep(0, group))
         folder.write_token_values(step, {"turn": np.zeros(1, np.int32)})
     folder.close()
     lines = (folder.path / "timeline" / "step-10000.jsonl").read_text().splitlines()

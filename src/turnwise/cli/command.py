@@ -88,15 +88,19 @@ def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -
         raise typer.Exit(code)
 
 
-def end_with(code: object) -> None:
-    """End this process by force if it does not end by itself.
-
-    Args:
-        code: As `sys.exit` takes it.
-    """
-    number = code if isinstance(code, int) else int(code is not None)
-    late = f"what it left behind did not end within {_EXIT_SECONDS:g} s and was killed"
-    end_by_force_after(_EXIT_SECONDS, number, late)
+def run_to_the_end(app: Callable[[], object]) -> None:
+    """Run the command line; if the process does not end after it by itself, end it by force."""
+    code: object = _EXIT_FAILED
+    try:
+        app()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+        raise
+    finally:
+        number = code if isinstance(code, int) else int(code is not None)
+        late = f"what it left behind did not end within {_EXIT_SECONDS:g} s and was killed"
+        end_by_force_after(_EXIT_SECONDS, number, late)
 
 
 async def _exit_code(make: Callable[[], Coroutine[object, object, None]], command: Command) -> int:

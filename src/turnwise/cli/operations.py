@@ -157,6 +157,7 @@ async def _play(config: Config, console: Console) -> "Finding":
     from turnwise.run.config_checks import spread
     from turnwise.run.conversations import show
     from turnwise.run.doctor import Finding
+    from turnwise.run.overview import Overview
 
     limit = min(config.data.limit or _ROLLOUT_PROBLEMS, _ROLLOUT_PROBLEMS)
     few = config.model_copy(update={"data": config.data.model_copy(update={"limit": limit})})
@@ -165,5 +166,5 @@ async def _play(config: Config, console: Console) -> "Finding":
             trajectories, dropped = await commands.rollout(few, console, None)
     except TurnwiseError as error:
         return Finding("rollout", "broken", str(error))
-    show(console, trajectories)
+    show(console, Overview.of(trajectories))
     return spread(trajectories, dropped)

@@ -16,9 +16,9 @@ from rich.console import Console
 from turnwise import __version__
 from turnwise.cli import operations
 from turnwise.cli.command import Command as _Command
-from turnwise.cli.command import end_with
 from turnwise.cli.command import print_error as _print_error
 from turnwise.cli.command import run as _run
+from turnwise.cli.command import run_to_the_end
 from turnwise.cli.operations import Debug
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
@@ -180,12 +180,13 @@ def show(
     async def read() -> None:
         from turnwise.run import conversations
         from turnwise.run.alarms import alarms_of_run
+        from turnwise.run.overview import Overview
 
         path = conversations.trajectory_file(source, step, heldout)
         found = conversations.select(conversations.read_trajectories(path), problem, grep)
         console = Console()
         if problem is None and grep is None:
-            conversations.show(console, found, best, worst)
+            conversations.show(console, Overview.of(found, best, worst))
             for alarm in alarms_of_run(source) if source.is_dir() else ():
                 _print(console, f"alarm at step {alarm.step}: {alarm.message}")
         else:
@@ -309,14 +310,7 @@ def main() -> None:
     # User classes are imported from the working directory.
     sys.path.insert(0, os.getcwd())
     logs.to_terminal()
-    code: object = 1
-    try:
-        app()
-    except SystemExit as error:
-        code = error.code
-        raise
-    finally:
-        end_with(code)
+    run_to_the_end(app)
 
 
 async def _train(config: Config, resume: Path | None = None) -> None:
@@ -356,10 +350,11 @@ async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> No
 
 async def _evaluate(config: Config) -> None:
     from turnwise.run.conversations import show as show_trajectories
+    from turnwise.run.overview import Overview
 
-    console = Console()
-    evaluation = await commands.evaluate(config, console)
-    show_trajectories(console, evaluation.trajectories)
+    console, overview = Console(), Overview()
+    evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
+    show_trajectories(console, overview)
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
     if several:
         console.print("  ".join(f"{k} {v:.4f}" for k, v in several.items()), highlight=False)
@@ -367,17 +362,21 @@ async def _evaluate(config: Config) -> None:
         console,
         f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
         f"reward {evaluation.summary['reward_mean']:.4f}  "
-        f"trajectories {len(evaluation.trajectories)}  dropped {dict(evaluation.dropped)}  "
+        f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
         f"{evaluation.tokens_per_s:,.0f} tok/s\n{commands.run_folder(config) / 'eval.jsonl'}",
     )
 
 
 async def _rollout(config: Config, output: Path | None) -> None:
     from turnwise.run.conversations import show as show_trajectories
+    from turnwise.run.overview import Overview
 
     console, path = Console(), output or commands.run_folder(config) / "rollouts.jsonl"
-    trajectories, dropped = await commands.rollout(config, console, path)
-    show_trajectories(console, trajectories)
+    overview = Overview()
+    trajectories, dropped = await commands.rollout(
+        config, console, path, on_group=overview.add_group
+    )
+    show_trajectories(console, overview)
     console.print(
         f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}", highlight=False
     )

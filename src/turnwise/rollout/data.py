@@ -1,22 +1,24 @@
 """Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
 A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
-Parquet files, datasets and large JSON Lines files are made when they are asked for, so that a
-million rows start as fast as a thousand; smaller JSON Lines files and CSV are read at once.
+Parquet files, datasets and large JSON Lines and CSV files are made when they are asked for, so that
+a million rows take no more memory than a thousand; smaller files are read at once.
 
 Arrow, which holds Parquet files and datasets, gives each record the keys of all others, with null.
 Such keys of records within a row (messages, calls, descriptions of tools) are left out.
 """
 
+import codecs
 import csv
 import json
 import os
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TextIO, overload
 
 import numpy as np
 
@@ -32,7 +34,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
 _EAGER_BYTES = 2**22
-"""Maximum size of a JSON Lines file that is parsed as a whole."""
+"""Maximum size of a JSON Lines or CSV file whose rows are made at once."""
 _SCANNED_BYTES = 2**24
 _NEWLINE = 10
 
@@ -73,7 +75,12 @@ def load_rows(
     if not rows:
         raise InputError(f"{path} has no rows")
     count = len(rows) if limit is None else min(limit, len(rows))
-    return rows[:count] if count <= _EAGER_ROWS else LazyRows(count, rows.__getitem__)
+    return at_once(LazyRows(count, rows.__getitem__))
+
+
+def at_once(rows: "LazyRows") -> Sequence[Row]:
+    """Return rows as a list, which finds mistakes early, unless they are many."""
+    return rows if len(rows) > _EAGER_ROWS else list(rows)
 
 
 def load_training_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
@@ -190,21 +197,56 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row:
 
 
 def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
-    return list(islice(_csv_rows(path), limit))
+    """Read rows whose fields the first line names; every value is text.
+
+    All rows are checked at once. Those of a large file are parsed again when they are asked for.
+    """
+    if path.stat().st_size <= _EAGER_BYTES:
+        return [row for _, row in islice(_csv_rows(path), limit)]
+    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+    places, names = array("Q"), list[str]()
+    for place, row in islice(_csv_rows(path), limit):
+        places.extend(place)
+        names = names or list(row)
+
+    def read(index: int) -> Row:
+        with _naming_file(path):
+            start, end = places[2 * index : 2 * index + 2]
+            text = os.pread(file, end - start, start).decode()
+            (values,) = csv.reader([text], delimiter=_delimiter(path), strict=True)
+            return dict(zip(names, values, strict=True))
+
+    return LazyRows(len(places) // 2, read)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file whose first line names the fields; every value is text."""
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
+    """Yield each row, with its first byte in the file and the one after its last."""
     csv.field_size_limit(sys.maxsize)
+    end = 0
+
+    def text_of(file: TextIO) -> Iterator[str]:
+        nonlocal end
+        for line in file:
+            end += len(line.encode())
+            yield line
+
+    with path.open("rb") as beginning:
+        end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        lines = csv.reader(text_of(file), delimiter=_delimiter(path), strict=True)
         try:
             names = next(lines, [])
             if len(set(names)) < len(names) or not all(name.strip() for name in names):
                 raise InputError(
                     f"{path}, line 1: the first line names the fields, each differently"
                 )
+            start = end
             for values in lines:
+                place, start = (start, end), end
                 if not values:
                     continue
                 if len(values) != len(names):
@@ -212,7 +254,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                         f"{path}, line {lines.line_num}: {len(values)} values for the "
                         f"{len(names)} fields {', '.join(names)}"
                     )
-                yield dict(zip(names, values, strict=True))
+                yield place, dict(zip(names, values, strict=True))
         except csv.Error as error:
             raise InputError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
 

@@ -5,23 +5,27 @@ ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an
 as correct; `reward_mean` does not depend on it.
 """
 
-import asyncio
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import comb, isclose
+from typing import Protocol
 
 from turnwise.config import Config
-from turnwise.engine.protocol import TurnTimes
+from turnwise.core.aio import for_each
 from turnwise.errors import InputError
-from turnwise.rollout.group import TOO_LONG, Group, check_failures, turn_times
-from turnwise.rollout.problems import Problem
+from turnwise.rollout.group import TOO_LONG, Group, Outcomes
+from turnwise.rollout.problems import Problem, read_problem
 from turnwise.rollout.producer import RunGroup
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+
+_AHEAD = 2
+"""Trajectories of the groups in flight, in multiples of `rollout.concurrency`."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -54,27 +58,45 @@ def mean_at_k(right: Sequence[bool], k: int) -> float:
     return sum(right[:k]) / k
 
 
-def summarize(groups: Sequence[Group], n: int, success_reward: float) -> dict[str, float]:
-    """Return the means over at least one group of `n` attempts each.
-
-    Returns:
-        `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if all
-        were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
+class Scores:
+    """Means over groups of `n` attempts each, which are added one by one.
 
     Example:
-        summary = summarize(groups, n=4, success_reward=1.0)
-        print(summary["accuracy"], summary["pass@4"])
+        scores = Scores(n=4, success_reward=1.0)
+        for group in groups:
+            scores.add(group)
+        print(scores.summary()["pass@4"])
     """
-    rights = [_right(group, n, success_reward) for group in groups]
-    rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
-    summary = {
-        "accuracy": sum(map(sum, rights)) / (n * len(groups)),
-        "reward_mean": sum(rewards) / max(1, len(rewards)),
-    }
-    for k in _powers_of_two(n):
-        summary[f"pass@{k}"] = sum(pass_at_k(n, sum(r), k) for r in rights) / len(groups)
-        summary[f"mean@{k}"] = sum(mean_at_k(r, k) for r in rights) / len(groups)
-    return summary
+
+    def __init__(self, n: int, success_reward: float) -> None:
+        self._n, self._success_reward = n, success_reward
+        self._groups = self._right = self._finished = 0
+        self._reward = 0.0
+        self._at_k = {name: 0.0 for k in _powers_of_two(n) for name in (f"pass@{k}", f"mean@{k}")}
+
+    def add(self, group: Group) -> None:
+        """Add a group."""
+        right = _right(group, self._n, self._success_reward)
+        self._groups += 1
+        self._right += sum(right)
+        self._finished += len(group.trajectories)
+        self._reward += sum(trajectory.reward or 0.0 for trajectory in group.trajectories)
+        for k in _powers_of_two(self._n):
+            self._at_k[f"pass@{k}"] += pass_at_k(self._n, sum(right), k)
+            self._at_k[f"mean@{k}"] += mean_at_k(right, k)
+
+    def summary(self) -> dict[str, float]:
+        """Return the means over at least one group.
+
+        Returns:
+            `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if all
+            were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
+        """
+        return {
+            "accuracy": self._right / (self._n * self._groups),
+            "reward_mean": self._reward / max(1, self._finished),
+            **{name: value / self._groups for name, value in self._at_k.items()},
+        }
 
 
 def _right(group: Group, n: int, success_reward: float) -> list[bool]:
@@ -95,16 +117,19 @@ def _powers_of_two(n: int) -> list[int]:
 class Evaluation:
     """The results of the model on held-out problems."""
 
-    trajectories: list[Trajectory]
-    """The finished trajectories."""
-    calls: list[list[TurnTimes]]
-    """Times of the turns of each of them."""
+    trajectories: Sequence[Trajectory]
+    """The finished trajectories, in the problems' order; read from their file, if they have one,
+    when they are asked for."""
+    finished: int
+    """Number of finished trajectories."""
     dropped: Counter[str]
     """Number of dropped trajectories, by reason."""
+    sampled_tokens: int
+    """Number of tokens sampled in the finished ones."""
     seconds: float
     """Duration in seconds."""
     summary: dict[str, float]
-    """Results as `summarize` returns them."""
+    """Results as `Scores.summary` returns them."""
 
     @property
     def accuracy(self) -> float:
@@ -115,43 +140,91 @@ class Evaluation:
     @property
     def tokens_per_s(self) -> float:
         """Sampled tokens per second."""
-        return sum(t.sampled_tokens for t in self.trajectories) / self.seconds
+        return self.sampled_tokens / self.seconds
+
+
+class Kept(Protocol):
+    """The finished groups, somewhere."""
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """Their trajectories, in the problems' order."""
+        ...
+
+    async def keep(self, place: int, group: Group) -> None:
+        """Keep the group of the problem with this index."""
+        ...
+
+
+class KeptInMemory:
+    """Finished groups in memory."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """Their trajectories, in the problems' order."""
+        return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+
+    async def keep(self, place: int, group: Group) -> None:
+        """Keep the group of the problem with this index."""
+        self._groups[place] = group
 
 
 async def run_groups(
     run_group: RunGroup,
     problems: Sequence[Problem],
     tag: str,
-    on_group: Callable[[], None] = lambda: None,
-) -> list[Group]:
-    """Run the groups of all problems concurrently; return them in the problems' order.
+    keep: Callable[[int, Group], Awaitable[None]] | None = None,
+    on_group: Callable[[Group], None] = lambda _: None,
+    *,
+    at_once: int = 64,
+    row_seconds: float = 120.0,
+) -> Outcomes:
+    """Run the groups of all problems, some at a time; each row is read when its turn comes.
 
     Args:
-        on_group: Called after each group.
-    """
+        keep: Called with each group that was run, and its problem's index.
+        on_group: Called with each group, also one that was not run.
+        at_once: Number of groups in flight, as `groups_at_once` returns it.
+        row_seconds: Deadline for reading a row.
 
-    async def one(problem: Problem) -> Group:
-        group = await run_group(problem, tag)
-        on_group()
-        return group
-
-    return await asyncio.gather(*map(one, problems))
-
-
-def without_left_out(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups that were run; the number of others, whose prompt is too long, is logged.
+    Returns:
+        Counts of the groups that were run; the number of others, whose prompt is too long, is
+        logged.
 
     Raises:
-        InputError: when none was run.
+        InputError: when none was run, or a row cannot be used; the other groups are cancelled.
     """
-    kept = [group for group in groups if not group.left_out]
-    if len(kept) < len(groups):
-        first = next(group.causes[TOO_LONG] for group in groups if group.left_out)
-        left_out = f"{len(groups) - len(kept)} of {len(groups)} rows"
-        if not kept:
-            raise InputError(f"{left_out} have too long a prompt, and none is left: {first}")
-        logger.warning("%s have too long a prompt and are left out: %s", left_out, first)
-    return kept
+    outcomes, left_out = Outcomes(), list[str]()
+
+    async def one(place: int) -> None:
+        problem = await read_problem(problems, place, row_seconds)
+        group = await run_group(problem, tag)
+        if group.left_out:
+            left_out.append(group.causes[TOO_LONG])
+        else:
+            outcomes.add(group)
+            if keep is not None:
+                await keep(place, group)
+        on_group(group)
+
+    await for_each(range(len(problems)), one, min(at_once, len(problems)))
+    if left_out:
+        number = f"{len(left_out)} of {len(problems)} rows"
+        if len(left_out) == len(problems):
+            raise InputError(f"{number} have too long a prompt, and none is left: {left_out[0]}")
+        logger.warning("%s have too long a prompt and are left out: %s", number, left_out[0])
+    return outcomes
+
+
+def groups_at_once(config: Config, n: int) -> int:
+    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight.
+
+    Some more wait, so that no slot is free while a row is read or a group is written.
+    """
+    return max(2, math.ceil(_AHEAD * config.rollout.concurrency / n))
 
 
 async def evaluate(
@@ -159,21 +232,34 @@ async def evaluate(
     problems: Sequence[Problem],
     config: Config,
     tag: str = "eval",
-    on_group: Callable[[], None] = lambda: None,
+    on_group: Callable[[Group], None] = lambda _: None,
+    kept: Kept | None = None,
 ) -> Evaluation:
     """Evaluate the model on problems.
 
     Args:
         run_group: Runs a group with `eval.sampling`.
-        on_group: Called after each group.
+        on_group: Called with each group, also one that was not run.
+        kept: Keeps the finished groups; None keeps them in memory.
 
     Raises:
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
-    started = time.perf_counter()
-    groups = without_left_out(await run_groups(run_group, problems, tag, on_group))
+    n, kept = config.eval.sampling.n, kept or KeptInMemory()
+    scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
+
+    async def keep(place: int, group: Group) -> None:
+        nonlocal tokens
+        scores.add(group)
+        tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
+        await kept.keep(place, group)
+
+    at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
+    outcomes = await run_groups(
+        run_group, problems, tag, keep, on_group, at_once=at_once, row_seconds=row_seconds
+    )
     seconds = time.perf_counter() - started
-    dropped = check_failures(groups, config.rollout.max_failed_fraction, "evaluation")
-    trajectories = [t for group in groups for t in group.trajectories]
-    summary = summarize(groups, config.eval.sampling.n, config.eval.success_reward)
-    return Evaluation(trajectories, turn_times(groups), dropped, seconds, summary)
+    dropped = outcomes.check(config.rollout.max_failed_fraction, "evaluation")
+    return Evaluation(
+        kept.trajectories, outcomes.finished, dropped, tokens, seconds, scores.summary()
+    )

@@ -93,6 +93,44 @@ def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
     return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
 
 
+@dataclass(slots=True)
+class Outcomes:
+    """The number of finished trajectories of many groups, and of dropped ones by reason.
+
+    Example:
+        outcomes = Outcomes()
+        for group in groups:
+            outcomes.add(group)
+        dropped = outcomes.check(config.rollout.max_failed_fraction, "rollouts")
+    """
+
+    finished: int = 0
+    """Number of finished trajectories."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of dropped trajectories by reason."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """Message of the last group with each reason."""
+
+    def add(self, group: Group) -> None:
+        """Count a group."""
+        self.finished += len(group.trajectories)
+        self.dropped.update(group.dropped)
+        self.causes.update(group.causes)
+
+    def check(self, max_failed_fraction: float, who: str) -> Counter[str]:
+        """Return the number of dropped trajectories by reason, as `check_failures` does.
+
+        Raises:
+            StepError: when they are too many.
+        """
+        dropped, causes = self.dropped, self.causes
+        total = dropped.total() + self.finished
+        if dropped.total() > max_failed_fraction * total:
+            reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
+            raise StepError(f"{who}: {dropped.total()} of {total} trajectories failed ({reasons})")
+        return dropped
+
+
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
     """Count the dropped trajectories by reason.
 
@@ -105,10 +143,7 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str
     Example:
         dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
     """
-    dropped = sum((group.dropped for group in groups), Counter[str]())
-    total = dropped.total() + sum(len(group.trajectories) for group in groups)
-    if dropped.total() > max_failed_fraction * total:
-        causes = {reason: text for group in groups for reason, text in group.causes.items()}
-        reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
-        raise StepError(f"{who}: {dropped.total()} of {total} trajectories failed ({reasons})")
-    return dropped
+    outcomes = Outcomes()
+    for group in groups:
+        outcomes.add(group)
+    return outcomes.check(max_failed_fraction, who)

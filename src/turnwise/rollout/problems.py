@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,15 @@ class Problems(Sequence[Problem]):
         self._name = Path(path).name
         self._rows = rows
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the rows are in a list, so that reading one runs no other code."""
+        return isinstance(self._rows, list)
+
+    def name(self, index: int) -> str:
+        """Return the id of a problem without reading its row."""
+        return f"{self._name}:{index + 1}"
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -57,7 +67,28 @@ class Problems(Sequence[Problem]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         number = range(len(self))[index]
-        return Problem(f"{self._name}:{number + 1}", self._rows[number])
+        return Problem(self.name(number), self._rows[number])
+
+
+async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
+    """Return a problem, outside the event loop unless its row is in a list.
+
+    Reading a row may take time, and it may be user code.
+
+    Args:
+        seconds: Deadline, `rollout.environment_timeout`.
+
+    Raises:
+        InputError: when the row cannot be read.
+        DeadlineError: naming the row's number.
+    """
+    if isinstance(problems, list) or (isinstance(problems, Problems) and problems.in_memory):
+        return problems[index]
+    name, key = f"row {index + 1} of the data", "rollout.environment_timeout"
+    problem: Problem = await call_user_code(
+        problems.__getitem__, index, name=name, seconds=seconds, key=key
+    )
+    return problem
 
 
 class ProblemStream:
@@ -96,14 +127,17 @@ class ProblemStream:
         return self._problems[self._index(name)]
 
     def _index(self, name: str) -> int:
-        number = name.rpartition(":")[2]
-        if number.isdecimal() and 0 < int(number) <= len(self._problems):  # as `Problems` names
+        problems, number = self._problems, name.rpartition(":")[2]
+        if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
             index = int(number) - 1
-            if self._problems[index].id == name:
+            if name == (
+                problems.name(index) if isinstance(problems, Problems) else problems[index].id
+            ):
                 return index
-        for index, problem in enumerate(self._problems):
-            if problem.id == name:
-                return index
+        if not isinstance(problems, Problems):
+            for index, problem in enumerate(problems):
+                if problem.id == name:
+                    return index
         raise InputError(f"the data no longer has {name}, which was in progress at the checkpoint")
 
     def take(self, count: int) -> list[Problem]:
@@ -114,19 +148,51 @@ class ProblemStream:
         """
         taken: list[Problem] = []
         while len(taken) < count:
+            index = self._next()
+            try:
+                taken.append(self._problems[index])
+            except InputError as error:
+                self._unreadable(index, error)
+            self._position += 1
+        return taken
+
+    async def take_one(self, seconds: float) -> Problem:
+        """Return the next problem, whose row is read outside the event loop.
+
+        Cancelling this takes none.
+
+        Args:
+            seconds: Deadline for a row, `rollout.environment_timeout`.
+
+        Raises:
+            InputError: when every problem is left out.
+            DeadlineError: naming the row that takes too long.
+        """
+        while True:
+            index = self._next()
+            try:
+                problem = await read_problem(self._problems, index, seconds)
+            except InputError as error:
+                self._unreadable(index, error)
+            else:
+                self._position += 1
+                return problem
+            self._position += 1
+
+    def _next(self) -> int:
+        """Return the index of the next problem that is not left out, without taking it."""
+        while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
+            if index not in self._left_out:
+                return index
             self._position += 1
-            if index in self._left_out:
-                continue
-            try:
-                taken.append(self._problems[index])
-            except InputError as error:
-                logger.warning("a row is left out: %s", error)
-                self._leave_out(index, str(error))
-        return taken
+
+    def _unreadable(self, index: int, error: InputError) -> None:
+        logger.warning("a row is left out: %s", error)
+        self._leave_out(index, str(error))
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         """Skip a problem from now on.

@@ -100,6 +100,7 @@ class GroupProducer:
         self._per_step = config.rollout.prompts_per_step
         self._spare = math.ceil(config.rollout.oversample * self._per_step)
         self._ahead = config.training.max_staleness
+        self._row_seconds = config.rollout.environment_timeout
         self._run_group = run_group
         self._stream = stream
         self._has_signal = has_signal
@@ -127,15 +128,17 @@ class GroupProducer:
                 async with self._changed:
                     while self._counted >= self._bound:
                         await self._changed.wait()
-                    self._begin(tasks)
+                resumed = self._resumed[:1]
+                problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
+                del self._resumed[:1]
+                self._begin(tasks, problem)
 
     @property
     def _bound(self) -> int:
         steps = min(self._trained + 1 + self._ahead, self._config.training.steps)
         return steps * self._per_step + self._spare
 
-    def _begin(self, tasks: asyncio.TaskGroup) -> None:
-        problem = self._resumed.pop(0) if self._resumed else self._stream.take(1)[0]
+    def _begin(self, tasks: asyncio.TaskGroup, problem: Problem) -> None:
         number = self._number
         self._number += 1
         self._counted += 1
@@ -152,7 +155,7 @@ class GroupProducer:
             # Something inside was cancelled, which a task group would treat as success.
             group = Group(problem.id, causes={"cancelled": "something in it was cancelled"})
             group.dropped["cancelled"] = self._config.sampling.n
-        reason = await self._discard_reason(group)
+        reason = "" if group.left_out else await self._discard_reason(group)
         async with self._changed:
             del self._started[number]
             if group.left_out:

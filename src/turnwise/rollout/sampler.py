@@ -5,9 +5,11 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import for_each
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.evaluation import groups_at_once
 from turnwise.rollout.group import Group, check_failures
 from turnwise.rollout.problems import Problem, Row
 from turnwise.rollout.runner import GroupRun, Runner
@@ -92,7 +94,12 @@ class RolloutSampler:
         ]
         self.groups = [run.group for run in runs]
         ready = asyncio.Queue[Trajectory | None]()
-        running = asyncio.gather(*(self._runner.complete(run, ready.put_nowait) for run in runs))
+
+        async def play(run: GroupRun) -> None:
+            await self._runner.complete(run, ready.put_nowait)
+
+        at_once = min(len(runs), groups_at_once(self._config, self._sampling.n))
+        running = asyncio.ensure_future(for_each(runs, play, at_once))
         running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (trajectory := await ready.get()) is not None:
@@ -100,7 +107,7 @@ class RolloutSampler:
             await running
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait([running])
         check_failures(self.groups, self._config.rollout.max_failed_fraction, "sampling")
 
 

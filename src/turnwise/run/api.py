@@ -24,7 +24,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.errors import InputError
 from turnwise.run import commands
-from turnwise.run.commands import ProgramInputs, TrainingResult
+from turnwise.run.commands import TrainingResult
+from turnwise.run.inputs import ProgramInputs
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ def evaluate(
         **keys: Other keys of the configuration, over `config`.
 
     Returns:
-        Accuracy, pass@k and the trajectories, which eval.jsonl in the run folder has too.
+        Accuracy, pass@k and the trajectories, which are read from eval.jsonl in the run folder
+        when they are asked for.
 
     Raises:
         InputError: when anything that was given cannot be used.
@@ -146,17 +148,21 @@ def rollout(
     config: ConfigSource = None,
     progress: bool = True,
     **keys: object,
-) -> list[Trajectory]:
+) -> Sequence[Trajectory]:
     """Sample `sampling.n` trajectories of each row, as training would, and reward them.
 
     Args:
         model: Folder or Hugging Face name (model.path).
         environment: A class of environments, or `package.module:Class`.
         data: Rows: dictionaries, or a path or name (data.path).
-        output: A JSON Lines file to write the trajectories to; None writes none.
+        output: A JSON Lines file to which finished groups are appended; None writes none.
         config: The rest of the configuration: a YAML file, a mapping or a `Config`.
         progress: Print a live table on a terminal, or lines elsewhere.
         **keys: Other keys of the configuration, over `config`.
+
+    Returns:
+        The trajectories, in the rows' order: a list, or with `output` a sequence that reads each
+        from the file when it is asked for.
 
     Raises:
         InputError: when anything that was given cannot be used.

@@ -14,48 +14,41 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from turnwise.config import Config, check_unchanged, load_config, needed_keys
+from turnwise.config import Config, SamplingConfig, check_unchanged, load_config, needed_keys
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.core.sources import check_data, check_model, check_tokenizer
-from turnwise.core.user_code import call_user_code
-from turnwise.engine.adapters import EngineAdapters
+from turnwise.core.sources import check_model
 from turnwise.errors import InputError, TrainerError
+from turnwise.run.inputs import (
+    FROM_CONFIG,
+    ProgramInputs,
+    all_problems,
+    check_sources,
+    heldout_problems,
+    in_time,
+    training_problems,
+)
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
-from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
+from turnwise.trajectory import ExactnessReport, Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.rollout.environment import EnvironmentType
     from turnwise.rollout.evaluation import Evaluation
-    from turnwise.rollout.foreign.trl_reward import RewardFunction
+    from turnwise.rollout.group import Group
     from turnwise.rollout.problems import Problem
+    from turnwise.rollout.producer import RunGroup
     from turnwise.run.display import Display
     from turnwise.run.run_dir import Resume, RunDir
     from turnwise.serving.openai.server import OpenAIServer
+
+    OnGroup = Callable[[Group], None]
+    """Called with each group of a command, also one that was not run."""
 
 _T = TypeVar("_T")
 _LOADING = "importing libraries and reading the data"
 _PROVIDED = (*needed_keys(), "data.eval_path")
 """Keys whose values a program may have provided as objects."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramInputs:
-    """Objects that a program passes instead of configuration keys; None uses the key."""
-
-    environment: "EnvironmentType | None" = None
-    """Makes an environment from a row; replaces `environment`."""
-    rows: Sequence[JsonObject] | None = None
-    """Training rows; replace data.path."""
-    eval_rows: Sequence[JsonObject] | None = None
-    """Held-out rows; replace data.eval_path."""
-    functions: "Mapping[str, RewardFunction] | None" = None
-    """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
-
-
-_FROM_CONFIG = ProgramInputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ async def train(
     config: Config,
     console: Console,
     resume: "Resume | None" = None,
-    inputs: ProgramInputs = _FROM_CONFIG,
+    inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
     """Train to the last step, with up to `training.restarts` restarts after the trainer dies.
 
@@ -103,7 +96,7 @@ async def train(
         InputError: when anything that the user gave cannot be used.
         TurnwiseError: naming what failed.
     """
-    _check_sources(
+    check_sources(
         config,
         None if inputs.rows is not None else config.data.path,
         None if inputs.eval_rows is not None else config.data.eval_path,
@@ -114,7 +107,7 @@ async def train(
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume
 
-            problems, heldout = await _in_time(_load_problems, config, inputs)
+            problems, heldout = await in_time(all_problems, config, inputs)
         for attempt in itertools.count():
             folder = RunDir(config, resume)
             logs.open_logs(config)
@@ -139,7 +132,7 @@ async def train(
 
 
 async def resume(
-    run: Path, config: Config, console: Console, inputs: ProgramInputs = _FROM_CONFIG
+    run: Path, config: Config, console: Console, inputs: ProgramInputs = FROM_CONFIG
 ) -> TrainingResult:
     """Continue training from the newest complete checkpoint of a run.
 
@@ -194,9 +187,14 @@ def config_of_run(
 
 
 async def evaluate(
-    config: Config, console: Console, inputs: ProgramInputs = _FROM_CONFIG
+    config: Config,
+    console: Console,
+    inputs: ProgramInputs = FROM_CONFIG,
+    on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
     """Evaluate the model on held-out rows; trajectories go to eval.jsonl in the run folder.
+
+    Finished groups are in the file at once, so that an early end loses none of them.
 
     Raises:
         InputError: when anything that the user gave cannot be used.
@@ -205,61 +203,103 @@ async def evaluate(
     path = None
     if inputs.eval_rows is None and not (path := config.data.eval_path or config.data.path):
         raise InputError("data.eval_path or data.path must be set: there are no rows to evaluate")
-    _check_sources(config, path)
-    logs.open_logs(config)
-    with _display(config, console) as display:
-        with display.part(_LOADING):
-            from turnwise.rollout.evaluation import evaluate as evaluate_problems
-            from turnwise.run.runtime import open_runtime
+    sampling, show = config.eval.sampling, "evaluate"
+    async with _playing(config, console, inputs, path, heldout_problems, sampling, show) as playing:
+        from turnwise.rollout.evaluation import evaluate as evaluate_problems
+        from turnwise.run.group_log import GroupLog
+        from turnwise.run.timeline import TIMELINE
 
-            problems = await _in_time(_load_heldout, config, inputs)
-        async with open_runtime(
+        folder, name = run_folder(config), "eval.jsonl"
+        return await evaluate_problems(
+            playing.run_group,
+            playing.problems,
             config,
-            problems[0],
-            progress=display,
-            environment=inputs.environment,
-            functions=inputs.functions,
-        ) as runtime:
-            display.phase("evaluate", len(problems))
-            run_group = runtime.group_runner(config.eval.sampling)
-            evaluation = await evaluate_problems(
-                run_group, problems, config, on_group=display.advance
-            )
-    from turnwise.run.timeline import TIMELINE, write_times
-
-    folder = run_folder(config)
-    write_jsonl(folder / "eval.jsonl", evaluation.trajectories)
-    write_times(folder / TIMELINE / "eval.jsonl", evaluation.calls)
-    return evaluation
+            on_group=playing.on_group(on_group),
+            kept=GroupLog(folder / name, folder / TIMELINE / name),
+        )
 
 
 async def rollout(
     config: Config,
     console: Console,
     output: Path | None,
-    inputs: ProgramInputs = _FROM_CONFIG,
-) -> tuple[list[Trajectory], Counter[str]]:
+    inputs: ProgramInputs = FROM_CONFIG,
+    on_group: "OnGroup" = lambda _: None,
+) -> tuple[Sequence[Trajectory], Counter[str]]:
     """Sample the groups of all training rows, as in training.
 
     Args:
-        output: A JSON Lines file for the trajectories; None writes none.
+        output: A JSON Lines file for the trajectories, which has finished groups at once; None
+            keeps them in memory.
 
     Returns:
-        The trajectories, and the number of failed ones by reason.
+        The trajectories in the rows' order, and the number of failed ones by reason.
 
     Raises:
         InputError: when anything that the user gave cannot be used.
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
-    _check_sources(config, None if inputs.rows is not None else config.data.path)
+    path, sampling = None if inputs.rows is not None else config.data.path, config.sampling
+    async with _playing(
+        config, console, inputs, path, training_problems, sampling, "rollout"
+    ) as playing:
+        from turnwise.rollout.evaluation import KeptInMemory, groups_at_once, run_groups
+        from turnwise.run.group_log import GroupLog
+
+        kept = KeptInMemory() if output is None else GroupLog(output)
+        outcomes = await run_groups(
+            playing.run_group,
+            playing.problems,
+            "rollout",
+            kept.keep,
+            playing.on_group(on_group),
+            at_once=groups_at_once(config, sampling.n),
+            row_seconds=config.rollout.environment_timeout,
+        )
+    return kept.trajectories, outcomes.check(config.rollout.max_failed_fraction, "rollouts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Playing:
+    """The means to play the problems of a command."""
+
+    run_group: "RunGroup"
+    problems: "Sequence[Problem]"
+    display: "Display"
+
+    def on_group(self, also: "OnGroup") -> "OnGroup":
+        """Return a function that advances the display, and passes the group on."""
+
+        def advance(group: "Group") -> None:
+            self.display.advance()
+            also(group)
+
+        return advance
+
+
+@asynccontextmanager
+async def _playing(
+    config: Config,
+    console: Console,
+    inputs: ProgramInputs,
+    path: str | None,
+    load: "Callable[[Config, ProgramInputs], Sequence[Problem]]",
+    sampling: SamplingConfig,
+    phase: str,
+) -> AsyncIterator[_Playing]:
+    """Read the rows and start the engines, without a trainer.
+
+    Args:
+        path: Of the rows, which is checked before anything slow; None for a program's own.
+        phase: Name of the phase, for display.
+    """
+    check_sources(config, path)
     logs.open_logs(config)
     with _display(config, console) as display:
         with display.part(_LOADING):
-            from turnwise.rollout.evaluation import run_groups, without_left_out
-            from turnwise.rollout.group import check_failures
             from turnwise.run.runtime import open_runtime
 
-            problems = await _in_time(_load_training, config, inputs)
+            problems = await in_time(load, config, inputs)
         async with open_runtime(
             config,
             problems[0],
@@ -267,15 +307,8 @@ async def rollout(
             environment=inputs.environment,
             functions=inputs.functions,
         ) as runtime:
-            display.phase("rollout", len(problems))
-            run_group = runtime.group_runner(config.sampling)
-            groups = await run_groups(run_group, problems, "rollout", display.advance)
-            groups = without_left_out(groups)
-    trajectories = [t for group in groups for t in group.trajectories]
-    if output is not None:
-        write_jsonl(output, trajectories)
-    dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
-    return trajectories, dropped
+            display.phase(phase, len(problems))
+            yield _Playing(runtime.group_runner(sampling), problems, display)
 
 
 @asynccontextmanager
@@ -286,7 +319,7 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
         InputError: when anything that the user gave cannot be used.
     """
     listen(config.serving.host, config.serving.port).close()  # before anything slow
-    _check_sources(config)
+    check_sources(config)
     logs.open_logs(config)
     async with AsyncExitStack() as stack:
         with _display(config, console) as display:
@@ -327,73 +360,10 @@ async def _attempt(
         return loop.exactness
 
 
-async def _in_time(
-    load: Callable[[Config, ProgramInputs], _T], config: Config, inputs: ProgramInputs
-) -> _T:
-    """Open the data in a thread: a program's rows, and some datasets, are user code."""
-    seconds, key = config.data.load_timeout, "data.load_timeout"
-    loaded: _T = await call_user_code(
-        load, config, inputs, name="the data", seconds=seconds, key=key
-    )
-    return loaded
-
-
-def _load_problems(
-    config: Config, inputs: ProgramInputs
-) -> "tuple[Sequence[Problem], Sequence[Problem]]":
-    """Return training problems, and held-out ones if there are any."""
-    measured = inputs.eval_rows is not None or config.data.eval_path is not None
-    heldout = _load_heldout(config, inputs) if measured else []
-    return _load_training(config, inputs), heldout
-
-
-def _load_training(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
-    from turnwise.rollout.data import load_training
-    from turnwise.rollout.problems import Problems
-
-    if inputs.rows is None:
-        return load_training(config)
-    return Problems("data", _checked(inputs.rows, "data")[: config.data.limit])
-
-
-def _load_heldout(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
-    from turnwise.rollout.data import load_heldout
-    from turnwise.rollout.problems import Problems
-
-    if inputs.eval_rows is None:
-        return load_heldout(config)
-    rows = _checked(inputs.eval_rows, "eval_data")
-    return Problems("eval_data", rows[: config.data.eval_limit])
-
-
-def _checked(rows: Sequence[JsonObject], name: str) -> Sequence[JsonObject]:
-    """Return rows, checked to be dictionaries.
-
-    Raises:
-        InputError: when there are none, or one is not a mapping.
-    """
-    if not rows:
-        raise InputError(f"{name} has no rows")
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
-    return [dict(row) for row in rows]
-
-
 def _report_resume(resume: "Resume", display: "Display") -> None:
     for flaw in resume.flaws:
         display.warn(f"a newer checkpoint is incomplete ({flaw}) and is skipped")
     display.warn(f"continuing from {resume.checkpoint}")
-
-
-def _check_sources(config: Config, *data: str | None) -> None:
-    """Check that the model and data can exist, before anything slow is imported."""
-    for path in filter(None, data):
-        check_data(path)
-    check_model(config.model.path)
-    if config.model.tokenizer is not None:
-        check_tokenizer(config.model.tokenizer)
-    EngineAdapters.of(config)
 
 
 def _display(config: Config, console: Console, steps: int = 0) -> "Display":

@@ -2,9 +2,7 @@
 
 import json
 import re
-import statistics
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,12 +11,11 @@ from rich.text import Text
 
 from turnwise.core.files import number_of, numbered
 from turnwise.errors import InputError
+from turnwise.run.overview import Overview, counted
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_TOOL = "tool_"
-"""Beginning of the events that are outcomes of tool calls."""
 _MOST = 20
 """Trajectories shown at once."""
 
@@ -89,99 +86,18 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         raise InputError(f"{path}, line {line} is no trajectory: {error}") from error
 
 
-def summary(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Return the rewards, lengths and outcomes of trajectories, in a few lines.
+def show(console: Console, overview: Overview) -> None:
+    """Print an overview of trajectories, and those of the highest and of the lowest reward.
 
     Example:
-        >>> from turnwise.trajectory import Trajectory
-        >>> summary([Trajectory("rows:1", reward=1.0, status="completed")])[0]
-        '1 trajectory of 1 problem  reward 1.000 (1 to 1)  0.0 turns, 0 tokens'
+        found = read_trajectories(Path("runs/demo/eval.jsonl"))
+        show(Console(), Overview.of(found, best=2))
     """
-    if not trajectories:
-        return ["no trajectories"]
-    rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
-    spread = f" ± {statistics.pstdev(rewards):.3f}" if len(rewards) > 1 else ""
-    problems = len({trajectory.problem_id for trajectory in trajectories})
-    turns = statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
-    lengths = [trajectory.sampled_tokens for trajectory in trajectories]
-    shortest, longest = min(lengths), max(lengths)
-    between = f" ({shortest:,} to {longest:,})" if shortest < longest else ""
-    parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.reward_parts.items():
-            parts.setdefault(name, []).append(value)
-    lines = [
-        f"{_counted(len(trajectories), 'trajectory', 'trajectories')} of "
-        f"{_counted(problems, 'problem', 'problems')}  "
-        f"reward {statistics.fmean(rewards):.3f}{spread} ({min(rewards):g} to {max(rewards):g})  "
-        f"{turns:.1f} turns, {statistics.fmean(lengths):,.0f} tokens{between}"
-    ]
-    if spreads := _spreads(trajectories):
-        equal = sum(spread == 0 for spread in spreads)
-        lines.append(
-            f"groups: spread of rewards {statistics.fmean(spreads):.3f} on average, "
-            f"{equal:,} of {len(spreads):,} with equal rewards"
-        )
-    if len(parts) > 1:
-        means = (f"{name} {statistics.fmean(values):.3f}" for name, values in sorted(parts.items()))
-        lines.append(f"reward parts: {', '.join(means)}")
-    ended = Counter(trajectory.status for trajectory in trajectories)
-    events = sum((trajectory.events for trajectory in trajectories), Counter[str]())
-    forks = Counter(
-        turn.fork_reason
-        for trajectory in trajectories
-        for turn in trajectory.turns
-        if turn.fork_reason
-    )
-    tools = Counter({k[len(_TOOL) :]: n for k, n in events.items() if k.startswith(_TOOL)})
-    others = Counter({k: n for k, n in events.items() if not k.startswith(_TOOL)})
-    for name, counts in (
-        ("ended", ended),
-        ("tools", tools),
-        ("events", others),
-        ("branches", forks),
-    ):
-        if counts:
-            each = ", ".join(f"{reason} {count:,}" for reason, count in counts.most_common())
-            lines.append(f"{name}: {each}")
-    return lines
-
-
-def _spreads(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the standard deviation of the rewards of each group of several trajectories."""
-    groups: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
-    return [statistics.pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
-
-
-def show(
-    console: Console, trajectories: Sequence[Trajectory], best: int = 1, worst: int = 1
-) -> None:
-    """Print a summary of trajectories, and those of the highest and of the lowest reward.
-
-    Args:
-        best: Number of those with the highest reward.
-        worst: Number of those with the lowest.
-
-    Example:
-        show(Console(), list(read_trajectories(Path("runs/demo/eval.jsonl"))), best=2)
-    """
-    for line in summary(trajectories):
+    for line in overview.lines():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for label, chosen in best_and_worst(trajectories, best, worst).items():
+    for label, chosen in overview.best_and_worst().items():
         for trajectory in chosen:
             console.print(conversation(trajectory, label), soft_wrap=True)
-
-
-def best_and_worst(
-    trajectories: Sequence[Trajectory], best: int = 1, worst: int = 1
-) -> dict[str, list[Trajectory]]:
-    """Return the trajectories of the highest and of the lowest reward, none of them twice."""
-    ranked = sorted(trajectories, key=lambda trajectory: trajectory.reward or 0.0)
-    best = min(best, len(ranked))
-    worst = min(worst, len(ranked) - best)
-    return {"best": ranked[len(ranked) - best :][::-1], "worst": ranked[:worst]}
 
 
 def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
@@ -210,7 +126,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
         f"{trajectory.problem_id} #{trajectory.sample_index}",
         reward,
         trajectory.status,
-        f"{_counted(len(trajectory.turns), 'turn', 'turns')}, {trajectory.sampled_tokens:,} tokens",
+        f"{counted(len(trajectory.turns), 'turn', 'turns')}, {trajectory.sampled_tokens:,} tokens",
     ]
     text = Text(f"── {f'{label}: ' if label else ''}{'  '.join(head)}\n", style="bold")
     text.stylize("not bold", 0, 3)
@@ -259,7 +175,3 @@ def _visible(text: str) -> str:
 
 def _number(problem_id: str) -> str:
     return problem_id.rpartition(":")[2]
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"

@@ -25,6 +25,7 @@ from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
+from turnwise.run.group_log import GroupLog
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.timeline import TIMELINE, write_times
 from turnwise.run.token_values import Columns, write_columns
@@ -147,15 +148,24 @@ class RunDir:
         """Write conversations of a step, as text, to TensorBoard and the trackers."""
         self._trackers.write_samples(step, samples)
 
-    def write_trajectories(self, kind: str, step: int, trajectories: Iterable[Trajectory]) -> None:
+    def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Write the trajectories that a step trained on."""
         folder = self.path / "trajectories"
-        write_jsonl(folder / f"{kind}-{step:04d}.jsonl", trajectories)
-        self._prune(folder, kind, ".jsonl")
+        write_jsonl(folder / f"step-{step:04d}.jsonl", trajectories)
+        self._prune(folder, "step", ".jsonl")
 
-    def write_timeline(self, kind: str, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
+    def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
         """Write the times of each trajectory's turns."""
-        write_times(self.path / TIMELINE / f"{kind}-{step:04d}.jsonl", calls)
-        self._prune(self.path / TIMELINE, kind, ".jsonl")
+        write_times(self.path / TIMELINE / f"step-{step:04d}.jsonl", calls)
+        self._prune(self.path / TIMELINE, "step", ".jsonl")
+
+    def group_log(self, kind: str, step: int) -> GroupLog:
+        """Return the files to which the groups of an evaluation are appended as they come."""
+        name = f"{kind}-{step:04d}.jsonl"
+        folders = self.path / "trajectories", self.path / TIMELINE
+        for folder in folders:
+            self._prune(folder, kind, ".jsonl", room=1)
+        return GroupLog(*(folder / name for folder in folders))
 
     def write_token_values(self, step: int, columns: Columns) -> None:
         """Write the values of a step's trained tokens."""
@@ -163,10 +173,15 @@ class RunDir:
         write_columns(folder / f"step-{step:04d}.safetensors", columns)
         self._prune(folder, "step", ".safetensors")
 
-    def _prune(self, folder: Path, kind: str, suffix: str) -> None:
-        """Remove the files of the oldest steps, if only some are kept."""
+    def _prune(self, folder: Path, kind: str, suffix: str, room: int = 0) -> None:
+        """Remove the files of the oldest steps, if only some are kept.
+
+        Args:
+            room: Number of files that are still to come.
+        """
         if self._keep_steps is not None:
-            for path in numbered(folder, kind, suffix)[: -self._keep_steps]:
+            files = numbered(folder, kind, suffix)
+            for path in files[: max(0, len(files) + room - self._keep_steps)]:
                 path.unlink(missing_ok=True)
 
     def write_exactness(self, report: ExactnessReport) -> None:

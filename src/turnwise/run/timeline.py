@@ -31,11 +31,24 @@ def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]]) -> None:
         TurnwiseError: when the file cannot be written.
 
     Example:
-        write_times(run / TIMELINE / "eval.jsonl", evaluation.calls)
+        write_times(run / TIMELINE / "step-0001.jsonl", turn_times(batch.groups))
+    """
+    append_times(path, calls, new=True)
+
+
+def append_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool) -> None:
+    """Append the times of the turns of further trajectories, as `write_times` writes them.
+
+    Args:
+        new: Whether the file is begun.
+
+    Raises:
+        TurnwiseError: when the file cannot be written.
     """
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{json.dumps(each)}\n" for each in calls))
+        with path.open("w" if new else "a") as file:
+            file.write("".join(f"{json.dumps(each)}\n" for each in calls))
 
 
 def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = False) -> int:

@@ -17,14 +17,14 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.calls import stuck_calls
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import Watchdog, waiting
-from turnwise.engine.protocol import TurnTimes
 from turnwise.rollout import Batch, Group, GroupProducer, Problem, ProblemStream, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
 from turnwise.run.alarms import Alarms
-from turnwise.run.conversations import best_and_worst
 from turnwise.run.metrics import StepMetrics, UpdateMetrics
+from turnwise.run.overview import Overview
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
@@ -34,7 +34,7 @@ from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import SampleBatch, samples_of
-from turnwise.trajectory import ExactnessReport, Trajectory
+from turnwise.trajectory import ExactnessReport
 
 
 class TrainingLoop:
@@ -145,7 +145,12 @@ class TrainingLoop:
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
         self._step.versions.restore(state.get("versions"), self._policy.version)
-        self._producer.restore(state["producer"], self._resume.step)
+        await call_user_code(  # which reads the rows that were in progress
+            *(self._producer.restore, state["producer"], self._resume.step),
+            name="the data",
+            seconds=self._config.data.load_timeout,
+            key="data.load_timeout",
+        )
         self.exactness = ExactnessReport.from_dict(state["exactness"])
         await self._update_weights()
         return self._resume.step + 1
@@ -175,7 +180,7 @@ class TrainingLoop:
             metrics.add_update(await self._update_weights())
             evaluation = await self._evaluate(step)
             metrics.add_evaluation(evaluation)
-            await self._write_trajectories(step, batch, evaluation)
+            await self._write_trajectories(step, batch)
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
             metrics.phase_seconds = self._phases(batch)
@@ -192,8 +197,12 @@ class TrainingLoop:
             await self._producer.advance(step)
 
     async def _gives_signal(self, group: Group) -> bool:
-        """Return whether a group can train anything; asks the user's `Advantage` in a thread."""
-        return await run_in_thread(lambda: gives_signal(group, self._config, self._algorithm))
+        """Return whether a group can train anything; the algorithm may be the user's own class."""
+        return await call_user_code(
+            *(gives_signal, group, self._config, self._algorithm),
+            name="the advantage's choice of groups",
+            seconds=self._config.training.step_timeout,
+        )
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is told
@@ -256,7 +265,8 @@ class TrainingLoop:
                 self._heldout,
                 self._config,
                 f"eval{step}",
-                self._progress.advance,
+                lambda _: self._progress.advance(),
+                self._folder.group_log("eval", step),
             )
         self._accuracy = evaluation.accuracy
         return evaluation
@@ -268,14 +278,13 @@ class TrainingLoop:
         evaluation = await self._evaluate(0)
         if evaluation is None:
             return
-        await self._keep("eval", 0, evaluation.trajectories, evaluation.calls)
         metrics = StepMetrics(
             step=0,
             reward_mean=evaluation.summary["reward_mean"],
             rollout_tokens_per_s=evaluation.tokens_per_s,
             logprob_diff_mean=update["canary_diff_mean"],
             logprob_diff_max=update["canary_diff_max"],
-            trajectories=len(evaluation.trajectories),
+            trajectories=evaluation.finished,
             dropped=dict(evaluation.dropped),
         )
         metrics.add_update(update)
@@ -294,23 +303,10 @@ class TrainingLoop:
         metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
         return metrics
 
-    async def _write_trajectories(
-        self, step: int, batch: Batch, evaluation: Evaluation | None
-    ) -> None:
+    async def _write_trajectories(self, step: int, batch: Batch) -> None:
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        await self._keep("step", step, trajectories, turn_times(batch.groups))
-        if evaluation is not None:
-            await self._keep("eval", step, evaluation.trajectories, evaluation.calls)
-
-    async def _keep(
-        self,
-        kind: str,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        calls: Sequence[Sequence[TurnTimes]],
-    ) -> None:
-        await run_in_thread(self._folder.write_trajectories, kind, step, trajectories)
-        await run_in_thread(self._folder.write_timeline, kind, step, calls)
+        await run_in_thread(self._folder.write_trajectories, step, trajectories)
+        await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
 
     async def _write_token_values(
         self, step: int | None, batch: Batch, samples: SampleBatch, version: int
@@ -333,7 +329,7 @@ class TrainingLoop:
         if not every or step % every:
             return
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        shown = best_and_worst(trajectories)
+        shown = Overview.of(trajectories).best_and_worst()
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await run_in_thread(self._folder.write_samples, step, both)

@@ -378,7 +378,7 @@ def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file that `write_jsonl` wrote.
+    """Yield the trajectories of a file; a last line that was never completed is left out.
 
     Example:
         for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
@@ -386,4 +386,10 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
     """
     with path.open(encoding="utf-8") as file:
         for line in file:
-            yield Trajectory.from_json(line)
+            try:
+                trajectory = Trajectory.from_json(line)
+            except json.JSONDecodeError:
+                if line.endswith("\n") or not line.startswith("{"):
+                    raise
+                return  # the program ended while it wrote the line, as in an evaluation
+            yield trajectory

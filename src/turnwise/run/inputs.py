@@ -1,0 +1,111 @@
+"""Inputs of a command: the rows and objects of a program, or the configuration's.
+
+Everything is checked before anything slow is imported.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.core.user_code import call_user_code
+from turnwise.engine.adapters import EngineAdapters
+from turnwise.errors import InputError
+
+if TYPE_CHECKING:
+    from turnwise.rollout.environment import EnvironmentType
+    from turnwise.rollout.foreign.trl_reward import RewardFunction
+    from turnwise.rollout.problems import Problem
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInputs:
+    """Objects that a program passes instead of configuration keys; None uses the key."""
+
+    environment: "EnvironmentType | None" = None
+    """Makes an environment from a row; replaces `environment`."""
+    rows: Sequence[JsonObject] | None = None
+    """Training rows; replace data.path."""
+    eval_rows: Sequence[JsonObject] | None = None
+    """Held-out rows; replace data.eval_path."""
+    functions: "Mapping[str, RewardFunction] | None" = None
+    """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
+
+
+FROM_CONFIG = ProgramInputs()
+"""Inputs that leave everything to the configuration."""
+
+
+def check_sources(config: Config, *data: str | None) -> None:
+    """Check that the model and data can exist, before anything slow is imported."""
+    for path in filter(None, data):
+        check_data(path)
+    check_model(config.model.path)
+    if config.model.tokenizer is not None:
+        check_tokenizer(config.model.tokenizer)
+    EngineAdapters.of(config)
+
+
+async def in_time(
+    load: Callable[[Config, ProgramInputs], _T], config: Config, inputs: ProgramInputs
+) -> _T:
+    """Open the data in a thread: a program's rows, and some datasets, are user code."""
+    seconds, key = config.data.load_timeout, "data.load_timeout"
+    loaded: _T = await call_user_code(
+        load, config, inputs, name="the data", seconds=seconds, key=key
+    )
+    return loaded
+
+
+def all_problems(
+    config: Config, inputs: ProgramInputs
+) -> "tuple[Sequence[Problem], Sequence[Problem]]":
+    """Return training problems, and held-out ones if there are any."""
+    measured = inputs.eval_rows is not None or config.data.eval_path is not None
+    heldout = heldout_problems(config, inputs) if measured else []
+    return training_problems(config, inputs), heldout
+
+
+def training_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
+    """Return the problems to train on."""
+    from turnwise.rollout.data import load_training
+    from turnwise.rollout.problems import Problems
+
+    if inputs.rows is None:
+        return load_training(config)
+    return Problems("data", _checked(inputs.rows, "data", config.data.limit))
+
+
+def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
+    """Return the problems to evaluate on."""
+    from turnwise.rollout.data import load_heldout
+    from turnwise.rollout.problems import Problems
+
+    if inputs.eval_rows is None:
+        return load_heldout(config)
+    rows = _checked(inputs.eval_rows, "eval_data", config.data.eval_limit)
+    return Problems("eval_data", rows)
+
+
+def _checked(rows: Sequence[JsonObject], name: str, limit: int | None) -> Sequence[JsonObject]:
+    """Return the first rows, checked to be dictionaries: many of them when each is asked for.
+
+    Raises:
+        InputError: when there are none, or one is not a mapping.
+    """
+    from turnwise.rollout.data import LazyRows, at_once
+
+    if not len(rows):
+        raise InputError(f"{name} has no rows")
+
+    def read(number: int) -> JsonObject:
+        row = rows[number]
+        if not isinstance(row, Mapping):
+            raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
+        return dict(row)
+
+    return at_once(LazyRows(len(rows) if limit is None else min(limit, len(rows)), read))
