@@ -16,7 +16,8 @@ import logging, logging.config, sys
 from turnwise.core import logs
 from turnwise.config import load_config
 logs.to_terminal()
-logs.open_logs(load_config(sys.argv[1], sys.argv[2:]))
+opened = logs.open_logs(load_config(sys.argv[1], sys.argv[2:]))
+opened.__enter__()
 logging.getLogger("their.agent").warning("theirs")
 ray = logging.getLogger("ray")
 ray.addHandler(logging.StreamHandler())
@@ -105,3 +106,52 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(
     done = run(DRIVER, tmp_path / "config.yaml")
     assert f"no logs can be written to {tmp_path}/runs/run/logs" in done.stderr
     assert "WARNING turnwise.serving.manager: worker-0 failed" in done.stderr
+
+
+PROGRAM = """
+import logging, sys
+from turnwise.core import logs
+from turnwise.config import load_config
+if sys.argv[2] == "its own":
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(name)s: %(message)s")
+root, ours, theirs = map(logging.getLogger, (None, "turnwise.serving.manager", "my.program"))
+for name in ("vllm", "ray"):
+    logging.getLogger(name).addHandler(logging.NullHandler())
+names = (None, "turnwise", "vllm", "ray")
+state = lambda: [
+    (each.level, each.propagate, [*each.handlers]) for each in map(logging.getLogger, names)
+]
+before = state()
+config = load_config(sys.argv[1])
+for others in (1, 2):
+    with logs.open_logs(config), logs.open_logs(config.model_copy(update={"name": "other"})):
+        theirs.info("theirs %d", others)
+        theirs.warning("their warning")
+        ours.info("a detail")
+        ours.warning("worker-0 failed")
+        logging.getLogger("vllm.engine").info("vLLM's chatter")
+        logging.getLogger("vllm.engine").warning("vLLM's warning")
+    assert state() == before, (state(), before)
+theirs.info("afterwards")
+"""
+
+
+@pytest.mark.parametrize("handlers", ["its own", "none"])
+def test_a_program_keeps_its_own_handlers(
+    make_config: Callable[..., Config], tmp_path: Path, handlers: str
+) -> None:
+    """Only the command line replaces those of the root; a run leaves nothing behind."""
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(output_dir=str(tmp_path))))
+    done = run(PROGRAM, tmp_path / "config.yaml", handlers)
+    warning = "turnwise.serving.manager: worker-0 failed"
+    if handlers == "its own":
+        each = [f"my.program: theirs {n}\nmy.program: their warning\n{warning}\n" for n in (1, 2)]
+        assert done.stdout == "".join(each) + "my.program: afterwards\n"
+        assert done.stderr == ""
+    else:
+        assert done.stdout == ""
+        assert done.stderr == 2 * f"WARNING my.program: their warning\nWARNING {warning}\n"
+    for name in ("run", "other"):
+        text = (tmp_path / name / "logs" / "turnwise.log").read_text()
+        assert text.count("vLLM's chatter") == text.count("a detail") == 2
+        assert text.count("worker-0 failed") == text.count("their warning") == 2

@@ -7,14 +7,16 @@
 
 Libraries configure Python's logging while they are imported: vLLM resets the levels of its
 loggers, others the root's. So our handlers are on the logger `turnwise`, which none of them
-touches, and vLLM is kept from configuring anything.
+touches, and vLLM is kept from configuring anything. Only the command line replaces handlers of the
+root: those of a program that calls us are its own.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from turnwise.config import Config
@@ -25,30 +27,58 @@ FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _OURS = logging.getLogger("turnwise")
 _CHATTER = ("vllm", "ray")
 """Names of the loggers whose lines go only to the file."""
+_on_terminal = False
+"""Whether this process is the command line, which prints our lines and others' warnings."""
+_files: list[logging.Handler] = []
+"""Files of the runs that are open."""
+_to_program: list[tuple[logging.Logger, logging.Handler]] = []
+"""Handlers that print, or pass to the program's, while runs are open."""
+_before: list[tuple[logging.Logger, list[logging.Handler], bool, int]] = []
+"""Our logger, vLLM's and Ray's as they were before the first run was opened."""
+_changing = threading.Lock()
 
 
 def to_terminal(level: str = "warning") -> None:
-    """Print our lines of at least a level, and other libraries' warnings, on standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(_FORMAT))
-    handler.setLevel(level.upper())
-    _OURS.handlers = [handler]
+    """Print our lines of at least a level, and other libraries' warnings, on standard error.
+
+    For the command line alone: it replaces the handlers of the root, which are a program's own.
+    """
+    global _on_terminal
+    _on_terminal = True
+    _OURS.handlers = [_terminal(level.upper())]
     _OURS.setLevel(level.upper())
     _OURS.propagate = False
-    others = logging.StreamHandler()
-    others.setFormatter(logging.Formatter(_FORMAT))
-    others.setLevel(max(logging.WARNING, handler.level))
-    others.addFilter(lambda record: record.name.partition(".")[0] not in _CHATTER)
-    logging.getLogger().handlers = [others]
+    logging.getLogger().handlers = [_terminal_of_others(level)]
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
 
 
-def open_logs(config: Config) -> None:
-    """Write all lines of this process to the run folder too, and set our level.
+def _terminal(level: int | str) -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setLevel(level)
+    return handler
 
-    Call it before vLLM is imported.
+
+def _terminal_of_others(level: str) -> logging.Handler:
+    """Return a handler that prints other libraries' warnings, except those of vLLM and Ray."""
+    handler = _terminal(max(logging.WARNING, logging.getLevelName(level.upper())))
+    handler.addFilter(lambda record: record.name.partition(".")[0] not in _CHATTER)
+    return handler
+
+
+@contextmanager
+def open_logs(config: Config) -> Iterator[None]:
+    """Write all lines of this process to the run folder too, and set our level, in a `with` block.
+
+    A program's own handlers get our lines and everybody's as before, and at the end its logging is
+    as it was. Open it before vLLM is imported.
+
+    Example:
+        with open_logs(config):
+            result = await train(config)
     """
-    to_terminal(config.log_level)
+    if _on_terminal:
+        to_terminal(config.log_level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     path = _folder(config) / "turnwise.log"
     try:
@@ -56,16 +86,77 @@ def open_logs(config: Config) -> None:
         handler = logging.FileHandler(path)
     except OSError as error:
         _OURS.warning("no logs can be written to %s: %s", path.parent, error)
+        yield
         return
     _register_stacks(path)
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
-    for logger in (_OURS, logging.getLogger()):
-        logger.addHandler(handler)
-    _OURS.setLevel(min(_OURS.level, handler.level))
+    with _changing:
+        _add(handler, config.log_level)
+    try:
+        yield
+    finally:
+        if not _on_terminal:  # otherwise the process ends, and libraries may still have lines
+            with _changing:
+                _remove(handler)
+            handler.close()
+
+
+def _add(file: logging.Handler, level: str) -> None:
+    """Add a run's file to all loggers."""
+    root, others = logging.getLogger(), [logging.getLogger(name) for name in _CHATTER]
+    if not _files:
+        _before[:] = [(one, [*one.handlers], one.propagate, one.level) for one in (_OURS, *others)]
+        for logger in others:
+            logger.handlers = []
+        if not _on_terminal:
+            _to_program.append((_OURS, _ToProgram(level.upper())))
+            if not root.handlers:  # Python prints warnings then, which a handler of ours would end
+                _to_program.append((root, _terminal_of_others(level)))
+            for logger, handler in _to_program:
+                logger.addHandler(handler)
+            _OURS.propagate = False
+    _files.append(file)
+    for logger in (_OURS, root, *others):
+        logger.addHandler(file)
+    _OURS.setLevel(min(logging.getLevelName(level.upper()), file.level))
     for name in _CHATTER:
-        logging.getLogger(name).handlers = [handler]
         quiet(name)
+
+
+def _remove(file: logging.Handler) -> None:
+    """Remove a run's file; after the last run, undo all other changes too."""
+    _files.remove(file)
+    for logger in map(logging.getLogger, (_OURS.name, None, *_CHATTER)):
+        logger.removeHandler(file)
+    if _files:
+        return
+    for logger, handler in _to_program:
+        logger.removeHandler(handler)
+    _to_program.clear()
+    for logger, handlers, propagate, level in _before:
+        logger.handlers = list(dict.fromkeys([*handlers, *logger.handlers]))
+        logger.propagate = propagate
+        logger.setLevel(level)
+
+
+class _ToProgram(logging.Handler):
+    """Passes our lines to the handlers of the program's root, or prints them if it has none.
+
+    Without it they would get all lines of our file: a logger's level is not asked about lines that
+    come from one below it.
+    """
+
+    def __init__(self, level: str) -> None:
+        super().__init__(level)
+        self._terminal = _terminal(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = [*_files, *(handler for _, handler in _to_program)]
+        theirs = [each for each in logging.getLogger().handlers if each not in ours]
+        for handler in theirs or [self._terminal]:
+            if record.levelno >= handler.level:
+                handler.handle(record)
 
 
 def quiet(name: str) -> int:

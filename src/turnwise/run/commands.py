@@ -7,7 +7,7 @@ checks its inputs before it imports anything slow.
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -103,14 +103,15 @@ async def train(
     )
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
-    with _display(config, console, config.training.steps) as display:
+    with ExitStack() as stack, _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):
             from turnwise.run.run_dir import RunDir, find_resume
 
             problems, heldout = await in_time(all_problems, config, inputs)
         for attempt in itertools.count():
             folder = RunDir(config, resume)
-            logs.open_logs(config)
+            if not attempt:
+                stack.enter_context(logs.open_logs(config))
             if resume is not None:
                 _report_resume(resume, display)
             try:
@@ -294,8 +295,7 @@ async def _playing(
         phase: Name of the phase, for display.
     """
     check_sources(config, path)
-    logs.open_logs(config)
-    with _display(config, console) as display:
+    with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
             from turnwise.run.runtime import open_runtime
 
@@ -320,8 +320,8 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
     """
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
-    logs.open_logs(config)
     async with AsyncExitStack() as stack:
+        stack.enter_context(logs.open_logs(config))
         with _display(config, console) as display:
             with display.part("importing libraries"):
                 from turnwise.run.fleet import open_server
