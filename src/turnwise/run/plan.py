@@ -369,10 +369,12 @@ def _gpu_loads(
         held = sum(rank.parts[p] for p in rank.lasting - away - {"gradients"})
         held = beside * (held + engine.peak)
         yield Load("GPU while engines run", held, held, held, limit)
-        yield Load("GPU while ranks train", *(beside * figure for figure in figures), limit)
+        least, expected, worst = (beside * figure for figure in figures)
+        yield Load("GPU while ranks train", least, expected, worst, limit)
     elif share < 1:
         more = (round(1 / share) - 1) * engine.peak
-        yield Load("GPU of a rank and engines", *(figure + more for figure in figures), limit)
+        least, expected, worst = (figure + more for figure in figures)
+        yield Load("GPU of a rank and engines", least, expected, worst, limit)
     else:
         yield Load("GPU of an engine", engine.peak, engine.peak, engine.peak, limit)
         yield Load("GPU of a rank", *figures, limit)
@@ -388,8 +390,8 @@ def _host_load(config: Config, machine: Machine, rank: Holding, engine: Holding)
     if config.weights.transport == "shm":
         width = 2 if config.model.dtype == "bfloat16" else 4
         beside += 2 * model_size(config, ()).parameters * width
-    totals = (config.training.ranks * figure + beside for figure in _figures(rank))
-    return Load("memory of the machine", *totals, machine.device_bytes)
+    least, expected, worst = (config.training.ranks * each + beside for each in _figures(rank))
+    return Load("memory of the machine", least, expected, worst, machine.device_bytes)
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:

@@ -198,11 +198,12 @@ class TrainingLoop:
 
     async def _gives_signal(self, group: Group) -> bool:
         """Return whether a group can train anything; the algorithm may be the user's own class."""
-        return await call_user_code(
+        found: bool = await call_user_code(
             *(gives_signal, group, self._config, self._algorithm),
             name="the advantage's choice of groups",
             seconds=self._config.training.step_timeout,
         )
+        return found
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is told
