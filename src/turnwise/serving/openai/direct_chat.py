@@ -9,19 +9,17 @@ All other requests pass on to vLLM's application, and so does a request that has
 nothing is sampled before it is known to be plain.
 """
 
-import asyncio
 import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from turnwise.chat.messages import Conversation, answer
 from turnwise.chat.prompts import PromptCache
@@ -30,8 +28,13 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, Generator
 from turnwise.serving.openai.engine_client import client_error, sample
-from turnwise.serving.openai.middleware import read_body, send_json
-from turnwise.serving.openai.plain_request import PlainRequest, read, texts
+from turnwise.serving.openai.middleware import (
+    read_body,
+    replaying,
+    send_json,
+    unless_gone,
+)
+from turnwise.serving.openai.plain_request import PlainRequest, read, texts, without_empty_tools
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 from turnwise.serving.openai.session_hooks import SessionHooks
 from turnwise.serving.openai.vllm_api import (
@@ -84,18 +87,19 @@ class DirectChat:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = CURRENT.get()
-        if context is None or not self._possible or not _sends_chat(scope):
+        if context is None or not _sends_chat(scope):
             await self._app(scope, receive, send)
             return
         body = await read_body(receive)
         if body is None:
             return
-        asked = await self._plan(body, context)
+        body = without_empty_tools(body)
+        asked = await self._plan(body, context) if self._possible else None
         if asked is None:
             context.request, context.asked = None, Conversation()
-            await self._app(scope, _replaying(body, receive), send)
+            await self._app(scope, replaying(body, receive), send)
             return
-        answered = await _unless_gone(self._complete(asked, context), receive)
+        answered = await unless_gone(self._complete(asked, context), receive)
         if answered is not None:
             await send_json(send, *answered)
 
@@ -325,34 +329,6 @@ def _detokenized(name: str, prompt: list[int], params: SamplingParams) -> Engine
         cache_salt=None,
         data_parallel_rank=None,
     )
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that returns a body that was read already, then what else comes."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replaying() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return replaying
-
-
-async def _unless_gone(
-    work: Awaitable[tuple[int, bytes]], receive: Receive
-) -> tuple[int, bytes] | None:
-    """Return the answer; None if the client disconnects first, which cancels the work."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(receive())
-    gone.add_done_callback(lambda _: working.cancel())
-    try:
-        return await working
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if gone.done() and task is not None and not task.cancelling():
-            return None
-        raise
-    finally:
-        gone.cancel()
 
 
 def _json(tree: JsonObject) -> bytes:

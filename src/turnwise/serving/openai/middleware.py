@@ -5,13 +5,15 @@ key; then come the retries of `deduplicate`, and `SessionMiddleware` finds the s
 request. `web_pages` is around them.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
 from http import HTTPStatus
+from typing import TypeVar
 
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
@@ -23,6 +25,7 @@ from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 
+_Result = TypeVar("_Result")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -60,6 +63,32 @@ async def read_body(receive: Receive) -> bytes | None:
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(pieces)
+
+
+def replaying(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that returns a body that was read already, then what else comes."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
+
+
+async def unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | None:
+    """Return the result of `work`; None if the client disconnects first, which cancels the work."""
+    working: asyncio.Future[_Result] = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    gone.add_done_callback(lambda _: working.cancel())
+    try:
+        return await working
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if gone.done() and task is not None and not task.cancelling():
+            return None
+        raise
+    finally:
+        gone.cancel()
 
 
 class HeadRequests:
@@ -289,10 +318,14 @@ async def http_error(_: Request, error: Exception) -> Response:
     )
 
 
-def error_body(status: int, message: str) -> bytes:
-    """Return an error as JSON in OpenAI's format."""
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """Return an error as JSON in OpenAI's format.
+
+    Args:
+        param: Name or path of the value that is wrong.
+    """
     kind = HTTPStatus(status).phrase
-    error = {"message": message, "type": kind, "param": None, "code": status}
+    error = {"message": message, "type": kind, "param": param, "code": status}
     return json.dumps({"error": error}).encode()
 
 

@@ -107,11 +107,28 @@ def read(body: bytes) -> tuple[PlainRequest, list[JsonObject]] | None:
         request.stream
         or request.logprobs
         or request.parallel_tool_calls is False
-        or (request.tool_choice and not request.tools)
         or EXTRA_ARG in (request.vllm_xargs or ())
     ):
         return None
     return request, cast(list[JsonObject], tree["messages"])
+
+
+def without_empty_tools(body: bytes) -> bytes:
+    """Return a body without an empty list of tools and the choice among them.
+
+    Clients without tools send both; vLLM refuses them.
+    """
+    if b'"tool_choice"' not in body and b'"tools"' not in body:
+        return body
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return body
+    if not isinstance(tree, dict) or tree.get("tools") not in (None, []):
+        return body
+    if tree.get("tool_choice") not in (None, "auto", "none"):
+        return body
+    return msgspec.json.encode({k: v for k, v in tree.items() if k not in ("tools", "tool_choice")})
 
 
 def texts(messages: Sequence[JsonObject]) -> list[JsonObject] | None:

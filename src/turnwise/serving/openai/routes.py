@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
-from pydantic import BaseModel, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from turnwise.chat.session import NAME_PATTERN, Session
@@ -13,6 +14,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
+from turnwise.serving.openai.validation import answer_invalid
 from turnwise.trajectory import MAX_REWARD
 
 if TYPE_CHECKING:
@@ -201,6 +203,8 @@ def add_routes(
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path
     app.add_exception_handler(StarletteHTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+    app.add_exception_handler(ValidationError, answer_invalid)  # raised after the body was read
     # vLLM's middleware handles scaling, browsers and its own metrics.
     app.user_middleware.clear()
     app.middleware_stack = FastAPI.build_middleware_stack(app)

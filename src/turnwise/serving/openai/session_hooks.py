@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 
@@ -39,6 +40,7 @@ from turnwise.serving.openai.on_policy import (
 )
 from turnwise.serving.openai.request_context import CURRENT, ChoiceKey, RequestContext
 from turnwise.serving.openai.streamed import watched
+from turnwise.serving.openai.validation import UNKNOWN, explain
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -185,9 +187,11 @@ class SessionHooks:
         except TrajectoryError as error:
             raise VLLMValidationError(str(error), parameter="messages") from error
         except Exception as error:  # a client's messages may be anything
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValidationError):
+                why, _ = explain(error.errors(), UNKNOWN)
             raise VLLMValidationError(
-                f"messages cannot be read: {type(error).__name__}: {error}",
-                parameter="messages",
+                f"messages cannot be read: {why}", parameter="messages"
             ) from error
 
     async def exact_prompt(

@@ -15,7 +15,11 @@ from starlette.requests import Request
 
 from turnwise.chat.session_store import SessionStore
 from turnwise.serving.openai.request_context import CURRENT
-from turnwise.serving.openai.vllm_api import ResponsesRequest, ResponsesResponse
+from turnwise.serving.openai.vllm_api import (
+    ResponsesRequest,
+    ResponsesResponse,
+    VLLMValidationError,
+)
 
 _ITEM_BYTES = 1_000
 """Estimated memory of an item without its text."""
@@ -39,6 +43,12 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
     """
 
     async def create(request: ResponsesRequest, raw_request: Request | None = None) -> object:
+        if request.background:
+            raise VLLMValidationError(
+                "background responses are not served: leave `background` out, and read the answer "
+                "from this request or, with `store`, later by its id",
+                parameter="background",
+            )
         context = CURRENT.get()
         if context is None:
             return await create_responses(request, raw_request)
