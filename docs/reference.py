@@ -28,8 +28,6 @@ _VLLM_ROUTES = {
     "/v1/chat/completions": "OpenAI's Chat Completions, with streaming, tools and `n`",
     "/v1/completions": "OpenAI's Completions",
     "/v1/responses": "OpenAI's Responses",
-    "/v1/responses/{response_id}": "One stored response",
-    "/v1/responses/{response_id}/cancel": "Cancel a response that runs in the background",
     "/v1/messages": "Anthropic's Messages",
     "/v1/messages/count_tokens": "Anthropic's token count",
     "/v1/models": "The names of the model",

@@ -27,6 +27,7 @@ from turnwise.chat.messages import (
     view_of,
 )
 from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
+from turnwise.chat.responses import StoredResponses
 from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
@@ -81,45 +82,6 @@ class _RecordedTurn:
             self.answer, self.read = self.read(), None
             self._answered = extended_by(self.prefix, self.answer)
         return self._answered
-
-
-class StoredResponses:
-    """Items of a session's responses (OpenAI's Responses), each after the one that it continues.
-
-    Example:
-        >>> responses = StoredResponses()
-        >>> responses.add("resp_1", None, ["question", "answer"], {"id": "resp_1"})
-        >>> responses.add("resp_2", "resp_1", ["another", "its answer"], {"id": "resp_2"})
-        >>> responses.items("resp_2")
-        ['question', 'answer', 'another', 'its answer']
-        >>> responses.body("resp_2")
-        {'id': 'resp_2'}
-    """
-
-    def __init__(self) -> None:
-        self._stored: dict[str, tuple[str | None, list[object], JsonObject]] = {}
-
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._stored
-
-    def add(
-        self, response_id: str, previous: str | None, items: list[object], body: JsonObject
-    ) -> None:
-        """Add the new input, the output and the body of a response that continues `previous`."""
-        self._stored[response_id] = previous, items, body
-
-    def body(self, response_id: str) -> JsonObject:
-        """Return a response as its client got it."""
-        return self._stored[response_id][2]
-
-    def items(self, response_id: str) -> list[object]:
-        """Return the whole conversation up to a response, its output included."""
-        parts: list[list[object]] = []
-        at: str | None = response_id
-        while at is not None:
-            at, items, _ = self._stored[at]
-            parts.append(items)
-        return [item for part in reversed(parts) for item in part]
 
 
 @dataclass(slots=True, eq=False)

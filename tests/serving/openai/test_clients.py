@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK, Noting, chat, told
 from turnwise.chat import session_store
@@ -272,6 +273,36 @@ async def test_stored_responses_count_as_memory_of_their_session(
     assert server.sessions._bytes == held
     body = {"model": "any", "input": "2?", "previous_response_id": second["id"]}
     told(await http.post("/v1/responses", json=body), 404)
+
+
+async def test_openais_client_reads_and_deletes_what_is_stored(http: httpx.AsyncClient) -> None:
+    client = AsyncOpenAI(base_url="http://t/v1", api_key="none", max_retries=0, http_client=http)
+    first = await client.responses.create(model="any", input="12 plus 30?", store=True)
+    second = await client.responses.create(
+        model="any", input=[{"role": "user", "content": "Sure?"}], previous_response_id=first.id
+    )
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+    listed = await client.responses.input_items.list(second.id, order="asc")
+    texts = [item.content[0].text for item in listed.data]  # type: ignore[union-attr]
+    assert texts == ["12 plus 30?", first.output_text, "Sure?"]
+    newest = [item.id async for item in client.responses.input_items.list(second.id, limit=1)]
+    assert newest == [item.id for item in reversed(listed.data)]
+    with pytest.raises(BadRequestError, match="is complete: only background responses"):
+        await client.responses.cancel(second.id)
+    await client.responses.delete(first.id)
+    for lost in (first.id, "resp_none"):
+        for ask in (
+            client.responses.retrieve,
+            client.responses.delete,
+            client.responses.cancel,
+        ):
+            with pytest.raises(NotFoundError, match="there is no response"):
+                await ask(lost)
+        with pytest.raises(NotFoundError):
+            await client.responses.create(model="any", input="?", previous_response_id=lost)
+    third = await client.responses.create(model="any", input="And?", previous_response_id=second.id)
+    whole = await client.responses.input_items.list(third.id, order="asc")
+    assert len(whole.data) == 5
 
 
 # Sessions under a session

@@ -1,7 +1,7 @@
 """The server's own routes: index, sessions and Prometheus metrics."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import both_urls
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, http_error
+from turnwise.serving.openai.stored_responses import page_of_input
 from turnwise.serving.openai.validation import answer_invalid
 from turnwise.trajectory import MAX_REWARD
 
@@ -98,6 +99,13 @@ def add_routes(
                 "this session belongs to a rollout: its agent may read, reward or close it only "
                 "if rollout.agent_rewards is true",
             )
+        return session
+
+    def keeping(response_id: str, request: Request) -> Session:
+        name: str | None = request.scope[SESSION_NAME]
+        session = store.of_response(None if name is None else opened(name), response_id)
+        if session is None:
+            raise HTTPException(404, f"there is no response {response_id} in this session")
         return session
 
     @router.get("/")
@@ -194,11 +202,40 @@ def add_routes(
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str, request: Request) -> JsonObject:
         """Return a response that its session keeps."""
-        name: str | None = request.scope[SESSION_NAME]
-        session = store.of_response(None if name is None else opened(name), response_id)
-        if session is None:
-            raise HTTPException(404, f"there is no response {response_id} in this session")
-        return session.responses.body(response_id)
+        return keeping(response_id, request).responses.body(response_id)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> JsonObject:
+        """Delete a response that its session keeps; those that continue it stay."""
+        keeping(response_id, request).responses.remove(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> JsonObject:
+        """List the input items of a response, with the conversation that it continues."""
+        session = keeping(response_id, request)
+        try:
+            return page_of_input(
+                session, response_id, after=after, limit=limit, newest_first=order == "desc"
+            )
+        except KeyError:
+            raise HTTPException(404, f"there is no item {after} in {response_id}") from None
+
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str, request: Request) -> JsonObject:
+        """Refused: only background responses, which are not served, can be cancelled."""
+        keeping(response_id, request)
+        raise HTTPException(
+            400,
+            f"the response {response_id} is complete: only background responses, which are not "
+            "served, can be cancelled",
+        )
 
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path

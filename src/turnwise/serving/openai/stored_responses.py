@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
+from turnwise.core.json_types import JsonObject
 from turnwise.serving.openai.request_context import CURRENT
 from turnwise.serving.openai.vllm_api import (
     ResponsesRequest,
@@ -64,9 +66,9 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
         def finished(response: ResponsesResponse) -> None:
             response.previous_response_id = previous
             if kept and not session.closed:
-                items, body = [*new, *response.output], response.model_dump_json(by_alias=True)
-                session.responses.add(response.id, previous, items, json.loads(body))
-                session.size += sum(map(_bytes_of, items)) + 2 * len(body)
+                output, body = list(response.output), response.model_dump_json(by_alias=True)
+                session.responses.add(response.id, previous, new, output, json.loads(body))
+                session.size += sum(map(_bytes_of, [*new, *output])) + 2 * len(body)
                 store.remember_completion(response.id, session)
 
         answer = await create_responses(request, raw_request)
@@ -92,6 +94,41 @@ async def _watched(
 
 def _items(given: str | list[Item]) -> list[Item]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+
+
+def page_of_input(
+    session: Session, response_id: str, *, after: str | None, limit: int, newest_first: bool
+) -> JsonObject:
+    """Return a page of a response's input items, as OpenAI's API lists them.
+
+    Args:
+        after: Id of the item before the page; None begins with the first one.
+        limit: Maximum number of items.
+
+    Raises:
+        KeyError: when no item has the id `after`.
+    """
+    items: list[JsonObject] = []
+    for index, item in enumerate(session.responses.given(response_id)):
+        tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+        if isinstance(tree.get("content"), str):
+            tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+        tree = {"type": "message", **tree}
+        tree["id"] = tree.get("id") or f"{response_id}-{index}"
+        items.append(tree)
+    if newest_first:
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise KeyError(after)
+    begin = 0 if after is None else ids.index(after) + 1
+    page = items[begin : begin + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    more = len(items) > begin + limit
+    return {"object": "list", "data": page, "first_id": None, "last_id": None} | {
+        **ends,
+        "has_more": more,
+    }
 
 
 def _bytes_of(item: Item) -> int:

@@ -42,7 +42,6 @@ ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
-    "/v1/responses/{response_id}/cancel",
     "/v1/messages",
     "/v1/messages/count_tokens",
 }
