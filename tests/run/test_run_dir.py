@@ -1,5 +1,7 @@
 """The picture, read from its axes."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from turnwise.config import parse_config
+from turnwise.config import load_config, parse_config
 from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir, make_figure
 
@@ -69,6 +71,22 @@ def test_steps_are_whole_numbers(last: int) -> None:
     ticks = shown(figure.axes[0], "x")
     assert ticks
     assert all(tick == int(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize(("more", "mode"), [({}, 0o644), ({"hf_token": "hf_x"}, 0o600)])
+def test_a_configuration_with_secrets_is_its_owners(
+    more: dict[str, str], mode: int, tmp_path: Path
+) -> None:
+    tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
+    config = parse_config({**tree, "output_dir": str(tmp_path), "engine": {"vllm_args": more}})
+    before = os.umask(0o022)
+    try:
+        RunDir(config).close()
+    finally:
+        os.umask(before)
+    path = tmp_path / config.name / "config.yaml"
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert load_config(path) == config
 
 
 def test_the_api_key_is_in_no_file_of_the_run_folder(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from turnwise.config.load import (
     set_key,
     with_current_names,
 )
-from turnwise.config.masking import masked, masked_value
+from turnwise.config.masking import has_secrets, masked, masked_value
 from turnwise.config.resume import check_unchanged, resume_table
 from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig
@@ -107,6 +107,7 @@ __all__ = [
     "describe_keys",
     "dump_config",
     "explain_config",
+    "has_secrets",
     "known_keys",
     "load_config",
     "make_config",

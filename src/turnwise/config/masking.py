@@ -27,8 +27,22 @@ def masked(config: Config) -> dict[str, object]:
         >>> masked(config)["engine"]["vllm_args"]
         {'hf_token': '***'}
     """
-    tree = config.model_dump(mode="json", exclude={"serving": {"api_key"}})
-    return {key: masked_value(key, value) for key, value in tree.items()}
+    return {key: masked_value(key, value) for key, value in _plain(config).items()}
+
+
+def has_secrets(config: Config) -> bool:
+    """Return whether `masked` masks something.
+
+    Example:
+        >>> has_secrets(load_config("config.yaml"))
+        False
+    """
+    return masked(config) != _plain(config)
+
+
+def _plain(config: Config) -> dict[str, object]:
+    tree: dict[str, object] = config.model_dump(mode="json", exclude={"serving": {"api_key"}})
+    return tree
 
 
 def masked_value(name: str, value: object) -> object:

@@ -41,10 +41,16 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file, in the place of an earlier one if there is one."""
+def write_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file, in the place of an earlier one if there is one.
+
+    Args:
+        private: Let only its owner read it.
+    """
     new = temporary(path)
     with new.open("w", encoding="utf-8") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.config import Config, dump_config
+from turnwise.config import Config, dump_config, has_secrets
 from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
@@ -132,7 +132,9 @@ class RunDir:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_file(self.path / "config.yaml", dump_config(config))
+            # A resumed run needs the values, secrets of tools and engines included.
+            private = has_secrets(config)
+            write_file(self.path / "config.yaml", dump_config(config), private=private)
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._keep_last = config.training.keep_last
