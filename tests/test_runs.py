@@ -123,7 +123,7 @@ def test_a_run_ended_and_then_killed_in_mid_step_goes_on_bit_for_bit(whole: Path
     running.process.send_signal(signal.SIGTERM)
     stdout, stderr = running.process.communicate(timeout=120)
     assert running.process.returncode == 130, stderr
-    assert "told to end: step 2 is saved first" in stdout
+    assert "asked to end: step 2 is saved first" in stdout
     assert running.mark.left() == []
     assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step-0002"]
 

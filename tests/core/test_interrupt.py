@@ -59,7 +59,7 @@ async def command():
         interrupt.SAVE_SECONDS = 1.0 if how == "saves late" else 300.0
         with interrupt.Ending(lambda: how != "saves nothing") as ending:
             print("begun", flush=True)
-            await ending.told.wait()
+            await ending.asked.wait()
             print("saving", file=sys.stderr, flush=True)
             await asyncio.sleep(0.3 if how == "saves" else 600)
             await ending.finished()
@@ -160,7 +160,7 @@ from contextlib import nullcontext
 async def run():
     with Ending(lambda: True) as ending:
         print("begun", flush=True)
-        await ending.told.wait()
+        await ending.asked.wait()
         print("saving", file=sys.stderr, flush=True)
         await asyncio.sleep(600 if "slow" in sys.argv else 0.3)
         print("saved", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What happens to each key of the configuration when a run is resumed with another value.
+"""The rule of each key of the configuration when a run is resumed with another value.
 
 A resumed run does what its configuration says now; the checkpoint provides the weights, the
 optimizer's moments, the position in the schedule and in the data. The few keys that a checkpoint

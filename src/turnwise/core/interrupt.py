@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
 """Time for a cancelled run to end; with the killing, everything ends within ten seconds."""
 SAVE_SECONDS = 60.0
-"""Time for a run that was told to end to save what it has."""
+"""Time for a run that was asked to end to save what it has."""
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,7 +38,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Ending:
-    """What a run does when it is told to end, before it is cancelled; a context manager.
+    """The work of a run that is asked to end, before it is cancelled; a context manager.
 
     Args:
         has_work: Returns whether there is anything to do; called in another thread.
@@ -46,7 +46,7 @@ class Ending:
     Example:
         with Ending(lambda: steps > saved) as ending:
             ...
-            if ending.told.is_set():
+            if ending.asked.is_set():
                 await save()
                 await ending.finished()
     """
@@ -54,8 +54,8 @@ class Ending:
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
     def __init__(self, has_work: Callable[[], bool]) -> None:
-        self.told = asyncio.Event()
-        """Set once the run is told to end, and has work."""
+        self.asked = asyncio.Event()
+        """Set once the run is asked to end, and has work."""
         self._has_work = has_work
         self._done = threading.Event()
 
@@ -84,7 +84,7 @@ class Ending:
         with suppress(IndexError, RuntimeError):  # no run, or its loop has closed
             ending = cls._open[-1]
             if ending._has_work():
-                ending._loop.call_soon_threadsafe(ending.told.set)
+                ending._loop.call_soon_threadsafe(ending.asked.set)
                 return ending
         return None
 

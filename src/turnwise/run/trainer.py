@@ -103,7 +103,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
-        that ended the run early. A run that is told to end saves its last step first."""
+        that ended the run early. A run that is asked to end saves its last step first."""
         request = ReportRequest(self._folder.path)
         watchdog = Watchdog(
             self._config.watchdog_seconds, self._report_stall, request.made, request.answer
@@ -156,13 +156,13 @@ class TrainingLoop:
         return self._resume.step + 1
 
     async def _end_if_told(self) -> None:
-        """Save the last finished step, and end, if the run was told to before its last step."""
+        """Save the last finished step, and end, if the run was asked to before its last step."""
         complete = self._reached or self._finished == self._config.training.steps
-        if not self._ending.told.is_set() or complete:
+        if not self._ending.asked.is_set() or complete:
             return
         if self._finished > self._saved:
             self._progress.warn(
-                f"told to end: step {self._finished} is saved first, within {SAVE_SECONDS:g} s "
+                f"asked to end: step {self._finished} is saved first, within {SAVE_SECONDS:g} s "
                 "(Ctrl-C again ends at once)"
             )
             await self._save(self._finished)
@@ -192,7 +192,7 @@ class TrainingLoop:
                 self._resumable = self._producer.state()
             if self._is_due(step):
                 await self._save(step)
-            if self._reached or self._ending.told.is_set():
+            if self._reached or self._ending.asked.is_set():
                 break
             await self._producer.advance(step)
 
@@ -206,18 +206,18 @@ class TrainingLoop:
         return found
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
-        """Wait for a step's groups of trajectories with rewards; returns None if the run is told
+        """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
         to end before they are there."""
         self._progress.phase("rollout", self._config.rollout.prompts_per_step)
         with self._timed("idle"), waiting(f"the groups of step {step}"):
             batch = asyncio.ensure_future(self._producer.next_batch())
-            told = asyncio.ensure_future(self._ending.told.wait())
+            asked = asyncio.ensure_future(self._ending.asked.wait())
             try:
-                await asyncio.wait((batch, told), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((batch, asked), return_when=asyncio.FIRST_COMPLETED)
                 return batch.result() if batch.done() else None
             finally:
                 batch.cancel()
-                told.cancel()
+                asked.cancel()
 
     async def _learn(self, batch: Batch, metrics: StepMetrics) -> None:
         """Train on a step's groups: rewards -> advantages -> samples -> loss.
