@@ -81,7 +81,7 @@ class TrainingConfig(Section):
     adds none."""
     checkpoint_minutes: NonNegativeFloat = 30.0
     """Minutes after which the next step to end is saved, if none was saved since; 0 saves none for
-    this reason. A run that is asked to end (Ctrl-C, SIGTERM) also saves, if it can in 60 seconds."""
+    this reason. Ctrl-C and SIGTERM also save the last step, if it can be written in 60 seconds."""
     keep_last: PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
     restarts: NonNegativeInt = 3
