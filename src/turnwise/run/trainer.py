@@ -116,7 +116,7 @@ class TrainingLoop:
                     producing = tasks.create_task(self._producer.run())
                     await self._consume(first)
                     producing.cancel()
-                    await self._end_if_told()
+                    await self._end_if_asked()
                 watch.cancel()
         if self._reached:
             self._progress.warn(
@@ -155,7 +155,7 @@ class TrainingLoop:
         await self._update_weights()
         return self._resume.step + 1
 
-    async def _end_if_told(self) -> None:
+    async def _end_if_asked(self) -> None:
         """Save the last finished step, and end, if the run was asked to before its last step."""
         complete = self._reached or self._finished == self._config.training.steps
         if not self._ending.asked.is_set() or complete:
