@@ -50,7 +50,7 @@ def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
     kept: list[int] = []
     for step in (*range(500, 9_500, 500), *range(9_500, 10_051)):
         run.write_step(StepMetrics(step=step, accuracy_heldout=float(step == best)))
-        run.write_trajectories("step", step, [])
+        run.write_trajectories(step, [])
         if step % 50:
             continue
         save(run, step)
