@@ -127,7 +127,8 @@ def test_a_run_ended_and_then_killed_in_mid_step_goes_on_bit_for_bit(whole: Path
     assert running.mark.left() == []
     assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step-0002"]
 
-    running = Running("--resume", killed, "training.checkpoint_every=1", steps=1)
+    often = "training.checkpoint_minutes=0.00001"  # every step takes longer
+    running = Running("--resume", killed, often, steps=1)
     running.until("step    3/4", "held")
     running.kill()
     assert len(metrics_of(killed)) == 3

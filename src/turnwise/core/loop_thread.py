@@ -104,9 +104,10 @@ class EventLoopThread(Generic[_Opened]):
         future = self.submit(lambda: _within(work, seconds, who))
         try:
             return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
-        except (KeyboardInterrupt, SystemExit):
-            if (ending := Ending.begin()) is not None:
-                ending.wait(SAVE_SECONDS)  # a second signal raises again
+        except BaseException:
+            # A signal's handler raised; a second signal raises again.
+            if not future.done() and (ending := Ending.begin()) is not None:
+                ending.wait(SAVE_SECONDS)
             raise
         finally:
             future.cancel()

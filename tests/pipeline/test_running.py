@@ -1,0 +1,38 @@
+"""A pipeline's training steps, without engines and trainer: no sample is trained on here."""
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config
+from turnwise.pipeline.running import Progress, RunningPipeline
+from turnwise.rollout import Group
+from turnwise.trajectory import Trajectory
+
+
+async def nothing() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(("schedule", "warnings"), [("linear", 1), ("constant", 0)])
+async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
+    make_config: Callable[..., Config],
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    warnings: int,
+) -> None:
+    config = make_config(training={"steps": 2, "lr_schedule": schedule})
+    versions = SimpleNamespace(oldest=0, step_ended=lambda version: None)
+    step: Any = SimpleNamespace(versions=versions, update_weights=nothing)
+    trainer: Any = SimpleNamespace(version=0)
+    pipeline = RunningPipeline(config, None, trainer, step, Progress())  # type: ignore[arg-type]
+    group = Group("rows:1", [Trajectory("rows:1", n, reward=1.0) for n in range(2)])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            await pipeline.train([group])
+    said = [r.getMessage() for r in caplog.records if "the program goes on" in r.getMessage()]
+    assert len(said) == warnings
+    assert all("linear ended with step 2" in line for line in said)
