@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from examples.step04_agent.agent import solve as calculator
 from tests.blocking import gate
@@ -39,6 +39,21 @@ async def team(base_url: str, problem: dict[str, Any]) -> None:
         answers = await asyncio.gather(member("first"), member("second"))
         asked: Any = [*question, {"role": "user", "content": f"Which? {answers}"}]
         await client.chat.completions.create(model="any", messages=asked)
+
+
+async def endless(base_url: str, problem: dict[str, Any]) -> None:
+    """Ask again and again; `problem["gives_up"]` says to end without an error when refused."""
+    messages: list[Any] = [{"role": "user", "content": problem["question"]}]
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        for _ in range(40):
+            try:
+                made = await client.chat.completions.create(model="any", messages=messages)
+            except BadRequestError:
+                if problem.get("gives_up"):
+                    return
+                raise
+            said = made.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}, messages[0]]
 
 
 async def silent(base_url: str, problem: dict[str, Any]) -> None:

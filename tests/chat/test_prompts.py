@@ -137,6 +137,12 @@ def test_each_conversation_of_a_trajectory_has_its_own_room() -> None:
     trajectory.add_turn(rewritten, [65], [0.0], [0], "stop", fork_reason="history_changed")
     assert response_room(trajectory, [*rewritten, 65, 66], None, 50) == 46
     assert response_room(trajectory, [*range(10), 50, 51, 52], None, 50) == 47
+    # A second continuation of the same turn, which begins as the first one does.
+    trajectory.add_turn([*range(10), 50, 51, 52, 53], [54], [0.0], [0], "stop")
+    again = [*range(10), 50, 51, 52, 55]
+    assert response_room(trajectory, again, None, 50) == 46
+    assert trajectory.add_turn(again, [56], [0.0], [0], "stop").fork_reason == "branched"
+    assert response_room(trajectory, [*again, 56], None, 50) == 45
 
 
 def test_sampling_within_a_room_keeps_all_but_its_limits() -> None:

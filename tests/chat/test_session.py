@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.trajectory.test_thinking_templates import thinking
 from turnwise.chat import session_store
 from turnwise.chat.messages import Conversation
 from turnwise.chat.prompts import NextPrompt
@@ -14,7 +15,7 @@ from turnwise.chat.session import Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, audit
 
 SAMPLING = SamplingConfig()
 
@@ -221,3 +222,53 @@ def test_sessions_are_listed_in_pages() -> None:
         names += [summary["id"] for _, summary in page]
         store.close(page[-1][1]["id"])  # a page begins after it all the same
     assert len(names) == len(set(names)) == 25
+
+
+def ask(session: Session, messages: list[dict[str, Any]], text: str) -> None:
+    """Send a conversation as an agent does, and sample the text as its answer."""
+    template = thinking("keeps")
+    asked = Conversation([dict(message) for message in messages])
+    prompt = session.next_prompt(asked, template)
+    ids = prompt.token_ids or template.render(messages)
+    sampled = template.encode(f"{text}<|im_end|>")
+    session.record(
+        ids,
+        sampled,
+        [-0.1] * len(sampled),
+        [0] * len(sampled),
+        "stop",
+        asked=asked,
+        answer=lambda: (text, ()),
+        prompt=prompt,
+    )
+    messages.append({"role": "assistant", "content": text})
+
+
+def test_messages_that_an_agent_wrote_for_the_model_are_context_only() -> None:
+    """Before the first turn, after a turn, and in the place of one."""
+    session, template = Session("s", SAMPLING), thinking("keeps")
+    question, own = {"role": "user", "content": "Oslo?"}, "I am sorry for that."
+    foreign = {"role": "assistant", "content": own}
+    messages: list[dict[str, Any]] = [question, foreign, question]
+    ask(session, messages, "rain")
+    messages += [foreign, question]
+    ask(session, messages, "snow")
+    messages[-1] = foreign
+    messages.append(question)
+    ask(session, messages, "wind")
+    trajectory = session.finish()
+    # The third continues the first, as the second does, which has another answer.
+    assert [t.fork_reason for t in trajectory.turns] == [None, None, "branched"]
+    samples = trajectory.samples()
+    for sample in samples:
+        assert own in template.decode_all(sample.token_ids)
+    trained = [
+        token
+        for sample in samples
+        for token, mask in zip(sample.token_ids, sample.response_mask, strict=True)
+        if mask
+    ]
+    said = "rain<|im_end|>snow<|im_end|>wind<|im_end|>"
+    assert template.decode_all(trained) == said
+    assert audit(trajectory).violations == 0
+    assert trajectory.sampled_tokens == len(trained)

@@ -202,6 +202,21 @@ async def test_an_agent_touches_its_own_reward_only_where_it_may_and_no_other_se
     assert users.closed  # a server without a key is its clients' own
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+async def test_an_agent_gets_no_more_turns_than_a_trajectory_may_have(
+    gives_up: bool, simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """It may end or fail then: the turns that it has are trained."""
+    agent, row = "tests.plain_agents:endless", {"gives_up": gives_up}
+    group = await try_agent(agent, simulated, make_config, tokenizer, row, max_turns=3)
+    assert group.dropped == {}
+    for trajectory in group.trajectories:
+        assert (trajectory.status, len(trajectory.turns)) == ("max_turns", 3)
+        assert trajectory.events == {"turn_refused": 1}
+        assert trajectory.reward is not None
+        assert len(trajectory.branches()) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["my rows #1.jsonl:1", "rows?.jsonl:1", "rows%41.jsonl:1", "a/b\n.jsonl:1"]
 )

@@ -168,10 +168,13 @@ async def test_calls_of_one_turn_run_together_and_keep_their_order(
     assert last.tools == 0
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3])
 async def test_the_ids_are_those_that_the_template_renders(
-    attempt: Callable[..., Any], template: ChatTemplate
+    attempt: Callable[..., Any], template: ChatTemplate, calls: int
 ) -> None:
-    group = await attempt([call("double", x=4) + END, "8" + END])
+    """Answers of parallel calls too, which may share a turn."""
+    said = "\n".join(call("double", x=x) for x in range(calls))
+    group = await attempt([said + END, "8" + END])
     (trajectory,) = group.trajectories
     from turnwise.tools.toolbox import Toolbox
 

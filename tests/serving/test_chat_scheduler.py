@@ -1,6 +1,7 @@
 """Chats without HTTP: callbacks that submit the next turn, streams, and classes of users."""
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -309,6 +310,25 @@ async def test_the_rounds_of_a_conversation_share_its_budget_of_tokens(
     assert "used up its 60 tokens (rollout.max_response_tokens)" in Patient.told[0]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_conversation_has_no_more_turns_than_a_trajectory_may_have(
+    make_config: Callable[..., Config], tokenizer: Any, fails: bool
+) -> None:
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=5)
+    config = make_config(rollout={"max_turns": 3}, sampling={"n": 1, "max_tokens": 20}, engine={})
+    backend = ChatBackend(config, engine, Impatient if fails else Patient)
+    await backend.start()
+    try:
+        made = await backend.generate_sequences([[QUESTION]])
+    finally:
+        await backend.stop()
+    assert made.batch is not None
+    assert made.meta_info["dropped"] == {}
+    mask = made.batch["response_mask"][0].tolist()
+    assert sum(now > before for before, now in itertools.pairwise([0, *mask])) == 3
+    assert "its 3 turns" in Patient.told[-1]
+
+
 class Patient(ChatCompletionScheduler):
     """Asks again until it is refused."""
 
@@ -322,6 +342,14 @@ class Patient(ChatCompletionScheduler):
                 messages += [made.choices[0].message, QUESTION]
         except InputError as refused:
             self.told.append(str(refused))
+
+
+class Impatient(Patient):
+    """Fails when it is refused."""
+
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        await super().generate_sequences(batch, **sampling_params)
+        raise RuntimeError("no more turns")
 
 
 async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBackend) -> None:

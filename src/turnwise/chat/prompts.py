@@ -55,7 +55,7 @@ class NextPrompt:
     `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
     later message differs. `new_session`: a session under another begins. `history_rewritten`: the
     template changes the history, and `rollout.history=template` uses its rendering. All other
-    reasons are those of `Bridge.fork_reason`.
+    reasons are those of `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
     """
     covered: int = 0
     """Number of messages that the continued turn covers, including its answer."""
@@ -247,9 +247,9 @@ def response_room(
     index, shared = trajectory.find_parent(prompt)
     if index is None:
         return most
-    turn = trajectory.turns[index]
-    if shared < turn.path_length and fork_reason in (None, *NEW):
+    if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
         return most
+    turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
     return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)

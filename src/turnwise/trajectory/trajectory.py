@@ -173,8 +173,8 @@ class Trajectory:
             completion_token_ids: The sampled ids, with one log-prob and one version each.
             finish_reason: The engine's reason: stop, length ...
             prompt_logprobs: One for each prompt id; None if they were not requested.
-            fork_reason: Reason to record if the prompt continues no turn; None records
-                `new_conversation`.
+            fork_reason: Reason to record if the prompt does not continue its parent; None records
+                `branched` if it continues a turn before that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
             adapter: As in `Turn`.
             experts: A row for each id of prompt and completion but the last.
@@ -190,7 +190,11 @@ class Trajectory:
         prompt = list(prompt_token_ids)
         parent, shared = self.find_parent(prompt)
         added = prompt[shared:]
-        continues = parent is not None and shared == self.turns[parent].path_length
+        continued = self.continued_turn(parent, shared)
+        if not self.turns or (parent is not None and continued == parent):
+            fork_reason = None
+        elif fork_reason is None:
+            fork_reason = "new_conversation" if continued is None else "branched"
         turn = Turn(
             added_token_ids=added,
             completion_token_ids=completion_token_ids,
@@ -200,7 +204,7 @@ class Trajectory:
             added_logprobs=prompt_logprobs[shared:] if prompt_logprobs else None,
             parent=parent,
             prefix_length=shared,
-            fork_reason=None if continues or not self.turns else fork_reason or "new_conversation",
+            fork_reason=fork_reason,
             sums=checksums([*added, *completion_token_ids]),
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
@@ -227,6 +231,13 @@ class Trajectory:
             shared.append(above)
         longest = max(shared, default=0)
         return (shared.index(longest) if longest else None), longest
+
+    def continued_turn(self, index: int | None, shared: int) -> int | None:
+        """Return the last turn whose path is in the first `shared` ids of a turn's, or None."""
+        while index is not None and shared < self.turns[index].path_length:
+            shared = min(shared, self.turns[index].prefix_length)
+            index = self.turns[index].parent
+        return index
 
     def branches(self) -> list[Branch]:
         """Return every branch with all tokens sampled on it, in the order of their last turns."""

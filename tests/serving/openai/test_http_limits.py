@@ -262,6 +262,22 @@ async def test_an_agent_reaches_its_own_session_without_the_key_and_nothing_else
         assert "is closed" in told(await chat(http, path), 410)
 
 
+async def test_sessions_are_listed_in_pages(server: OpenAIServer, http: httpx.AsyncClient) -> None:
+    opened = {server.sessions.open().id for _ in range(7)}
+    listed, after = list[str](), ""
+    while after is not None:
+        page = (
+            await http.get("/sessions", params={"limit": 3} | ({"after": after} if after else {}))
+        ).json()
+        assert len(page["sessions"]) == 3 or page["next"] is None
+        listed += [session["id"] for session in page["sessions"]]
+        after = page["next"]
+    assert len(listed) == len(set(listed))
+    assert opened <= set(listed)
+    assert "after must be" in told(await http.get("/sessions", params={"after": "x"}), 400)
+    assert (await http.get("/sessions", params={"limit": 0})).status_code in (400, 422)
+
+
 # Requests
 
 
