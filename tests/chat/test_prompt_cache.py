@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from examples.calculator.tool import TOOL_SCHEMA
+from turnwise.chat import prompts as prompts_module
 from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.simulated import SimulatedEngine
@@ -37,6 +40,17 @@ def test_what_was_not_used_for_longest_is_forgotten(template: ChatTemplate) -> N
     assert prompts.rendered == 3
     prompts.render(ask("2"), None)
     assert prompts.rendered == 4
+
+
+def test_many_short_prompts_are_forgotten_too(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes memory besides its tokens."""
+    monkeypatch.setattr(prompts_module, "_CACHED_PROMPTS", 10)
+    prompts = PromptCache(template)
+    for number in [*range(20), *range(10, 20), 9]:
+        prompts.render(ask(str(number)), None)
+    assert prompts.rendered == 21
 
 
 def test_what_json_does_not_know_is_rendered_each_time(template: ChatTemplate) -> None:

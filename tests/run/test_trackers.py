@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 from turnwise.config import Config, parse_config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.run import trackers as trackers_module
 from turnwise.run.trackers import Trackers
 from turnwise.trajectory import Trajectory
 
@@ -248,3 +250,49 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert b"reward_error" in written
     assert list((tmp_path / "wandb").rglob("samples*.table.json"))
     assert b"hush-hush" not in written
+
+
+class Slow:
+    """A tracker whose server does not answer."""
+
+    def __init__(self, gate: threading.Event, *, starts: bool) -> None:
+        self.gate, self.calls = gate, 0
+        if not starts:
+            gate.wait(60)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.calls += 1
+        self.gate.wait(60)
+
+    write_samples = close = write
+
+
+def test_a_tracker_that_does_not_answer_gets_no_more_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, made = threading.Event(), list[Slow]()
+
+    def start(*_: object) -> Slow:
+        made.append(Slow(gate, starts=True))
+        return made[0]
+
+    monkeypatch.setattr(trackers_module, "_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(trackers_module._TRACKERS, "wandb", start)
+    trackers = Trackers(tmp_path, config(trackers=["wandb"]))
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            trackers.write({**STEP, "step": step})
+        trackers.close()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "wandb failed and gets no more metrics" in warning
+    assert "the tracker wandb did not answer within 0.1 s" in warning
+    assert made[0].calls == 1
+    assert {step for step, _ in scalars(tmp_path)} == {1, 2}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+    monkeypatch.setattr(trackers_module, "_START_SECONDS", 0.1)
+    monkeypatch.setitem(trackers_module._TRACKERS, "wandb", lambda *_: Slow(gate, starts=False))
+    with pytest.raises(InputError, match=r"wandb does not start: the tracker wandb did not answer"):
+        Trackers(tmp_path, config(trackers=["wandb"]))
+    gate.set()

@@ -27,6 +27,8 @@ from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, repla
 
 _CACHED_TOKENS = 2**24
 """Tokens of all cached prompts, at 4 bytes each."""
+_CACHED_PROMPTS = 2**16
+"""Maximum number of cached prompts; each takes some 300 bytes besides its tokens."""
 
 Tools = Sequence[JsonObject]
 
@@ -293,7 +295,7 @@ class PromptCache:
             if key is not None and key not in self._cached:
                 self._cached[key] = array("I", ids)
                 self._room -= len(ids)
-                while self._room < 0:
+                while self._room < 0 or len(self._cached) > _CACHED_PROMPTS:
                     _, oldest = self._cached.popitem(last=False)
                     self._room += len(oldest)
         return ids

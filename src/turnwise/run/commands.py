@@ -109,7 +109,7 @@ async def train(
 
             problems, heldout = await in_time(all_problems, config, inputs)
         for attempt in itertools.count():
-            folder = RunDir(config, resume)
+            folder = await run_in_thread(RunDir, config, resume)
             if not attempt:
                 stack.enter_context(logs.open_logs(config))
             if resume is not None:
@@ -128,7 +128,7 @@ async def train(
                     raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
-                folder.close()
+                await run_in_thread(folder.close)
     return TrainingResult(folder.path, list(folder.rows), exactness)
 
 

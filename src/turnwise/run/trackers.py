@@ -1,7 +1,8 @@
 """Writers of a run's metrics: metrics.jsonl, TensorBoard if installed, configured trackers.
 
 metrics.jsonl is the record: a failure to write it ends the run. The other trackers are copies: one
-that fails is reported once, and gets no more metrics. All calls block; make them in a thread.
+that fails, or does not answer in time, is reported once, and gets no more metrics. All calls block;
+make them in a thread.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +25,17 @@ except ImportError:  # an extra
 from turnwise.config import Config, masked
 from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, text_of, translate_unwritable
 from turnwise.run.conversations import conversation
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
+_START_SECONDS = 180.0
+"""Deadline for a tracker to start, which may ask a server."""
+_CALL_SECONDS = 60.0
+"""Deadline for each later call of a tracker."""
 _COLUMNS = ["problem", "reward", "status", "conversation"]
 """Columns of tables of conversations."""
 
@@ -67,7 +74,11 @@ class Trackers:
             self._trackers["TensorBoard"] = TensorBoard(folder, after_step)
         for name in config.trackers:
             try:
-                self._trackers[name] = _TRACKERS[name](folder, config, after_step is not None)
+                self._trackers[name] = call_and_wait(
+                    partial(_TRACKERS[name], folder, config, after_step is not None),
+                    name=f"the tracker {name}",
+                    seconds=_START_SECONDS,
+                )
             except Exception as error:
                 self.close()
                 raise InputError(f"trackers: {name} does not start: {text_of(error)}") from error
@@ -110,7 +121,9 @@ class Trackers:
         """Call every tracker; one that fails is reported, and gets no more calls."""
         for name, tracker in list(self._trackers.items()):
             try:
-                do(tracker)
+                call_and_wait(
+                    partial(do, tracker), name=f"the tracker {name}", seconds=_CALL_SECONDS
+                )
             except Exception as error:
                 self._give_up(name, error)
 

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle as RayActor
 
 from turnwise.config import Config
 from turnwise.core.actor import ActorHandle
-from turnwise.core.aio import task_group
+from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, TurnwiseError, text_of
@@ -46,6 +46,8 @@ class Process:
     """Number of groups in flight, or of open sessions."""
     restarts: int = 0
     """Restarts since it last finished anything."""
+    given_up: bool = False
+    """Whether it is not started again."""
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
@@ -107,29 +109,29 @@ class SchedulerProcesses(ABC):
         actor = self.create(process)
         try:
             await self.start_actor(process, actor)
+            process.lost = asyncio.get_running_loop().create_future()
+            process.actor, process.messages = actor, []
+            for worker in self._scheduler.workers.values():
+                self._tell(process, "add", worker.name, _actor_of(worker.engine))
+            self._assign()
         except BaseException:
+            process.actor = None
             actor.kill()
             raise
-        process.lost = asyncio.get_running_loop().create_future()
-        process.actor, process.messages = actor, []
-        for worker in self._scheduler.workers.values():
-            self._tell(process, "add", worker.name, _actor_of(worker.engine))
-        self._assign()
         process.watching = asyncio.create_task(self._watch(process, actor))
         self.changed.set()
 
     async def _watch(self, process: Process, actor: ActorHandle) -> None:
         """Receive a process's reports; restart it when it dies or hangs."""
         seconds = REPORT_SECONDS + self.config.serving.health_timeout
-        while True:
-            try:
+        try:
+            while True:
                 what = "report its health"
                 messages, process.messages = process.messages, []
                 report = await actor.call("report", messages, what=what, seconds=seconds)
                 self.take(process, report)
-            except Exception as error:  # none may end the watch without a restart
-                await self._restart(process, actor, text_of(error))
-                return
+        except Exception as error:  # none may end the watch without a restart
+            await self._restart(process, actor, text_of(error))
 
     def take(self, process: Process, report: Report) -> None:
         """Add what a process reports to the driver's counts."""
@@ -160,26 +162,42 @@ class SchedulerProcesses(ABC):
         process.loads = {}
 
     async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
-        process.actor = None
-        process.lost.set_result(why)
-        actor.kill()
-        self.forget(process)
-        self._assign()
-        logger.warning("%s is restarted: %s", process.name, why)
-        limit = self.config.serving.max_restarts
-        while True:
-            process.restarts += 1
-            if process.restarts > limit:
-                return self._give_up(f"{process.name} was restarted {limit} times; the last: {why}")
-            await asyncio.sleep(process.restarts - 1)  # seconds; what it needs may still be taken
-            try:
-                return await self._start(process)
-            except TurnwiseError as error:
-                why = str(error)
+        """Start a lost process again, up to `serving.max_restarts` times, or give it up.
 
-    def _give_up(self, why: str) -> None:
+        Whatever fails here (Ray, a lack of threads, an error of ours), groups that wait for a
+        process must not wait for ever.
+        """
+        process.actor = None
+        try:
+            if not process.lost.done():
+                process.lost.set_result(why)
+            try:
+                actor.kill()
+                self.forget(process)
+                self._assign()
+            except Exception:
+                logger.exception("%s could not be ended", process.name)
+            logger.warning("%s is restarted: %s", process.name, why)
+            limit = self.config.serving.max_restarts
+            while process.restarts < limit:
+                process.restarts += 1
+                # Seconds; what it needs may still be taken.
+                await asyncio.sleep(process.restarts - 1)
+                try:
+                    return await self._start(process)
+                except Exception as error:
+                    unexpected = not isinstance(error, TurnwiseError)
+                    logger.info("%s does not start", process.name, exc_info=unexpected)
+                    why = text_of(error)
+            why = f"{process.name} was restarted {limit} times; the last: {why}"
+        finally:
+            if process.actor is None and not is_cancelled():
+                self._give_up(process, why)
+
+    def _give_up(self, process: Process, why: str) -> None:
         logger.error(why)
-        if all(process.actor is None and process.restarts for process in self.processes):
+        process.given_up = True
+        if all(one.given_up for one in self.processes):
             self.failure = why
         self.changed.set()
 

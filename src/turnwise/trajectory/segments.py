@@ -19,6 +19,8 @@ from typing import Protocol
 
 _CACHED_CHARACTERS = 2**22
 """Characters of all cached segments; their ids take at most 4 bytes each."""
+_CACHED_SEGMENTS = 2**16
+"""Maximum number of cached segments; each takes some 300 bytes besides its text and ids."""
 
 
 class AddedToken(Protocol):
@@ -82,7 +84,7 @@ class SegmentEncoder:
             if text not in self._cached:
                 self._cached[text] = ids
                 self._room -= len(text)
-                while self._room < 0:
+                while self._room < 0 or len(self._cached) > _CACHED_SEGMENTS:
                     oldest, _ = self._cached.popitem(last=False)
                     self._room += len(oldest)
         return ids
