@@ -1,6 +1,7 @@
 """User code away from the event loop: what it raises, how it is abandoned, and what is told."""
 
 import asyncio
+import errno
 import re
 import threading
 import time
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from turnwise.core import calls
+from turnwise.core import aio, calls
 from turnwise.core import user_code as tasks
 from turnwise.core.calls import stuck_calls, unreturned_calls
-from turnwise.core.user_code import call_user_code, run_abandonable
+from turnwise.core.executor import use_daemon_threads
+from turnwise.core.user_code import call_user_code, describe_user_error, run_abandonable
 from turnwise.errors import DeadlineError, TurnwiseError, describe_error, where_in_user_code
 
 HERE = "tests/core/test_user_code.py:"
@@ -215,3 +217,79 @@ def test_an_error_is_described_whatever_it_is() -> None:
     with pytest.raises(ValueError, match="int") as raised:
         int("x", base=99)
     assert where_in_user_code(raised.value).startswith(HERE)
+
+
+@pytest.mark.parametrize("where", ["user loop", "this loop"])
+async def test_threads_that_user_code_begins_are_unlimited_counted_and_nobody_elses(
+    where: str, quick: None, gate: threading.Event
+) -> None:
+    """Calls that hang in `asyncio.to_thread` leave threads for others on either loop."""
+
+    async def hang() -> None:
+        await asyncio.to_thread(gate.wait)
+
+    async def answer() -> int:
+        return await asyncio.to_thread(lambda: 7)
+
+    async def on_its_loop(work: Callable[[], Awaitable[Any]], seconds: float) -> Any:
+        if where == "user loop":
+            return await call_user_code(work, name="the tool search", seconds=seconds)
+        return await run_abandonable(work, name="the loop of mine", seconds=seconds)
+
+    # More than the threads that asyncio's own executor may have.
+    hung = [asyncio.ensure_future(on_its_loop(hang, 1.0)) for _ in range(40)]
+    for call in hung:
+        with pytest.raises(DeadlineError):
+            await call
+    assert await on_its_loop(answer, 60) == 7
+    who = "the tool search" if where == "user loop" else "the loop of mine"
+    assert f"40 calls have not returned: a thread of {who} (40 times" in stuck_calls()
+
+
+async def test_a_thread_of_the_executor_is_stuck_once_it_is_cancelled(
+    gate: threading.Event,
+) -> None:
+    use_daemon_threads(asyncio.get_running_loop())
+    with pytest.raises(ValueError, match="its own"):
+        await asyncio.to_thread(raises)
+    waiting = asyncio.get_running_loop().run_in_executor(None, gate.wait)
+    until(lambda: bool(unreturned_calls()))
+    assert not stuck_calls()
+    waiting.cancel()
+    async with asyncio.timeout(60):
+        while not stuck_calls():
+            await asyncio.sleep(0)
+    assert stuck_calls() == "1 call has not returned: a thread for Event.wait"
+
+
+def raises() -> None:
+    raise ValueError("its own")
+
+
+@pytest.mark.parametrize("missing", ["for a moment", "for long"])
+async def test_a_thread_that_cannot_be_started_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """The system's limit of processes is reached, as Python reports it."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if missing == "for long" or len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(aio, "_idle_threads", [])
+    monkeypatch.setattr(aio, "_THREAD_SECONDS", 0.3 if missing == "for long" else 60)
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    if missing == "for a moment":
+        assert await aio.run_in_thread(lambda: 7) == 7
+        assert await call_user_code(lambda: 7, name="the tool", seconds=60) == 7
+        assert len(refused) == 3
+    else:
+        with pytest.raises(OSError, match=r"no thread can be started .*pids\.max") as raised:
+            await call_user_code(lambda: 7, name="the tool", seconds=60)
+        assert raised.value.errno == errno.EAGAIN
+        assert await describe_user_error(ValueError("it")) == "ValueError"
+    assert not unreturned_calls()

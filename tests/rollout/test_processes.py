@@ -14,15 +14,17 @@ import pytest
 from ray.actor import ActorHandle
 
 from turnwise.config import Config, RolloutConfig
+from turnwise.core.actor import ActorHandle as Handle
 from turnwise.engine.protocol import Engine
 from turnwise.engine.simulated import SimulatedEngine
-from turnwise.errors import EngineError, InputError
+from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollout import Problem, RolloutContext
 from turnwise.rollout.data import load_training
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.processes import DIED, RolloutProcesses
 from turnwise.rollout.rollout_process import RolloutProcess
 from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.scheduler_processes import Process
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit
@@ -268,3 +270,39 @@ async def test_two_clients_of_a_worker_have_requests_of_their_own(
             await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="the client is gone"):
         await long
+
+
+class Unlucky(RolloutProcesses):
+    """Processes that Ray starts once only."""
+
+    made = 0
+
+    def create(self, process: Process) -> Handle:
+        self.made += 1
+        if self.made > 1:
+            raise RuntimeError("Ray could not create the actor")
+        return super().create(process)
+
+
+async def test_groups_do_not_wait_for_a_process_whose_restart_fails_in_any_way(
+    config: Config, scheduler: Scheduler, engine: WorkerHandle, tmp_path: Path
+) -> None:
+    rollout = config.rollout.model_copy(update={"processes": 1})
+    serving = config.serving.model_copy(update={"max_restarts": 1})
+    alone = config.model_copy(update={"rollout": rollout, "serving": serving})
+    if "worker-0" not in scheduler.workers:
+        scheduler.add("worker-0", engine)
+    processes = Unlucky(alone, scheduler)
+    await processes.start()
+    watching = processes.processes[0].watching
+    problem = problem_of(1, folder=str(tmp_path))
+    running = asyncio.ensure_future(processes.run_group(problem, config.sampling, "unlucky"))
+    async with asyncio.timeout(SECONDS):
+        while not (pids := pids_in(tmp_path)):
+            await asyncio.sleep(0.02)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(StepError, match=r"no rollout process is left: .* could not create"):
+            await running
+    assert watching is not None
+    await watching  # which ended without an error
+    await processes.stop()

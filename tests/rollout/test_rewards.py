@@ -80,6 +80,34 @@ async def judge(parts: list[dict[str, Any]], row: dict[str, Any], told: Any = No
     return trajectory
 
 
+def hangs(*_: object, **__: object) -> Any:
+    threading.Event().wait(20)
+
+
+async def hangs_async(*_: object, **__: object) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs_async"])
+@pytest.mark.parametrize("kind", ["function", "group_function", "trl"])
+async def test_a_reward_that_hangs_is_named_within_its_deadline(kind: str, how: str) -> None:
+    part = RewardConfig.model_validate({kind: f"{HERE}:{how}"})
+    rewards = RewardManager([part], rollout=RolloutConfig(stall_timeout=0.2))
+    trajectory, row = Trajectory("rows:1", reward=1.0), {"reward": 1.0}
+    trajectory.messages = [{"role": "user", "content": "Go."}]
+    episode = playing(row)
+    episode.problem = trajectory.messages
+    late = rf"{how} did not answer within 0\.2 s \(rollout\.stall_timeout\)"
+    judging = (
+        rewards.judge(episode, trajectory, row)
+        if kind == "function"
+        else rewards.judge_group([trajectory], row, {0: episode})
+    )
+    with pytest.raises(TrajectoryError, match=late) as raised:
+        await judging
+    assert raised.value.reason == "reward_error"
+
+
 async def test_without_parts_the_reward_is_the_environments_own() -> None:
     trajectory = await judge([], {"reward": 0.25})
     assert (trajectory.reward, trajectory.reward_parts) == (0.25, {"environment": 0.25})

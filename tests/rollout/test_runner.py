@@ -5,6 +5,7 @@ The engine's tokens mean nothing; what the tests look at does not depend on them
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import sys
@@ -25,6 +26,7 @@ from turnwise.engine.protocol import Completion
 from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
+from turnwise.rollout import runner as runner_module
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
@@ -467,3 +469,15 @@ def test_without_a_limit_a_prompt_that_does_not_fit_is_an_error(
     assert runner.within_prompt_limit(rows(5, 10)) == rows(5, 10)
     with pytest.raises(InputError, match=r"rows\.jsonl:2: its prompt of \d+ tokens does not fit"):
         runner.within_prompt_limit(rows(5, 2000))
+
+
+async def test_a_lack_of_threads_costs_a_trajectory_and_not_the_run(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: object) -> int:
+        raise OSError(errno.EAGAIN, "no thread can be started")
+
+    monkeypatch.setattr(runner_module, "in_thread_if_long", refused)
+    group = await run({"takes": 0.0}, n=2)
+    assert group.dropped == {"system_error": 2}
+    assert "no thread can be started" in group.causes["system_error"]
