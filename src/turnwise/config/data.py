@@ -11,7 +11,6 @@ from turnwise.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Seconds,
     Section,
     Tree,
 )
@@ -124,9 +123,6 @@ class DataConfig(Section):
     """Split of data.eval_path when it is a Hugging Face dataset."""
     limit: PositiveInt | None = None
     """Number of rows to use from the start of data.path; null uses all."""
-    load_timeout: Seconds = 3600.0
-    """Deadline in seconds for opening the data at the start of a run, downloads included. A row
-    that is read later has rollout.environment_timeout."""
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
     Null skips none: a prompt that does not fit model.max_length is then an error."""

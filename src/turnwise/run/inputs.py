@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from turnwise.rollout.problems import Problem
 
 _T = TypeVar("_T")
+_LOAD_SECONDS = 6 * 3600.0
+"""Deadline for opening the data, which may be a download of hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,7 @@ async def in_time(
     load: Callable[[Config, ProgramInputs], _T], config: Config, inputs: ProgramInputs
 ) -> _T:
     """Open the data in a thread: a program's rows, and some datasets, are user code."""
-    seconds, key = config.data.load_timeout, "data.load_timeout"
-    loaded: _T = await call_user_code(
-        load, config, inputs, name="the data", seconds=seconds, key=key
-    )
+    loaded: _T = await call_user_code(load, config, inputs, name="the data", seconds=_LOAD_SECONDS)
     return loaded
 
 

@@ -148,8 +148,8 @@ class TrainingLoop:
         await call_user_code(  # which reads the rows that were in progress
             *(self._producer.restore, state["producer"], self._resume.step),
             name="the data",
-            seconds=self._config.data.load_timeout,
-            key="data.load_timeout",
+            seconds=self._config.training.step_timeout,
+            key="training.step_timeout",
         )
         self.exactness = ExactnessReport.from_dict(state["exactness"])
         await self._update_weights()
