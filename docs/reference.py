@@ -26,6 +26,10 @@ PROJECT_PAGES = {
 """Files in the repository's root that become pages, by the page's name."""
 _VLLM_ROUTES = {
     "/v1/chat/completions": "OpenAI's Chat Completions, with streaming, tools and `n`",
+    "/v1/chat/completions/batch": "vLLM's batch: `messages` is a list of conversations, and the "
+    "answer has a choice for each",
+    "/invocations": "SageMaker's path: a request of Chat Completions, Completions or Responses",
+    "/ping": "SageMaker's name of `/health`",
     "/v1/completions": "OpenAI's Completions",
     "/v1/responses": "OpenAI's Responses",
     "/v1/messages": "Anthropic's Messages",

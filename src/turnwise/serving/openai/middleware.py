@@ -174,7 +174,7 @@ class BodyLimit:
 
 
 class ApiKeyMiddleware:
-    """Requires the API key on every route except /health.
+    """Requires the API key on every route except /health and /ping.
 
     Sessions of rollouts need no key: their paths are random secrets, known only to their agents.
 
@@ -199,7 +199,7 @@ class ApiKeyMiddleware:
 
     def _open(self, scope: Scope) -> bool:
         path: str = scope["path"]
-        if self._digest is None or path == "/health" or self._of_rollout(path):
+        if self._digest is None or path in ("/health", "/ping") or self._of_rollout(path):
             return True
         headers = dict(scope["headers"])
         sent = headers.get(b"authorization", b"")

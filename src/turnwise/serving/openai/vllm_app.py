@@ -31,6 +31,8 @@ from turnwise.serving.openai.vllm_api import (
 
 ROUTES = {
     "/health",
+    "/ping",
+    "/invocations",
     "/metrics",
     "/version",
     "/openapi.json",
@@ -40,6 +42,7 @@ ROUTES = {
     "/detokenize",
     "/v1/models",
     "/v1/chat/completions",
+    "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
