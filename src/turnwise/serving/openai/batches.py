@@ -6,7 +6,6 @@ of a chat that is sent alone, and is a turn of the request's session.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -126,7 +125,7 @@ def _wrong_batch(tree: JsonObject) -> str | None:
     return None
 
 
-def _joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined(answers: Sequence[JsonObject]) -> JsonObject:
     choices = [
         {**choice, "index": index}
         for index, answer in enumerate(answers)

@@ -189,7 +189,7 @@ class SessionHooks:
         except Exception as error:  # a client's messages may be anything
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
-                why, _ = explain(error.errors(), UNKNOWN)
+                why, _ = explain(list(map(dict, error.errors())), UNKNOWN)
             raise VLLMValidationError(
                 f"messages cannot be read: {why}", parameter="messages"
             ) from error

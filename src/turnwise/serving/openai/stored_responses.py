@@ -109,7 +109,8 @@ def page_of_input(
         KeyError: when no item has the id `after`.
     """
     items: list[JsonObject] = []
-    for index, item in enumerate(session.responses.given(response_id)):
+    given: list[Item] = session.responses.given(response_id)
+    for index, item in enumerate(given):
         tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
         if isinstance(tree.get("content"), str):
             tree["content"] = [{"type": "input_text", "text": tree["content"]}]

@@ -6,16 +6,16 @@ is the first one whose `role` and `type` fit.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from turnwise.core.json_types import JsonObject
 from turnwise.serving.openai.middleware import error_body
 
-Error = Mapping[str, Any]
+Error = JsonObject
 """One entry of pydantic's `errors()`."""
 UNKNOWN = object()
 """A value of which only the errors are known."""
@@ -59,7 +59,7 @@ def explain(errors: Sequence[Error], body: object) -> tuple[str, str]:
         body: The body, which tells a key from a member of a union; or `UNKNOWN`.
 
     Example:
-        >>> explain(error.errors(), {"messages": [{"role": "user", "content": None}]})
+        >>> explain(errors, {"messages": [{"role": "user", "content": None}]})
         ('messages[0].content: Input should be a valid string or iterable', 'messages[0].content')
     """
     node, path, value = _tree(errors, body), "", body
@@ -87,7 +87,7 @@ async def answer_invalid(_: Request, error: Exception) -> Response:
     """Answer a request whose body is not valid, in OpenAI's format."""
     assert isinstance(error, RequestValidationError | ValidationError)
     body = error.body if isinstance(error, RequestValidationError) else UNKNOWN
-    message, path = explain(error.errors(), body)
+    message, path = explain(list(map(dict, error.errors())), body)
     return Response(error_body(400, message, path), 400, media_type="application/json")
 
 
@@ -117,8 +117,11 @@ def _holds(value: object, part: str | int) -> bool:
     return isinstance(value, Mapping) and part in value
 
 
-def _inside(value: Any, part: str | int) -> object:
-    return value[part] if value is not UNKNOWN and _holds(value, part) else UNKNOWN
+def _inside(value: object, part: str | int) -> object:
+    if isinstance(value, list | Mapping) and _holds(value, part):
+        inner: object = value[part]  # type: ignore[index]
+        return inner
+    return UNKNOWN
 
 
 def _unknown_tag(node: _Node, value: Mapping[str, object]) -> tuple[str, str] | None:
