@@ -316,6 +316,8 @@ class Session:
         if self.parent is not None:
             return self.parent.finish()
         trajectory = self.trajectory
+        for session in (self, *self.children.values()):
+            session.settle()  # what an answer holds is counted when it is read
         for session in (self, *reversed(self.children.values())):
             if (last := session._last) is not None:
                 _ = last.answered

@@ -190,7 +190,7 @@ FORMATS: dict[str, ToolFormat] = {
 """The formats of vLLM's parsers, by name; tests compare them with vLLM's list."""
 
 
-def format_of(name: str, parser: object) -> ToolFormat:
+def format_of(name: str, parser: object = None) -> ToolFormat:
     """Return the format of a parser; one that is not in `FORMATS` is asked for its opening mark.
 
     Args:

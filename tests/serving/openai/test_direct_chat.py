@@ -195,6 +195,30 @@ async def test_both_ways_continue_one_session(
     assert views == [USER["content"], "", "42", "It is 42.", "Really?", "Yes."]
 
 
+@pytest.mark.parametrize("more", [{}, ELSEWHERE, {"stream": True}])
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (CALL, {"tool_call": 1}),
+        (CALL[:40], {"tool_malformed": 1}),
+        (CALL.replace("}}", "}"), {"tool_malformed": 1}),
+        ("It is 42.", {}),
+    ],
+)
+async def test_calls_of_agents_are_counted_also_those_that_cannot_be_read(
+    http: httpx.AsyncClient,
+    template: ChatTemplate,
+    text: str,
+    events: dict[str, int],
+    more: dict[str, Any],
+) -> None:
+    place = f"/sessions/counted-{abs(hash((text, *more)))}"
+    asked = {"messages": [USER], "tools": [TOOL_SCHEMA], **scripted(template, f"{text}<|im_end|>")}
+    answer = await http.post(f"{place}/v1/chat/completions", json={**asked, **more})
+    assert answer.status_code == 200
+    assert (await http.get(place)).json()["trajectory"]["events"] == events
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "no messages": {"messages": []},
     "a wrong type": {"messages": [USER], "temperature": "warm"},

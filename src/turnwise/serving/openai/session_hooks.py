@@ -28,6 +28,7 @@ from turnwise.chat.prompts import (
 )
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
+from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, TurnTimes
@@ -75,6 +76,7 @@ class SessionHooks:
 
     def __init__(self, config: Config, remember: Callable[[str, Session], None]) -> None:
         self._config = config
+        self._format = format_of(config.rollout.tool_parser)
         self.remember = remember
 
     def attach(self, state: State, tokenizer: "Tokenizer") -> None:
@@ -253,13 +255,27 @@ class SessionHooks:
             versions,
             str(last.finish_reason),
             asked=context.asked,
-            answer=lambda: self._parse(context, key, token_ids),
+            answer=lambda: self._counted(context, self._parse(context, key, token_ids)),
             prompt=context.prompt,
             adapter=context.adapter,
             times=times,
             experts=last.experts,
         )
         context.undelivered.append(record)
+
+    def _counted(self, context: RequestContext, said: Answer) -> Answer:
+        """Count an answer's tool calls as a loop does: the client may not notice a broken one."""
+        tools = context.asked.tools
+        if tools and self._chat.parser_cls is not None:
+            text, calls = said
+            names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+            readable = sum(is_object(arguments or "{}") for _, arguments in calls)
+            broken = len(calls) - readable
+            broken += not calls and self._format.unreadable(text, names, [])
+            events = context.session.trajectory.events
+            events.update({"tool_call": readable} if readable else {})
+            events.update({"tool_malformed": broken} if broken else {})
+        return said
 
     def _parse(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
         """Return an answer as the client got it, or parse it as vLLM parses it for the client."""
