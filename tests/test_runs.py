@@ -224,6 +224,7 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
         "training.steps=6",
         "training.checkpoint_every=1",
         f"training.restarts={restarts}",
+        "training.max_staleness=2",  # groups wait while the rank is killed
         f"name={name}",
         steps=5,  # it does not end before the rank is killed
         go=go,
@@ -240,6 +241,12 @@ def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
         assert "died; restart 1 of 1" in stdout
         rows = metrics_of(tmp_path / "runs" / name)
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert [row["weight_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        for step in range(1, 7):
+            written = tmp_path / "runs" / name / "trajectories" / f"step-{step:04}.jsonl"
+            of_turns = [turn.weight_versions for t in read_jsonl(written) for turn in t.turns]
+            versions = {version for turn in of_turns for version in turn}
+            assert versions <= {*range(max(0, step - 3), step)}, "the counter did not go on"
     else:
         assert time.monotonic() - killed < 200  # and not only after training.step_timeout, 1800 s
         assert running.process.returncode == 2

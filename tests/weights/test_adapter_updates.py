@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -244,6 +245,45 @@ async def test_beyond_the_bound_the_oldest_version_is_aborted_and_its_turns_go_o
     assert differences(model, PROMPT, first.token_ids[:split], first.logprobs[:split]) < 1e-4
     model, prompt = updates.trainer.at(VERSIONS + 1), PROMPT + first.token_ids[:split]
     assert differences(model, prompt, first.token_ids[split:], first.logprobs[split:]) < 1e-4
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+async def test_requests_in_flight_are_of_one_adapter_and_none_stays_loaded(
+    engine: WorkerHandle, updates: Updates, count: int
+) -> None:
+    sampling = SamplingConfig(max_tokens=48, temperature=0.0, ignore_eos=True)
+    completions: list[tuple[list[int], Completion]] = []
+    await updates.to(1)
+
+    async def sample(place: int) -> None:
+        for number in range(100_000):
+            prompt = [*PROMPT, 5 + place, 5 + number % 300]
+            name = f"steady-{count}-{place}-{number}"
+            completions.append((prompt, await engine.generate(prompt, sampling, name)))
+
+    tasks = [asyncio.create_task(sample(place)) for place in range(2)]
+    memory: list[int] = []
+    for version in range(2, count + 2):
+        await updates.to(version)
+        memory.append(psutil.Process(engine.pid).memory_info().rss)
+        while len(completions) < version // 4:
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await updates.to(count + 2)  # drops those of the requests that were cancelled
+    held = await engine.actor.__ray_call__.remote(
+        lambda self: [len(self._engine._adapters.older), len(self._engine._adapters._by_name)]
+    )
+    assert held == [0, 2]  # the policy and the opponent
+    assert max(memory[count // 2 :]) < max(memory[: count // 2]) + 64 * 2**20
+    by_version = {done.weight_versions[0]: (prompt, done) for prompt, done in completions}
+    assert len(by_version) > min(count, 20) // 4
+    for version, (prompt, done) in [*by_version.items()][-20:]:
+        assert set(done.weight_versions) == {version}
+        model = updates.trainer.at(version)
+        assert differences(model, prompt, done.token_ids, done.logprobs) < 1e-4
+        assert done.token_ids[:8] == model.greedy(prompt, 8)
 
 
 @pytest.mark.slow
