@@ -43,13 +43,14 @@ def test_two_runs_of_one_name_do_not_meet_and_one_begins_again_after_a_kill(
         steps = ("training.steps=4", "training.learning_rate=0.01", "name=same")
         return Running(files[place], *arguments, *steps, steps=2, go=go)
 
-    runs = [start(0), start(1)]
-    for running in runs:
-        running.until("step    2/4")
+    runs = []
+    for place in range(2):
+        runs.append(start(place))
+        runs[place].until("step    2/4", "held")
     runs[1].kill()
     shutil.rmtree(folders[1] / "runs" / "same")
     again = start(1)
-    again.until("step    2/4")
+    again.until("step    2/4", "held")
     go.touch()
     for running in (runs[0], again):
         _, stderr = running.process.communicate(timeout=1000)

