@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.actor import ActorHandle
@@ -282,6 +283,29 @@ async def test_a_worker_that_stood_still_is_used_again(
         worker.frozen = False
         assert (await turn).token_ids == list(range(1, TOKENS + 1))
         assert len((await fleet.turn(scheduler, "after")).token_ids) == TOKENS
+
+
+async def test_a_worker_whose_actor_ray_cannot_reach_for_a_moment_is_not_killed(
+    make_fleet: Any,
+) -> None:
+    async with make_fleet("worker-0") as fleet:
+        scheduler, worker = fleet.driver, fleet.workers["worker-0"]
+        await fleet.turn(scheduler, "first")
+        call, failed = worker.call, 0
+
+        async def unavailable(*arguments: object) -> int:
+            nonlocal failed
+            failed += 1
+            raise ActorUnavailableError("The actor is temporarily unavailable", None)
+
+        worker.call = Method(unavailable)
+        turn = asyncio.create_task(fleet.turn_with_cuts(scheduler, "cut", 1))
+        async with asyncio.timeout(SECONDS):
+            while failed < 3:
+                await asyncio.sleep(0.01)
+        assert not turn.done()
+        worker.call = call
+        assert (await turn).token_ids == list(range(1, TOKENS + 1))
 
 
 async def test_what_the_driver_tells_arrives_in_its_order(make_fleet: Any) -> None:

@@ -221,6 +221,13 @@ def is_death(error: BaseException | None) -> bool:
     return isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
 
 
+def may_be_alive(error: BaseException | None) -> bool:
+    """Return whether one of the functions here raised this error because Ray's own connection to
+    an actor was lost, of whose death Ray knows nothing."""
+    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
+    return isinstance(cause, ActorUnavailableError)
+
+
 _DEATHS: dict[type[RayError], str] = {
     OutOfMemoryError: "its node ran out of memory, and Ray ended it",
     NodeDiedError: "its node is gone",

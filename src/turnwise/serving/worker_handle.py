@@ -3,6 +3,7 @@
 All other calls, such as weight updates, are Ray's.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
-from turnwise.core.actor import ActorHandle, killed_on_failure
+from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import (
     Completion,
@@ -40,6 +41,8 @@ _ENVIRONMENT = {
 }
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
+_RETRY_SECONDS = 0.5
+"""Time after which an actor to which Ray lost its connection is asked again."""
 _SHUTDOWN_SECONDS = 5.0
 """Time in which an engine ends; its process is killed then."""
 _MAX_CALLS = 4096
@@ -148,7 +151,11 @@ class WorkerHandle(RemoteRequests):
             raise ChannelError(f"{self.name} cannot be reached at {where}: {error}") from error
 
     async def _ask(self) -> None:
-        await self._process.call("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
+        try:
+            await self._process.call("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
+        except EngineError as error:
+            if not may_be_alive(error):
+                raise
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         # Draining has only the engine's own deadline, on time without new tokens.
@@ -194,7 +201,15 @@ class WorkerHandle(RemoteRequests):
         await self._call("reset_prefix_cache")
 
     async def check_health(self) -> None:
-        await self._call("check_health")
+        async with deadline(self._timeout + _GRACE_SECONDS, f"{self.name} did not check_health"):
+            while True:
+                try:
+                    await self._call("check_health")
+                    break
+                except EngineError as error:
+                    if not may_be_alive(error):
+                        raise
+                    await asyncio.sleep(_RETRY_SECONDS)
         await self._have_channel()
 
     async def num_in_flight(self) -> int:
