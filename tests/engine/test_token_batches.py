@@ -16,9 +16,11 @@ def requests(**params: Any) -> Any:
     return {"a": SimpleNamespace(sampling_params=SimpleNamespace(**chosen))}
 
 
-def output(token: int, **fields: Any) -> Any:
+def output(token: int, likeliest: int = 1, **fields: Any) -> Any:
     logprobs = vllm.LogprobsLists(
-        np.array([[token, 7]]), np.array([[-token / 8, -1.0]], np.float32), np.array([2])
+        np.array([[token, *[7] * likeliest]]),
+        np.array([[-token / 8, *[-1.0] * likeliest]], np.float32),
+        np.array([2]),
     )
     return vllm.EngineCoreOutput("a", [token], logprobs, **fields)
 
@@ -48,6 +50,16 @@ def test_tokens_are_sent_together_with_their_logprobs() -> None:
     assert joined.logprob_token_ids.tolist() == [[token, 7] for token in range(1, 5)]
     assert joined.logprobs.tolist() == [[-token / 8, -1.0] for token in range(1, 5)]
     assert joined.sampled_token_ranks.tolist() == [2] * 4
+
+
+def test_rows_become_wider_while_another_request_asks_for_more_logprobs() -> None:
+    batches = TokenBatches(requests())
+    for token, likeliest in ((1, 1), (2, 5), (3, 1), (4, 2)):
+        outputs = step(output(token, likeliest))
+        batches.collect(outputs)
+    joined = outputs[5].outputs[0].new_logprobs
+    assert joined.logprob_token_ids.tolist() == [[token, 7] for token in range(1, 5)]
+    assert joined.logprobs.tolist() == [[-token / 8, -1.0] for token in range(1, 5)]
 
 
 def test_a_first_token_and_an_end_wait_for_nothing() -> None:

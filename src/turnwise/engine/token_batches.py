@@ -141,7 +141,11 @@ def _joined(held: "list[EngineCoreOutput]") -> "EngineCoreOutput":
     rows = [output.new_logprobs for output in held if output.new_logprobs is not None]
     logprobs = None
     if rows:
-        columns = zip(*(each[:3] for each in rows), strict=True)
+        # A step's rows are as wide as the request in it that asked for most log-probs.
+        width = min(each.logprobs.shape[1] for each in rows)
+        columns = zip(
+            *((each[0][:, :width], each[1][:, :width], each[2]) for each in rows), strict=True
+        )
         logprobs = vllm.LogprobsLists(*(np.concatenate(column) for column in columns))
     tokens = [token for output in held for token in output.new_token_ids]
     return vllm.EngineCoreOutput(held[0].request_id, tokens, logprobs)
