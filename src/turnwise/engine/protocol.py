@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
+Alternatives: TypeAlias = list[list[tuple[int, float, int]]]
+"""For each token, (id, log-prob, rank from 1) of it and of the others that were asked for."""
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
 InFlight = Literal["drain", "abort", "keep", "keep_cache"]
@@ -76,9 +78,11 @@ class Chunk:
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused; known in the last chunk at the latest."""
     prompt_logprobs: list[float | None] | None = None
-    """One per prompt token in the last chunk, if requested; None otherwise."""
-    alternatives: list[list[tuple[int, float, int]]] = field(default_factory=list)
-    """For each token, if requested, (id, log-prob, rank from 1) of it and of the likeliest."""
+    """One per prompt token in the first chunk, if requested; None otherwise."""
+    alternatives: Alternatives = field(default_factory=list)
+    """Those of the chunk's tokens, if requested."""
+    prompt_alternatives: Alternatives = field(default_factory=list)
+    """Those of the prompt's tokens but the first, in the first chunk, if requested."""
     first_token_age: float | None = field(default=None, compare=False)
     """Seconds since the request's first token; None if the engine does not measure it."""
     queued: float | None = field(default=None, compare=False)
@@ -99,8 +103,9 @@ class Chunk:
             following.finish_reason,
             following.stop_reason,
             following.cached_tokens or self.cached_tokens,
-            following.prompt_logprobs,
+            following.prompt_logprobs or self.prompt_logprobs,
             self.alternatives + following.alternatives,
+            self.prompt_alternatives + following.prompt_alternatives,
             following.first_token_age,
             following.queued,
             following.worker,
@@ -324,8 +329,10 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
     token_ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    prompt_logprobs: list[float | None] | None = None
     last: Chunk | None = None
     async for last in chunks:
+        prompt_logprobs = prompt_logprobs or last.prompt_logprobs
         token_ids += last.token_ids
         logprobs += last.logprobs
         versions += last.weight_versions
@@ -337,7 +344,7 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
         versions,
         last.finish_reason,
         last.cached_tokens,
-        last.prompt_logprobs,
+        prompt_logprobs,
         None if last.first_token_age is None else time.time() - last.first_token_age,
         last.queued,
         last.worker,

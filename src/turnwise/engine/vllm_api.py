@@ -45,7 +45,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensInput, tokens_input
-from vllm.logprobs import PromptLogprobs
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -254,6 +254,7 @@ __all__ = [
     "EngineDeadError",
     "EngineGenerateError",
     "Executor",
+    "FlatLogprobs",
     "IterationStats",
     "LRUCacheWorkerLoRAManager",
     "LoRALayerWeights",
@@ -268,7 +269,6 @@ __all__ = [
     "PEFTHelper",
     "ParallelLMHead",
     "PrometheusStatLogger",
-    "PromptLogprobs",
     "Request",
     "RequestOutput",
     "RequestOutputKind",

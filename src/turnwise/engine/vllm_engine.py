@@ -34,7 +34,7 @@ from turnwise.engine.protocol import (
     collect,
 )
 from turnwise.engine.token_streams import TokenStreams
-from turnwise.engine.vllm_requests import make_chunk, read_prompt_logprobs, sampling_params
+from turnwise.engine.vllm_requests import make_chunk, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
 from turnwise.engine.vllm_updates import UpdatableEngine
 from turnwise.errors import EngineError, InputError
@@ -229,7 +229,6 @@ class VllmEngine(UpdatableEngine):
         inputs = vllm.tokens_input(prompt, cache_salt=self._cache_salt)
         sampled, few = 0, None
         first: float | None = None
-        prompt_logprobs: list[float | None] | None = None
         lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
         stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
         async with aclosing(stream) as outputs:
@@ -238,8 +237,6 @@ class VllmEngine(UpdatableEngine):
                     output = await anext(outputs, None)
                 if output is None:
                     return
-                if output.prompt_logprobs:
-                    prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
                 piece = output.outputs[0]
                 finished = piece.finish_reason is not None
                 labels = versions or (
@@ -251,7 +248,7 @@ class VllmEngine(UpdatableEngine):
                 if first is None and piece.token_ids:
                     first = now
                 age = None if first is None else now - first
-                chunk = make_chunk(output, labels or (), sampled, prompt_logprobs, age)
+                chunk = make_chunk(output, labels or (), sampled, age)
                 sampled += len(piece.token_ids)
                 few = chunk if few is None else few + chunk
                 if finished or len(few.token_ids) >= interval:

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, cast
 
 from turnwise.config import SamplingConfig
 from turnwise.engine.logits_processors import extra_args
-from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, FinishReason, Sampling
+from turnwise.engine.protocol import (
+    STREAM_INTERVAL,
+    Alternatives,
+    Chunk,
+    FinishReason,
+    Sampling,
+)
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
     from turnwise.engine.vllm_api import (
-        PromptLogprobs,
+        FlatLogprobs,
         RequestOutput,
         SamplingParams,
         WeightVersionSpan,
@@ -46,7 +52,8 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
         params.stream_interval = STREAM_INTERVAL
     else:
         params = sampling
-        params.logprobs = params.logprobs or 0
+        if not params.logprob_token_ids:  # which bring the sampled token's log-prob along
+            params.logprobs = params.logprobs or 0
         params.flat_logprobs = True
         params.detokenize = bool(params.stop)
     params.output_kind = vllm.RequestOutputKind.DELTA
@@ -57,7 +64,6 @@ def make_chunk(
     output: "RequestOutput",
     labels: Iterable["WeightVersionSpan"],
     start: int,
-    prompt_logprobs: list[float | None] | None,
     first_token_age: float | None = None,
 ) -> Chunk:
     """Convert one output of vLLM.
@@ -76,13 +82,11 @@ def make_chunk(
     token_ids = list(piece.token_ids)
     flat = piece.logprobs
     logprobs: list[float] = []
-    alternatives: list[list[tuple[int, float, int]]] = []
+    alternatives: Alternatives = []
     if token_ids and flat is not None:
         logprobs = [flat.logprobs[index] for index in flat.start_indices]
         if len(flat.logprobs) > len(logprobs):
-            ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
-            bounds = zip(flat.start_indices, flat.end_indices, strict=True)
-            alternatives = [ranked[first:last] for first, last in bounds]
+            alternatives = _alternatives(flat)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
     end = start + len(token_ids)
@@ -96,6 +100,7 @@ def make_chunk(
             f"vLLM reported the weights of {len(versions)} of {len(token_ids)} tokens"
         )
     stats = output.metrics
+    scored = _alternatives(output.prompt_logprobs) if output.prompt_logprobs else []
     return Chunk(
         token_ids,
         logprobs,
@@ -103,8 +108,9 @@ def make_chunk(
         cast(FinishReason | None, piece.finish_reason),
         piece.stop_reason,
         output.num_cached_tokens or 0,
-        prompt_logprobs,
+        [ranked[0][1] if ranked else None for ranked in scored] or None,
         alternatives,
+        scored[1:],
         first_token_age,
         None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts),
         experts=_experts(output, end),
@@ -119,9 +125,11 @@ def _experts(output: "RequestOutput", sampled: int) -> bytes:
     return bytes(rows_NLK.tobytes())
 
 
-def read_prompt_logprobs(positions: "PromptLogprobs") -> list[float | None]:
-    """Return the log-prob of each prompt token; None for the first."""
-    return [next(iter(p.values())).logprob if p else None for p in positions]
+def _alternatives(flat: "FlatLogprobs") -> Alternatives:
+    """Return what vLLM gives for each position; nothing for the first of a prompt."""
+    ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
+    bounds = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [ranked[first:last] for first, last in bounds]
 
 
 def version_of(label: str) -> int:

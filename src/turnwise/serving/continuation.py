@@ -1,6 +1,7 @@
 """The rest of an interrupted turn, for another worker to sample."""
 
 import copy
+from dataclasses import replace
 
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Chunk, Sampling
@@ -15,7 +16,6 @@ _PER_REQUEST = (
     "logits_processors",
     "logits_processor_args",
     "extra_args",
-    "prompt_logprobs",
 )
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
@@ -33,12 +33,13 @@ def remaining(sampling: Sampling, sampled: int, seed: int | None = None) -> "Sam
         return sampling
     if seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
         return None
-    changes = {
+    changes: dict[str, object] = {
         "max_tokens": sampling.max_tokens - sampled,
         "min_tokens": max(0, sampling.min_tokens - sampled),
     }
     if isinstance(sampling, SamplingConfig):
-        return sampling.model_copy(update=changes)
+        return sampling.model_copy(update={**changes, "prompt_logprobs": False})
+    changes["prompt_logprobs"] = None  # they came with the first tokens
     rest = copy.copy(sampling)
     for name, value in changes.items():
         setattr(rest, name, value)
@@ -47,10 +48,4 @@ def remaining(sampling: Sampling, sampled: int, seed: int | None = None) -> "Sam
 
 def unfinished(chunk: Chunk) -> Chunk:
     """Return the chunk without its finish reason: the turn continues elsewhere."""
-    return Chunk(
-        chunk.token_ids,
-        chunk.logprobs,
-        chunk.weight_versions,
-        cached_tokens=chunk.cached_tokens,
-        alternatives=chunk.alternatives,
-    )
+    return replace(chunk, finish_reason=None, stop_reason=None, experts=b"")

@@ -13,11 +13,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from http import HTTPStatus
 
 import numpy as np
+import torch
 
 from turnwise.config import Config
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.adapters import POLICY, EngineAdapters
-from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Route, Sampling
+from turnwise.engine.protocol import (
+    STREAM_INTERVAL,
+    Alternatives,
+    Chunk,
+    Generator,
+    Route,
+    Sampling,
+)
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.openai.request_context import CURRENT, ChoiceKey, RequestContext
@@ -32,6 +40,7 @@ from turnwise.serving.openai.vllm_api import (
     GracefulHTTPError,
     InputProcessor,
     LogprobsLists,
+    LogprobsTensors,
     OutputProcessor,
     PrefillStats,
     RequestOutput,
@@ -93,8 +102,6 @@ class EngineClient(AsyncLLM):  # type: ignore[misc]
     async def add_request(
         self, request_id: str, prompt: object, params: SamplingParams, **options: object
     ) -> object:
-        if params.prompt_logprobs is not None:
-            raise VLLMValidationError("log-probs of the prompt (prompt_logprobs) are not served")
         if (context := CURRENT.get()) is not None:
             sampling = context.session.sampling or self._sampling
             written = () if context.request is None else context.request.model_fields_set
@@ -189,6 +196,8 @@ class EngineCoreAdapter:
         prompt = list(request.prompt_token_ids)
         lora = request.lora_request
         adapter = lora.lora_name if lora is not None else POLICY
+        if context is not None and context.scores:
+            context = None
         try:
             sampling = _sampling_of(params, prompt, context)
             stream = sample(
@@ -215,6 +224,7 @@ class EngineCoreAdapter:
         """Pass a chunk to vLLM's frontend, one part for each weight version in it."""
         count, versions = len(chunk.token_ids), chunk.weight_versions
         edges = [0, *(i for i in range(1, count) if versions[i] != versions[i - 1]), count]
+        wanted = params.num_logprobs is not None
         # vLLM's frontend finds the stop string again, and cuts the text before it.
         by_string = isinstance(chunk.stop_reason, str)
         finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
@@ -223,7 +233,8 @@ class EngineCoreAdapter:
             output = EngineCoreOutput(
                 request_id=request_id,
                 new_token_ids=chunk.token_ids[start:end],
-                new_logprobs=_logprobs(chunk, start, end) if params.logprobs is not None else None,
+                new_logprobs=_logprobs(chunk, start, end) if wanted else None,
+                new_prompt_logprobs_tensors=None if start else _prompt_logprobs(chunk),
                 finish_reason=finish if last and not by_string else None,
                 stop_reason=chunk.stop_reason if last and not by_string else None,
                 prefill_stats=PrefillStats(num_cached_tokens=chunk.cached_tokens),
@@ -355,10 +366,22 @@ def _logprobs(chunk: Chunk, start: int, end: int) -> LogprobsLists | None:
             chunk.token_ids[start:end], chunk.logprobs[start:end], strict=True
         )
     ]
-    # A sampled token among the likeliest has one entry less: it gets a second one.
+    return LogprobsLists(*_columns(rows))
+
+
+def _prompt_logprobs(chunk: Chunk) -> LogprobsTensors | None:
+    """Return the log-probs of the prompt, which come with its first chunk, in vLLM's form."""
+    if not chunk.prompt_alternatives:
+        return None
+    return LogprobsTensors(*map(torch.from_numpy, _columns(chunk.prompt_alternatives)))
+
+
+def _columns(rows: Alternatives) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ids and log-probs, both [T, N], and the ranks [T] of the first of each row."""
+    # A sampled token among the likeliest may have one entry less: it gets a second one.
     widest = max(map(len, rows))
     rows = [[*row, *row[:1] * (widest - len(row))] for row in rows]
-    return LogprobsLists(
+    return (
         np.array([[token for token, _, _ in row] for row in rows]),
         np.array([[logprob for _, logprob, _ in row] for row in rows]),
         np.array([row[0][2] for row in rows]),

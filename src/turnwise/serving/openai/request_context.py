@@ -45,6 +45,14 @@ class RequestContext:
     began: float = field(default_factory=time.time)
     """Time when the request came, in seconds since the epoch."""
 
+    @property
+    def scores(self) -> bool:
+        """Whether the request only scores its prompt: it is no turn, and its one token is thrown
+        away."""
+        return bool(getattr(self.request, "echo", False)) and (
+            getattr(self.request, "max_tokens", None) == 0
+        )
+
     def deliver(self) -> None:
         """Record the finished completions: the next bytes that the client gets have their end.
 

@@ -36,7 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 """A request that samples; Anthropic's requests have become chat completions at this point."""
@@ -60,6 +60,7 @@ __all__ = [
     "InputProcessor",
     "LoRARequest",
     "LogprobsLists",
+    "LogprobsTensors",
     "OpenAIServingChat",
     "OutputProcessor",
     "PrefillStats",
