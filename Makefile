@@ -32,6 +32,7 @@ OPENENV := .venv-openenv/.installed
 MCP := .venv-mcp/.installed
 BROWSER := .venv-browser/.installed
 GRAFANA := .venv-grafana/.installed
+LMEVAL := .venv-lmeval/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -91,6 +92,12 @@ $(BROWSER): requirements/browser.txt
 $(GRAFANA): requirements/grafana.txt
 	@$(PYTHON) -m venv --clear .venv-grafana
 	@.venv-grafana/bin/python -m pip install -qq --no-deps --no-compile -r requirements/grafana.txt
+	@touch $@
+
+# lm-evaluation-harness, with which a slow test asks the server.
+$(LMEVAL): requirements/lmeval.txt
+	@$(PYTHON) -m venv --clear .venv-lmeval
+	@.venv-lmeval/bin/python -m pip install -qq --no-deps --no-compile -r requirements/lmeval.txt
 	@touch $@
 
 demo: setup
@@ -157,11 +164,11 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv agents mcp browser grafana; do \
+	for name in cpu bench docs openenv agents mcp browser grafana lmeval; do \
 	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana .venv-lmeval build runs examples/calculator/build

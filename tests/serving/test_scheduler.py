@@ -210,6 +210,25 @@ def test_turns_of_a_failed_worker_go_on_elsewhere_without_losing_a_token(way: st
     run_virtually(work())
 
 
+def test_a_continued_turn_has_the_scores_of_its_prompt_alone() -> None:
+    async def work() -> None:
+        sampling = SAMPLING.model_copy(update={"prompt_logprobs": True})
+        scheduler, engines = fleet(2)
+        turn = asyncio.create_task(scheduler.generate(PROMPT, sampling, "r", route=Route("s")))
+        await asyncio.sleep(0.3)
+        (busy,) = [engine for engine in engines if await engine.num_in_flight()]
+        busy.die()
+        completion = await turn
+        assert scheduler.events["continued"] == 1
+        assert completion.token_ids == busy.expected(PROMPT, SAMPLING.max_tokens)
+        alone = await SimulatedEngine().generate(PROMPT, sampling, "alone")
+        assert completion.prompt_logprobs == alone.prompt_logprobs
+        assert completion.prompt_logprobs is not None
+        assert len(completion.prompt_logprobs) == len(PROMPT)
+
+    run_virtually(work())
+
+
 class Noting:
     """A supervisor that notes which worker failed, and finds out nothing."""
 

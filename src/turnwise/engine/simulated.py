@@ -63,6 +63,8 @@ class _Request:
     """All tokens that it will sample: known from the start, and returned as time passes."""
     logprobs: list[float]
     stream_interval: int
+    scored: bool
+    """Whether log-probs of the prompt are asked for."""
     sampled: int = 0
     delivered: int = 0
     cached: int = 0
@@ -169,7 +171,8 @@ class SimulatedEngine:
         interval = STREAM_INTERVAL
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL
-        request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval)
+        scored = sampling.prompt_logprobs not in (None, False)
+        request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
         self._waiting[request] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
@@ -214,12 +217,16 @@ class SimulatedEngine:
 
     def _deliver(self, request: _Request, finish: FinishReason | None) -> None:
         new = slice(request.delivered, request.sampled)
+        first = request.scored and not request.delivered
+        scores = [(token, -1e-3 * token, 1) for token in request.prompt[1:]] if first else []
         chunk = Chunk(
             request.token_ids[new],
             request.logprobs[new],
             request.versions,
             finish,
             cached_tokens=request.cached,
+            prompt_logprobs=[None, *(score for _, score, _ in scores)] if first else None,
+            prompt_alternatives=[[each] for each in scores],
         )
         request.delivered, request.versions = request.sampled, []
         request.chunks.put_nowait(chunk)

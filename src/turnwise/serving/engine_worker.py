@@ -148,6 +148,9 @@ class EngineWorker:
         served = config.serving.worker_servers or config.metrics.port is not None
         if engine.metrics is None and served:
             engine = engine.model_copy(update={"metrics": True})
+        if parser := config.serving.reasoning_parser:  # a grammar begins where reasoning ends
+            vllm_args = {"reasoning_parser": parser, **engine.vllm_args}
+            engine = engine.model_copy(update={"vllm_args": vllm_args})
         self._engine = self._create_engine(engine)
         await self._engine.load_adapters()
         if self._config.serving.worker_servers:

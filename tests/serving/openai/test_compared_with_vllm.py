@@ -1,0 +1,143 @@
+"""Our server and vLLM's application answer requests of every shape alike."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.serving.openai.answers import Difference, differences, read
+from tests.serving.openai.shapes import SHAPES, Shape
+from turnwise.config import Config
+from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.serving.openai.vllm_api import (
+    FlexibleArgumentParser,
+    build_app,
+    init_app_state,
+    make_arg_parser,
+)
+from turnwise.serving.worker_handle import WorkerHandle
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A difference that we want."""
+
+    shapes: str
+    """Pattern of the names of shapes."""
+    path: str
+    """Pattern of the paths of fields."""
+    why: str
+
+    def explains(self, name: str, found: Difference) -> bool:
+        return bool(re.search(self.shapes, name) and re.search(self.path, found[0]))
+
+
+WANTED = (
+    Wanted(
+        "^no path|^GET of a chat",
+        r"^\.body\.(detail|error)$",
+        "every error has OpenAI's form, those of the framework too",
+    ),
+    Wanted(
+        "return_token_ids$",
+        r"\.message\.(generation_|prompt_token_ids|weight_versions)",
+        "a message carries the ids that a client may send back",
+    ),
+    Wanted(
+        ": no limit$",
+        ".",
+        "without a limit the configuration's `sampling.max_tokens` counts",
+    ),
+    Wanted(
+        "special token in a message$",
+        ".",
+        "a message's text is text: special tokens in it are not the template's",
+    ),
+)
+
+
+@dataclass
+class Pair:
+    """Clients of two servers before engines of one model."""
+
+    ours: httpx.AsyncClient
+    theirs: httpx.AsyncClient
+
+    async def differences(self, shape: Shape) -> list[Difference]:
+        answers = []
+        for client in (self.ours, self.theirs):
+            way = {"method": "GET"} if shape.body is None else {"method": "POST"}
+            answers.append(read(await client.request(url=shape.path, json=shape.body, **way)))
+        return list(differences(*answers))
+
+
+@pytest.fixture(scope="module")
+async def pair(engine: WorkerHandle, make_config: Callable[..., Config]) -> AsyncIterator[Pair]:
+    config = make_config(serving={"port": 0, "served_model_name": "model"})
+    beside = VllmEngine(config.model, config.engine)
+    clients = [
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+            base_url="http://localhost",
+            timeout=60,
+        )
+        for app in (
+            await OpenAIServer(config, engine).application(),
+            await vllm_application(config, beside),
+        )
+    ]
+    yield Pair(*clients)
+    for client in clients:
+        await client.aclose()
+    await beside.shutdown()
+
+
+async def vllm_application(config: Config, engine: VllmEngine) -> FastAPI:
+    """Build vLLM's own application around vLLM's own client of an engine."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        [
+            *("--model", config.model.path, "--served-model-name", "model"),
+            *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
+        ]
+    )
+    llm = engine._llm
+    app: FastAPI = build_app(args, ("generate",), llm.model_config)
+    await init_app_state(llm, app.state, args, ("generate",))
+    app.state.server = None  # vLLM's error handler reads it
+    return app
+
+
+def unwanted(name: str, found: list[Difference]) -> list[str]:
+    """Return the differences of a shape that no line of `WANTED` explains."""
+    return [
+        f"{name} {each[0]}: {each[1]!r} here, {each[2]!r} there"
+        for each in found
+        if not any(wanted.explains(name, each) for wanted in WANTED)
+    ]
+
+
+async def compare(pair: Pair, names: list[str]) -> tuple[list[str], set[Wanted]]:
+    """Return the unwanted differences of shapes, and the lines of `WANTED` that were needed."""
+    bad, needed = [], set()
+    for name in names:
+        found = await pair.differences(SHAPES[name])
+        bad += unwanted(name, found)
+        needed |= {wanted for wanted in WANTED for each in found if wanted.explains(name, each)}
+    return bad, needed
+
+
+async def test_some_shapes_get_vllms_answers(pair: Pair) -> None:
+    bad, _ = await compare(pair, list(SHAPES)[::16])
+    assert bad == []
+
+
+@pytest.mark.slow
+async def test_all_shapes_get_vllms_answers(pair: Pair) -> None:
+    assert len(SHAPES) > 450
+    bad, needed = await compare(pair, list(SHAPES))
+    assert bad == []
+    assert needed == {*WANTED}
