@@ -168,10 +168,10 @@ class SimulatedEngine:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
         prompt = list(prompt_token_ids)
-        interval = STREAM_INTERVAL
+        interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL
-        scored = sampling.prompt_logprobs not in (None, False)
+            scored = sampling.prompt_logprobs is not None  # 0 asks for the prompt's own tokens
         request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
         self._waiting[request] = None
         if self._task is None or self._task.done():
