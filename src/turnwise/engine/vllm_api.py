@@ -12,6 +12,9 @@ and `query_start_loc` of the runner, on `begin_step`, `prepare_output`, `enqueue
 `_collect_tokens` relies on `_attach_weight_version` and `_handle_client_request` of the engine's
 process, on its `scheduler.requests`, `output_queue` and `log_stats`, and on an output's fields.
 
+`_keep_likeliest` relies on `forward`, `gather_logprobs` and `gather_specific_token_logprobs` of the
+sampler, and on the `max_num_logprobs` of a step's metadata.
+
 `weights/vllm_adapters.py` relies on attributes of vLLM's objects for adapters: `_adapter_manager`
 of the worker's manager; `modules`, `lora_index_to_id` and `_validate_moe_lora_format` of that; and
 `lora_a_stacked`, `lora_b_stacked`, `slice_lora_a` and `slice_lora_b` of its layers.
@@ -25,6 +28,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 _collecting = gc.isenabled()
 gc.disable()
@@ -81,7 +85,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.request import Request
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -209,7 +213,44 @@ def _collect_tokens() -> None:
     EngineCoreProc._handle_client_request = handle_client_request
 
 
+def _keep_likeliest() -> None:
+    """Let one step return given tokens to some requests, and the likeliest tokens to others.
+
+    vLLM's sampler returns the log-probs of the given tokens (`logprob_token_ids`) alone, for every
+    request of a step in which one asks for them.
+    """
+    cls = sampler.Sampler
+    forward, gather = cls.forward, cls.gather_specific_token_logprobs
+
+    def noting(
+        self: sampler.Sampler, logits: torch.Tensor, metadata: object, *args: object, **more: object
+    ) -> object:
+        self.likeliest = metadata.max_num_logprobs
+        return forward(self, logits, metadata, *args, **more)
+
+    def gathered(
+        self: sampler.Sampler,
+        logprobs: torch.Tensor,
+        given: dict[int, list[int]],
+        sampled: torch.Tensor,
+    ) -> LogprobsTensors | None:
+        own = gather(self, logprobs, given, sampled)
+        if own is None or not self.likeliest:
+            return own
+        best = self.gather_logprobs(logprobs, self.likeliest, token_ids=sampled)
+        rows, width = list(given), max(own.logprobs.shape[1], best.logprobs.shape[1])
+        ids = best.logprob_token_ids.new_zeros(len(sampled), width)
+        values = best.logprobs.new_full((len(sampled), width), float("-inf"))
+        for part, chosen in ((best, slice(None)), (own, rows)):
+            ids[chosen, : part.logprobs.shape[1]] = part.logprob_token_ids[chosen]
+            values[chosen, : part.logprobs.shape[1]] = part.logprobs[chosen]
+        return LogprobsTensors(ids, values, best.selected_token_ranks)
+
+    cls.forward, cls.gather_specific_token_logprobs = noting, gathered
+
+
 _collect_tokens()
+_keep_likeliest()
 if current_platform.is_cpu():
     _compile_nothing()
     shm_broadcast.SpinCondition = _Waiting
