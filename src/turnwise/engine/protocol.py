@@ -93,6 +93,8 @@ class Chunk:
     experts: bytes = b""
     """In the last chunk, with `engine.routing_replay`: a row of `trajectory/experts.py` for each id
     of prompt and completion but the last."""
+    stored_tokens: int = 0
+    """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""
 
     def __add__(self, following: "Chunk") -> "Chunk":
         """Join two chunks; the finish reason is that of the second."""
@@ -110,6 +112,7 @@ class Chunk:
             following.queued,
             following.worker,
             following.experts,
+            following.stored_tokens or self.stored_tokens,
         )
 
 

@@ -205,7 +205,7 @@ class TokenStream:
         self.prompt_len = len(request.prompt_token_ids)
         self.max_tokens_param = params.max_tokens
         self.is_prefilling = True
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self._stored = 0
         self.stats = vllm.RequestStateStats(arrival_time=request.arrival_time) if timed else None
         self._version = version
         self._interval = params.stream_interval or 1
@@ -246,6 +246,7 @@ class TokenStream:
             self.is_prefilling = False
             if output.prefill_stats is not None:
                 self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+                self._stored = output.prefill_stats.num_cache_creation_tokens
         if output.finish_reason is not None:
             self.end(str(output.finish_reason), output.stop_reason)
         elif len(self._token_ids) >= self._interval:
@@ -276,6 +277,7 @@ class TokenStream:
                 self.num_cached_tokens,
                 first_token_age=age,
                 queued=queued,
+                stored_tokens=self._stored,
             )
         )
         self._token_ids, self._logprobs, self._versions = [], [], []

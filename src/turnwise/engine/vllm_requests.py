@@ -114,6 +114,7 @@ def make_chunk(
         first_token_age,
         None if stats is None else max(0.0, stats.scheduled_ts - stats.queued_ts),
         experts=_experts(output, end),
+        stored_tokens=output.num_cache_creation_tokens or 0,
     )
 
 

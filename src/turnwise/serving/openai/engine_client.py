@@ -237,7 +237,10 @@ class EngineCoreAdapter:
                 new_prompt_logprobs_tensors=None if start else _prompt_logprobs(chunk),
                 finish_reason=finish if last and not by_string else None,
                 stop_reason=chunk.stop_reason if last and not by_string else None,
-                prefill_stats=PrefillStats(num_cached_tokens=chunk.cached_tokens),
+                prefill_stats=PrefillStats(
+                    num_cached_tokens=chunk.cached_tokens,
+                    num_cache_creation_tokens=chunk.stored_tokens,
+                ),
             )
             self._queue.put_nowait((versions[start] if start < end else 0, output))
         if by_string:
