@@ -25,7 +25,7 @@ MAX_TURNS = 10_000
 
 
 Place = tuple[float, str]
-"""Where a session is among all: the time at which it was opened, and its name."""
+"""Position of a session among all: the time at which it was opened, and its name."""
 
 
 class SessionStore:

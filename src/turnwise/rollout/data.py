@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, overload
+from typing import TextIO, cast, overload
 
 import numpy as np
 
@@ -315,7 +315,7 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
         return rows
     if not isinstance(rows, Sized):
         return map(_own_keys, rows)  # streamed
-    dataset: Any = rows  # indexed like a sequence, which it is not
+    dataset = cast("Sequence[Row]", rows)  # indexed like a sequence
     return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
 
 

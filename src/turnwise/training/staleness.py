@@ -1,4 +1,4 @@
-"""How old a trained token may be: `training.max_staleness` counts steps, and tokens have versions.
+"""The oldest version whose tokens are trained: `training.max_staleness` counts steps.
 
 A step makes up to `training.updates_per_step` versions: fewer if it has few trajectories or an
 update is skipped, and none while only the value model learns.
