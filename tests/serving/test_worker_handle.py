@@ -16,6 +16,7 @@ from tests.serving.test_fleet import engine_process
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Completion
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.serving.channel import ChannelError
 from turnwise.serving.worker_handle import WorkerHandle
 
 PROMPT = list(range(5, 45))
@@ -281,3 +282,25 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
             await engine.check_health()
     finally:
         await engine.shutdown()
+
+
+async def test_after_a_lost_channel_the_same_engine_answers_over_another(
+    engine: WorkerHandle,
+) -> None:
+    sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
+    running = asyncio.create_task(engine.generate([5, 6, 7], sampling, "cut"))
+    async with asyncio.timeout(120):
+        while not await engine.num_in_flight():
+            await asyncio.sleep(0.01)
+        channel = engine._channel
+        assert channel is not None
+        assert channel._transport is not None
+        channel._transport.abort()
+        with pytest.raises(ChannelError, match="closed its channel"):
+            await running
+        while await engine.num_in_flight():  # nobody reads it any more
+            await asyncio.sleep(0.01)
+        await engine.check_health()
+        assert engine._channel not in (None, channel)
+        again = await engine.generate([5, 6, 7], sampling, "again")
+    assert len(again.token_ids) == 400
