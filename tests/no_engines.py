@@ -47,6 +47,7 @@ TIER = (
     "serving/openai/test_web_pages.py",
     "serving/test_manager.py",
     "serving/test_scheduler.py",
+    "serving/test_updates_and_restarts.py",
     "test_config.py",
     "training/algorithms",
     "training/test_attention.py",
