@@ -8,6 +8,7 @@ request, or nothing, cannot block others.
 
 import asyncio
 import resource
+import select
 from contextlib import suppress
 from typing import ClassVar
 
@@ -37,6 +38,13 @@ def most_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 2))
+
+
+def _has_input(transport: asyncio.Transport) -> bool:
+    """Return whether bytes, or the end, wait to be read."""
+    asked = select.poll()
+    asked.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(asked.poll(0))
 
 
 class Connection(HttpToolsProtocol):
@@ -96,6 +104,8 @@ class Connection(HttpToolsProtocol):
         self._stop_clock()
 
     def timeout_keep_alive_handler(self) -> None:
+        if _has_input(self.transport):  # the next request came just now: it is read next
+            return
         self.transport.abort()  # close() would wait for a client that does not read
 
     def _wait(self, seconds: float) -> None:
