@@ -1,5 +1,6 @@
 """Our server and vLLM's application answer requests of every shape alike."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -68,10 +69,7 @@ class Pair:
     theirs: httpx.AsyncClient
 
     async def differences(self, shape: Shape) -> list[Difference]:
-        answers = []
-        for client in (self.ours, self.theirs):
-            way = {"method": "GET"} if shape.body is None else {"method": "POST"}
-            answers.append(read(await client.request(url=shape.path, json=shape.body, **way)))
+        answers = [await answer(client, shape) for client in (self.ours, self.theirs)]
         return list(differences(*answers))
 
 
@@ -111,6 +109,11 @@ async def vllm_application(config: Config, engine: VllmEngine) -> FastAPI:
     return app
 
 
+async def answer(client: httpx.AsyncClient, shape: Shape) -> object:
+    way = "GET" if shape.body is None else "POST"
+    return read(await client.request(way, shape.path, json=shape.body))
+
+
 def unwanted(name: str, found: list[Difference]) -> list[str]:
     """Return the differences of a shape that no line of `WANTED` explains."""
     return [
@@ -133,6 +136,19 @@ async def compare(pair: Pair, names: list[str]) -> tuple[list[str], set[Wanted]]
 async def test_some_shapes_get_vllms_answers(pair: Pair) -> None:
     bad, _ = await compare(pair, list(SHAPES)[::16])
     assert bad == []
+
+
+async def test_requests_at_once_get_what_each_gets_alone(pair: Pair) -> None:
+    """Steps that several kinds of requests share have rows of log-probs of several widths."""
+    kinds = (
+        *("chat: long", "chat: top_logprobs", "text: logprobs of 5", "text: logprob_token_ids"),
+        *("chat: logprob_token_ids", "text: scoring of two", "chat: a schema", "chat: long"),
+        *("text, streamed: logprobs, warm", "text: prompt_logprobs of 4", "chat: top_logprobs, n"),
+    )
+    shapes = [SHAPES[name] for name in kinds * 2]
+    alone = [await answer(pair.ours, shape) for shape in shapes]
+    at_once = await asyncio.gather(*(answer(pair.ours, shape) for shape in shapes))
+    assert list(differences(at_once, alone)) == []
 
 
 @pytest.mark.slow
