@@ -102,6 +102,7 @@ from turnwise.engine.token_batches import TokenBatches
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
@@ -223,7 +224,11 @@ def _keep_likeliest() -> None:
     forward, gather = cls.forward, cls.gather_specific_token_logprobs
 
     def noting(
-        self: sampler.Sampler, logits: torch.Tensor, metadata: object, *args: object, **more: object
+        self: sampler.Sampler,
+        logits: torch.Tensor,
+        metadata: "SamplingMetadata",
+        *args: object,
+        **more: object,
     ) -> object:
         self.likeliest = metadata.max_num_logprobs
         return forward(self, logits, metadata, *args, **more)
