@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.config import Config
-from turnwise.core.aio import for_each
+from turnwise.core.aio import for_each, together
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollout import Group, Problem
 from turnwise.rollout.data import LazyRows
@@ -229,6 +229,25 @@ async def test_the_first_error_ends_the_work_on_all_items() -> None:
 
     with pytest.raises(RuntimeError, match="raised CancelledError"):
         await for_each([1, 2], cancelled, at_once=1)
+
+
+async def test_the_first_error_ends_what_runs_together() -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("slow")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("it")
+
+    with pytest.raises(ValueError, match="it"):
+        await together([slow(), fails()])
+    assert ended == ["slow"]
+    assert await together(asyncio.sleep(0, number) for number in range(3)) == [0, 1, 2]
 
 
 def test_a_last_line_that_was_never_completed_is_left_out(tmp_path: Path) -> None:

@@ -59,6 +59,19 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise first from first.__cause__
 
 
+async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
+    """Run coroutines concurrently, and return their results in order.
+
+    Unlike `asyncio.gather`, the first error cancels the others, and is raised when all have ended.
+
+    Example:
+        sizes = await together(size_of(path) for path in paths)
+    """
+    async with task_group() as tasks:
+        running = [tasks.create_task(work) for work in works]
+    return [task.result() for task in running]
+
+
 async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Awaitable[object]], at_once: int
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.config import Config
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
@@ -89,9 +89,7 @@ class RunningPipeline:
     async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the value that one entry of `rollout.rewards` gives each trajectory."""
         rewards = self.runtime.runner.rewards
-        async with task_group() as tasks:
-            scores = [tasks.create_task(rewards.score(reward, t)) for t in trajectories]
-        return [score.result() for score in scores]
+        return await together(rewards.score(reward, t) for t in trajectories)
 
     async def save(self, folder: Path, state: Mapping[str, object]) -> None:
         """Write a checkpoint, with the program's own `state` in it."""

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import ServingConfig, WeightsConfig
-from turnwise.core.aio import task_group
+from turnwise.core.aio import task_group, together
 from turnwise.engine.protocol import Engine
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.serving.scheduler import Scheduler
@@ -254,7 +254,7 @@ class AsyncLLMServerManager:
         async with self._control:
             with self._occupied():
                 self._asleep = asleep
-                await asyncio.gather(*(one(*pair) for pair in self._up()))
+                await together(one(*pair) for pair in self._up())
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["AsyncLLMServerManager"]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Engine, InFlight
 from turnwise.errors import TurnwiseError, WeightUpdateError
@@ -93,7 +94,7 @@ class WeightSync:
         If none refuses (`WeightUpdateError`), the offered weights become the current ones.
         """
         manifest = _published(self._offered)
-        errors = await asyncio.gather(*(self._check(engine, manifest) for engine in engines))
+        errors = await together(self._check(engine, manifest) for engine in engines)
         if not any(isinstance(error, WeightUpdateError) for error in errors):
             self._current = manifest
         return errors
@@ -157,7 +158,7 @@ class WeightSync:
         failed = [e for e, o in zip(engines, outcomes, strict=True) if isinstance(o, TurnwiseError)]
         if not failed or not find_transport(manifest.transport).streamed:
             return outcomes
-        errors = await asyncio.gather(*(self._check(engine, manifest) for engine in failed))
+        errors = await together(self._check(engine, manifest) for engine in failed)
         healthy = [e for e, error in zip(failed, errors, strict=True) if error is None]
         left = end - clock()
         if not healthy or len(healthy) == len(failed) or left <= 0:
@@ -184,10 +185,11 @@ class WeightSync:
             except TurnwiseError as error:
                 return [error] * len(engines)
         if not transport.streamed:
-            return await asyncio.gather(*map(update, engines))
-        sending = asyncio.create_task(self._send(engines, seconds))
-        outcomes = await asyncio.gather(*map(update, engines))
-        if (failure := await sending) is not None:
+            return await together(map(update, engines))
+        async with task_group() as tasks:
+            sending = tasks.create_task(self._send(engines, seconds))
+            outcomes = await together(map(update, engines))
+        if (failure := sending.result()) is not None:
             self._group = []
             if all(isinstance(outcome, int) for outcome in outcomes):
                 raise failure

@@ -17,6 +17,7 @@ from yarl import URL
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
 from turnwise.config import Config
 from turnwise.core.actor import ActorHandle, on_node
+from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, EngineError, InputError, TurnwiseError
 from turnwise.serving.openai.address import EVERYWHERE
@@ -203,4 +204,4 @@ class SessionProcesses(SchedulerProcesses):
             return []
 
         actors = [process.actor for process in self.up if process.actor is not None]
-        return [each for listed in await asyncio.gather(*map(of, actors)) for each in listed]
+        return [each for listed in await together(map(of, actors)) for each in listed]
