@@ -3,11 +3,13 @@ import contextlib
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
+from pydantic_core import core_schema
 
 from tests.blocking import gate, new_gate, tick
 from turnwise.core import user_code as tasks
@@ -328,3 +330,47 @@ def test_a_tool_that_cannot_be_described_is_refused(function: object, argument: 
     name = function.__name__  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=rf"tool {name} .*\b{argument}\b.*type hint"):
         toolbox(function)
+
+
+THREADS: list[threading.Thread] = []
+
+
+class Checked:
+    """A type of arguments whose check is code of the user's own."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> Any:
+        def check(value: object) -> object:
+            THREADS.append(threading.current_thread())
+            if value == "slow":
+                threading.Event().wait(20)
+            return value
+
+        return core_schema.no_info_plain_validator_function(check)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_arguments_are_checked_outside_the_event_loop(kind: str) -> None:
+    def look_up(value: Checked) -> str:
+        """Look something up.
+
+        Args:
+            value: What to look up.
+        """
+        return "found"
+
+    async def look_up_async(value: Checked) -> str:
+        """Look something up.
+
+        Args:
+            value: What to look up.
+        """
+        return "found"
+
+    tool = look_up if kind == "plain" else look_up_async
+    toolbox = Toolbox([tool], timeout=60, max_chars=99)
+    assert (await toolbox.call(tool.__name__, '{"value": "quick"}')).text == "found"
+    assert THREADS[-1] is not threading.current_thread()
+    if kind == "plain":
+        toolbox = Toolbox([tool], timeout=0.1, max_chars=99)
+        assert (await toolbox.call(tool.__name__, '{"value": "slow"}')).outcome == "timeout"

@@ -13,6 +13,7 @@ from pathlib import Path
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.rollout import Group, check_failures
@@ -59,8 +60,11 @@ class RunningPipeline:
         """
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         version, oldest = self.trainer.version, self.step.versions.oldest
-        made = await run_in_thread(
-            lambda: make_samples(groups, self.config, version, oldest=oldest)
+        made = await call_user_code(  # the algorithm may be the user's own class
+            lambda: make_samples(groups, self.config, version, oldest=oldest),
+            name=f"the advantage {self.config.algorithm.advantage.name}",
+            seconds=self.config.training.step_timeout,
+            key="training.step_timeout",
         )
         self.progress.exactness += made.report
         check_exactness(made.report, self.config)

@@ -43,6 +43,7 @@ from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.trainer_group import TrainerGroup
+from turnwise.weights.transport import find_transport
 
 _TRAINER = "starting the trainer"
 
@@ -182,13 +183,14 @@ def _check_trainable(config: Config) -> None:
 def _make_runner(
     make: Callable[..., Runner], config: Config, first: Problem | None, training: bool
 ) -> Runner:
-    """Make the runner, and check the first problem and the algorithm, to find most mistakes before
-    anything is started. Imports and calls user code."""
+    """Make the runner, and check the first problem, the algorithm and the transport, to find most
+    mistakes before anything is started. Imports and calls user code."""
     runner = make(load_tokenizer(config))
     if first is not None:
         runner.check(first)
     if training:
         check_group_size(config, make_algorithm(config.algorithm))
+        find_transport(config.weights.transport)
     return runner
 
 

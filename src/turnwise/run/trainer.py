@@ -9,8 +9,9 @@ alternate, which is synchronous training; there is no separate loop for it.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
@@ -35,6 +36,8 @@ from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import SampleBatch, samples_of
 from turnwise.trajectory import ExactnessReport
+
+_T = TypeVar("_T")
 
 
 class TrainingLoop:
@@ -197,13 +200,15 @@ class TrainingLoop:
             await self._producer.advance(step)
 
     async def _gives_signal(self, group: Group) -> bool:
-        """Return whether a group can train anything; the algorithm may be the user's own class."""
-        found: bool = await call_user_code(
-            *(gives_signal, group, self._config, self._algorithm),
-            name="the advantage's choice of groups",
-            seconds=self._config.training.step_timeout,
-        )
-        return found
+        """Return whether a group can train anything."""
+        return await self._by_algorithm(gives_signal, group, self._config, self._algorithm)
+
+    async def _by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """Call a function that calls the algorithm, which may be the user's own class."""
+        seconds, key = self._config.training.step_timeout, "training.step_timeout"
+        name = f"the advantage {self._config.algorithm.advantage.name}"
+        value: _T = await call_user_code(function, *arguments, name=name, seconds=seconds, key=key)
+        return value
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -227,10 +232,10 @@ class TrainingLoop:
         """
         config, algorithm, version = self._config, self._algorithm, self._policy.version
         oldest = self._step.versions.oldest
-        advantages = await run_in_thread(
+        advantages = await self._by_algorithm(
             compute_advantages, batch.groups, config, oldest, algorithm
         )
-        samples = await run_in_thread(samples_of, advantages, config, oldest, algorithm)
+        samples = await self._by_algorithm(samples_of, advantages, config, oldest, algorithm)
         for reason, group in batch.discarded:
             await run_in_thread(samples.drop, group.trajectories, reason)
         self.exactness += samples.report

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -57,9 +57,9 @@ class _Callable:
 
     schema: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
-    bind: Callable[[str], Callable[[], object]]
-    """Returns the call with its arguments, given as JSON; it or the call raises
-    `_ArgumentsError`."""
+    call: Callable[[str], object]
+    """Calls the tool with its arguments, given as JSON; raises `_ArgumentsError`. The types of the
+    arguments may be the user's own, so this is user code from the beginning."""
     turn: asyncio.Lock | None = None
     """Held during a call, if calls run one after another."""
 
@@ -130,7 +130,7 @@ class Toolbox:
             return value
 
         try:
-            value = await run(self._tools[name].bind(arguments_json))
+            value = await run(self._tools[name].call, arguments_json)
             if type(value) in _PLAIN:
                 text, left_out = _shown(value, self._max_chars)
             else:  # off the event loop: it may be long, and its __str__ may be user code
@@ -224,7 +224,7 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
         )
     schema, model = _describe(getattr(tool, "__func__", tool))
 
-    def bind(arguments_json: str) -> Callable[[], object]:
+    def arguments_of(arguments_json: str) -> dict[str, object]:
         try:
             arguments = model.model_validate_json(arguments_json)
         except ValidationError as error:
@@ -234,10 +234,18 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
                     for e in error.errors()
                 )
             ) from None
-        values = {key: getattr(arguments, key) for key in type(arguments).model_fields}
-        return partial(tool, **values)
+        return {key: getattr(arguments, key) for key in type(arguments).model_fields}
 
-    return tool.__name__, _Callable(schema, bind)
+    async def call_async(arguments_json: str) -> object:
+        answer = tool(**arguments_of(arguments_json))
+        assert inspect.isawaitable(answer)
+        return await answer
+
+    def call(arguments_json: str) -> object:
+        return tool(**arguments_of(arguments_json))
+
+    asynchronous = inspect.iscoroutinefunction(tool)
+    return tool.__name__, _Callable(schema, call_async if asynchronous else call)
 
 
 def _with_schema(tool: Tool) -> _Callable:
@@ -271,7 +279,7 @@ def _with_schema(tool: Tool) -> _Callable:
     }
     schema = {"type": "function", "function": function}
     turn = asyncio.Lock() if tool.in_order else None
-    return _Callable(schema, lambda arguments_json: partial(checked, arguments_json), turn)
+    return _Callable(schema, checked, turn)
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 import copy
 
 from turnwise.config import Config
-from turnwise.core.user_code import import_user_code
+from turnwise.core.user_code import call_user_code, import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.rollout.agent_loop import RolloutContext
@@ -28,7 +28,12 @@ class ChatSchedulerLoop:
                 "rollout.loop chat_scheduler needs a ChatBackend, which is not running"
             )
         # A copy: the environment computes the reward from the original row.
-        row, messages = copy.deepcopy((context.row, list(context.problem)))
+        row, messages = await call_user_code(
+            *(copy.deepcopy, (context.row, list(context.problem))),
+            name="the copy of a row",
+            seconds=context.rollout.environment_timeout,
+            key="rollout.environment_timeout",
+        )
         config = context.chats.config
         batch = DataProto.from_conversations(
             [messages],
