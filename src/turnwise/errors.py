@@ -7,6 +7,7 @@ The command line prints it and exits with status 2, without a traceback.
 import os
 import sysconfig
 import traceback
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,10 +53,13 @@ class WeightUpdateError(TurnwiseError):
 
 
 class TrajectoryError(TurnwiseError):
-    """One trajectory failed; it is counted under `reason`, and the run continues."""
+    """One trajectory failed; it is counted under `reason`, and the run continues.
+
+    The message may quote an agent, a tool or a model; it is made `visible`.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(visible(message))
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["TrajectoryError"], tuple[str, str]]:
@@ -103,6 +107,26 @@ def describe_error(error: BaseException) -> str:
     where = where_in_user_code(error)
     kind = type(error).__name__
     return (f"{kind}: {message}" if message else kind) + (f" ({where})" if where else "")
+
+
+def visible(text: str) -> str:
+    r"""Return text with control characters as escapes, except line breaks and tabs.
+
+    Everything that an agent, a tool or a model wrote goes through this before a terminal or a log
+    gets it: it can then neither drive the terminal nor hide a line.
+
+    Example:
+        >>> visible("\x1b[2Jall is well")
+        '\\x1b[2Jall is well'
+    """
+    if all(line.isprintable() for line in text.split("\n")):
+        return text
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def ordinary_error(error: BaseException) -> Exception:

@@ -1,4 +1,5 @@
 import io
+import logging
 import threading
 import time
 from typing import Any
@@ -6,8 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from turnwise.cli.command import print_error
+from turnwise.core.logs import VisibleFormatter
+from turnwise.errors import TrajectoryError
 from turnwise.run import display as module
+from turnwise.run.conversations import show
 from turnwise.run.display import Display, why_untrained
+from turnwise.run.doctor import Finding, print_finding
 from turnwise.run.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
@@ -190,3 +196,26 @@ def test_a_step_that_trains_nothing_says_so() -> None:
     first, second = out.getvalue().splitlines()
     assert "nothing trained" not in first
     assert "nothing trained: 4 groups without signal (all rewards of a group equal" in second
+
+
+ESCAPES = "\x1b]0;TITLE\x07\x1b[2J\x1b[31mall is well\r\u202e"
+
+
+def test_what_others_wrote_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=500)
+    display = Display("run", 1, console, 1.0)
+    display.warn(f"4 agent_error: {ESCAPES} [bold]")
+    trajectory = Trajectory(f"rows:{ESCAPES}", messages=[{"role": ESCAPES, "content": ESCAPES}])
+    display.samples({"best": [trajectory]})
+    print_finding(console, Finding("rollout", "broken", ESCAPES, ESCAPES))
+    show(console, [trajectory])
+    print_error(f"turnwise: {ESCAPES}")
+    record = logging.LogRecord("turnwise", logging.INFO, "", 0, "it said %s", (ESCAPES,), None)
+    texts = [out.getvalue(), capsys.readouterr().err, VisibleFormatter().format(record)]
+    texts.append(str(TrajectoryError("agent_error", ESCAPES)))
+    for text in texts:
+        assert all(line.isprintable() for line in text.split("\n")), text
+        assert r"\x1b[2J" in text
+    again = TrajectoryError("agent_error", str(TrajectoryError("agent_error", ESCAPES)))
+    assert str(again) == texts[-1]

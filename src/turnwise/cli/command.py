@@ -27,7 +27,7 @@ from turnwise.core.interrupt import (
     interruptible,
     kill_children,
 )
-from turnwise.errors import TurnwiseError, describe_error
+from turnwise.errors import TurnwiseError, describe_error, visible
 from turnwise.run import commands
 
 _EXIT_FAILED = 1
@@ -65,7 +65,8 @@ class Command:
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with log.open("a", encoding="utf-8", errors="replace") as file:
-                    file.write(f"{datetime.now().isoformat(' ', 'seconds')}\n{text}\n")
+                    now = datetime.now().isoformat(" ", "seconds")
+                    file.write(f"{now}\n{visible(text)}\n")
             except OSError:
                 log = None
         if self.debug or (log is None and not expected):
@@ -76,9 +77,9 @@ class Command:
 
 
 def print_error(text: str, style: str | None = None) -> None:
-    """Print a line on standard error, as it is."""
+    """Print a line on standard error, with control characters as escapes."""
     console = Console(stderr=True)
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:

@@ -11,7 +11,7 @@ from turnwise.cli.command import run as run_command
 from turnwise.config import Config, load_config
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TurnwiseError, visible
 
 if TYPE_CHECKING:
     from turnwise.run.doctor import Finding
@@ -93,7 +93,7 @@ def stuck(
     async def read() -> None:
         from turnwise.run.stuck import ask
 
-        typer.echo(await run_in_thread(lambda: ask(run)), nl=False)
+        typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
 
     run_command(read, Command(debug))
 

@@ -23,6 +23,7 @@ from turnwise.cli.operations import Debug
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
+from turnwise.errors import visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
 
@@ -324,11 +325,8 @@ async def _train(config: Config, resume: Path | None = None) -> None:
     )
     if why := why_untrained(result.metrics):
         no_signal = any(row.get("groups_without_signal") for row in result.metrics)
-        console.print(
-            f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+        _print(
+            console, f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow"
         )
     _print(
         console,
@@ -357,7 +355,7 @@ async def _evaluate(config: Config) -> None:
     show_trajectories(console, overview)
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
     if several:
-        console.print("  ".join(f"{k} {v:.4f}" for k, v in several.items()), highlight=False)
+        _print(console, "  ".join(f"{k} {v:.4f}" for k, v in several.items()))
     _print(
         console,
         f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
@@ -377,9 +375,7 @@ async def _rollout(config: Config, output: Path | None) -> None:
         config, console, path, on_group=overview.add_group
     )
     show_trajectories(console, overview)
-    console.print(
-        f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}", highlight=False
-    )
+    _print(console, f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
 
 
 async def _serve(config: Config) -> None:
@@ -405,8 +401,8 @@ async def _convert(name: str, what: str, source: Path, target: Path) -> None:
     _print(Console(), f"{count} {what}\n{target}")
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    console.print(visible(text), style=style, highlight=False, soft_wrap=True, markup=False)
 
 
 async def _print_config(config: Config | None) -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from turnwise.config import Config
+from turnwise.errors import visible
 
 _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -38,6 +39,14 @@ _before: list[tuple[logging.Logger, list[logging.Handler], bool, int]] = []
 _changing = threading.Lock()
 
 
+class VisibleFormatter(logging.Formatter):
+    """Formats lines with control characters as escapes: a line may quote an agent or a model."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as text."""
+        return visible(super().format(record))
+
+
 def to_terminal(level: str = "warning") -> None:
     """Print our lines of at least a level, and other libraries' warnings, on standard error.
 
@@ -54,7 +63,7 @@ def to_terminal(level: str = "warning") -> None:
 
 def _terminal(level: int | str) -> logging.Handler:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(VisibleFormatter(_FORMAT))
     handler.setLevel(level)
     return handler
 
@@ -89,7 +98,7 @@ def open_logs(config: Config) -> Iterator[None]:
         yield
         return
     _register_stacks(path)
-    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     handler.setLevel(_file_level(config.log_level))
     with _changing:
         _add(handler, config.log_level)
@@ -214,7 +223,7 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
     os.close(file)
     register_stacks(environ)
     handler = logging.StreamHandler(os.fdopen(2, "w", buffering=1, closefd=False))
-    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    handler.setFormatter(VisibleFormatter(FILE_FORMAT))
     # In a fork, vLLM is already imported, with the levels of the original process.
     for logger in (_OURS, logging.getLogger("vllm")):
         logger.handlers, logger.propagate = [handler], False

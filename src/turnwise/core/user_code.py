@@ -168,8 +168,8 @@ async def _in_user_thread(name: str, function: Callable[[], _T]) -> _T:
     call = Call(name)
     try:
         return await run_in_thread(call.run, function)
-    except asyncio.CancelledError:
-        call.abandon()
+    except BaseException as error:  # also where it never began, for lack of a thread
+        (call.abandon if isinstance(error, asyncio.CancelledError) else call.returned)()
         raise
 
 

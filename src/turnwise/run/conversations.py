@@ -2,7 +2,6 @@
 
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnwise.core.files import number_of, numbered
-from turnwise.errors import InputError
+from turnwise.errors import InputError, visible
 from turnwise.run.overview import Overview, counted
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
@@ -94,7 +93,7 @@ def show(console: Console, overview: Overview) -> None:
         show(Console(), Overview.of(found, best=2))
     """
     for line in overview.lines():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
     for label, chosen in overview.best_and_worst().items():
         for trajectory in chosen:
             console.print(conversation(trajectory, label), soft_wrap=True)
@@ -128,15 +127,17 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
         trajectory.status,
         f"{counted(len(trajectory.turns), 'turn', 'turns')}, {trajectory.sampled_tokens:,} tokens",
     ]
-    text = Text(f"── {f'{label}: ' if label else ''}{'  '.join(head)}\n", style="bold")
+    title = visible("  ".join(head))
+    text = Text(f"── {f'{label}: ' if label else ''}{title}\n", style="bold")
     text.stylize("not bold", 0, 3)
     for message in trajectory.messages:
-        role = str(message.get("role"))
+        role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
-        text.append(f"{_visible(_said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
+        text.append(f"{visible(_said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
     reasons = [turn.fork_reason for turn in trajectory.turns if turn.fork_reason]
     if reasons:
-        text.append(f"{len(trajectory.branches())} branches: {', '.join(reasons)}\n", "yellow")
+        why = visible(", ".join(reasons))
+        text.append(f"{len(trajectory.branches())} branches: {why}\n", "yellow")
     return text
 
 
@@ -161,16 +162,6 @@ def _texts(trajectory: Trajectory) -> Iterator[str]:
     for turn in trajectory.turns:
         for message in turn.messages:
             yield _said(message)
-
-
-def _visible(text: str) -> str:
-    """Return text with control characters as escapes, except line breaks and tabs."""
-    return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 def _number(problem_id: str) -> str:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import visible
 from turnwise.run.conversations import conversation
 from turnwise.run.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
@@ -117,7 +118,9 @@ class Display:
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._printed = time.perf_counter()
-        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+        self._console.print(
+            visible(text), style=style, highlight=False, soft_wrap=True, markup=False
+        )
 
     def _beat(self) -> None:
         """Print, without a terminal, the current activity after a long silence."""

@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from turnwise.errors import TurnwiseError, describe_error
+from turnwise.errors import TurnwiseError, describe_error, visible
 
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
@@ -85,10 +85,10 @@ def _run(check: Check) -> Sequence[Finding]:
 def print_finding(console: Console, finding: Finding) -> None:
     """Print a finding as a line of the table, and what mends it below."""
     line = Text(f"{finding.state:<8}", style=_STYLES[finding.state])
-    line.append(f" {finding.name:<14} {finding.detail}", style="default")
+    line.append(visible(f" {finding.name:<14} {finding.detail}"), style="default")
     console.print(line, soft_wrap=True)
     if finding.mend:
-        console.print(Text(f"{'':<23} → {finding.mend}", style="bold"), soft_wrap=True)
+        console.print(Text(visible(f"{'':<23} → {finding.mend}"), style="bold"), soft_wrap=True)
 
 
 def size(count: int) -> str:
