@@ -116,6 +116,28 @@ def test_ray_starts_what_is_used_and_workers_without_importing_it_first(ray_star
         assert not any(helper in command for command in commands), commands
 
 
+def test_no_command_line_shows_a_secret(ray_started: None) -> None:
+    """Everyone on the machine can read the arguments of a process."""
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"THEIR_KEY": "key-of-a-users-service"}})
+    class Actor:
+        def environment(self) -> dict[str, str]:
+            return dict(os.environ)
+
+    actor = Actor.remote()
+    environment = ray.get(actor.environment.remote())
+    words = [environment["TURNWISE_SECRET"], environment["THEIR_KEY"]]
+    assert words == [os.environ["TURNWISE_SECRET"], "key-of-a-users-service"]
+    shown, clients = [], 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            shown += [line for word in words if word in line]
+            clients += str(fork_server.CLIENT) in line
+    assert clients > 0
+    assert shown == []
+
+
 def test_an_engine_compiles_nothing_for_its_first_request() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler

@@ -6,7 +6,9 @@ signals, and exits as the fork does. If no server listens, it becomes `python AR
 Imports little, so that it starts in hundredths of a second.
 
 Ray starts its workers with it too, instead of its own `setup_worker.py`; the runtime environment is
-then among the arguments, and the socket is that environment's TURNWISE_FORK_SERVER.
+then among the arguments, and the socket is that environment's TURNWISE_FORK_SERVER. Everyone on the
+machine can read the arguments of a process, and that environment has secrets: this program starts
+itself again, in the same process, with the environment as its own and no longer as an argument.
 """
 
 import json
@@ -18,14 +20,15 @@ from array import array
 
 _FROM_RAY = "--language=PYTHON"
 _CONTEXT = "--serialized-runtime-env-context="
+_VARIABLE = "TURNWISE_FORK_SERVER"
 
 
 def main() -> None:
     if _FROM_RAY in sys.argv:
         arguments = _set_up_for_ray(sys.argv[1:])
-        path = os.environ.get("TURNWISE_FORK_SERVER", "")
-    else:
-        path, arguments = sys.argv[1], sys.argv[2:]
+        again = [sys.executable, "-I", "-S", __file__, os.environ.get(_VARIABLE, "")]
+        os.execv(sys.executable, [*again, *arguments])
+    path, arguments = sys.argv[1], sys.argv[2:]
     request = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
     body = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

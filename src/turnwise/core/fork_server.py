@@ -24,18 +24,18 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import runpy
-import selectors
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.core import logs
+from turnwise.core.forking import SENDING_SECONDS, STREAMS, exit_code, serve
 from turnwise.core.json_types import JsonObject
 
 VARIABLE = "TURNWISE_FORK_SERVER"
@@ -51,12 +51,7 @@ _PRELOADED = (
     "setproctitle",
 )
 _NVIDIA = Path("/dev/nvidiactl")
-_MAX_REQUEST = 2**24
-_SENDING_SECONDS = 10.0
-_STREAMS = 3
 _FORKSERVER = "multiprocessing.forkserver"
-
-Job = Callable[[], None]
 
 
 class ForkServer:
@@ -79,12 +74,22 @@ class ForkServer:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-fork-")
         self.address = str(Path(self._folder.name) / "socket")
         read, self._alive = os.pipe()
+        try:
+            self._process = self._start(module, arguments, read)
+        except OSError:
+            os.close(self._alive)
+            raise
+        finally:
+            os.close(read)
+        self.pid = self._process.pid
+
+    def _start(self, module: str, arguments: Sequence[str], read: int) -> "subprocess.Popen[bytes]":
         # Bound here, so that a client that connects before the imports are done waits for them.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(self.address)
             listener.listen(128)
             descriptors = (listener.fileno(), read)
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, descriptors), *arguments],
                 env=os.environ
                 | {
@@ -100,8 +105,6 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the program
             )
-        os.close(read)
-        self.pid = self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -162,7 +165,7 @@ def share_with_engines() -> bool:
         own.ensure_running = lambda: None
         return True
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    asking.settimeout(_SENDING_SECONDS)
+    asking.settimeout(SENDING_SECONDS)
     try:
         asking.connect(os.environ.get(VARIABLE, ""))
     except OSError:
@@ -205,129 +208,6 @@ def main() -> None:
         os._exit(exit_code(lambda: _run(*request)))
 
 
-def exit_code(job: Job) -> int:
-    """Run the job as an interpreter would, but skip freeing its memory, which takes seconds."""
-    code = 0
-    try:
-        job()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
-
-
-def serve(
-    listener: socket.socket, alive: int, *, end_groups: bool = False
-) -> tuple[JsonObject, list[int]] | None:
-    """Fork for each request until `alive` is closed; in each fork, return the request.
-
-    A fork is killed when its client closes the connection.
-
-    Args:
-        end_groups: Whether to kill what remains of a fork's process group when it has ended.
-
-    Returns:
-        In a fork, the request and the descriptors that came with it; in the server, None at the
-        end.
-    """
-    children: dict[int, socket.socket] = {}
-    wake, woken = socket.socketpair()
-    wake.setblocking(False)
-    woken.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    selector = selectors.DefaultSelector()
-    for watched in (listener, alive, woken):
-        selector.register(watched, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                if (request := _receive(connection)) is None:
-                    connection.close()
-                    continue
-                if (pid := os.fork()) == 0:
-                    for other in (listener, wake, woken, connection, *children.values()):
-                        other.close()
-                    os.close(alive)
-                    selector.close()
-                    return request
-                for descriptor in request[1]:
-                    os.close(descriptor)
-                children[pid] = connection
-                selector.register(connection, selectors.EVENT_READ, pid)
-                _reply(connection, pid)
-            elif key.fileobj is woken:
-                with contextlib.suppress(BlockingIOError):
-                    while woken.recv(4096):
-                        pass
-                for pid, status in _ended():
-                    if end_groups:
-                        _kill_group(pid)
-                    if (waiting := children.pop(pid, None)) is not None:
-                        _reply(waiting, status)
-                        selector.unregister(waiting)
-                        waiting.close()
-            elif key.fileobj == alive:
-                for pid in children:
-                    os.kill(pid, signal.SIGKILL)
-                    if end_groups:
-                        _kill_group(pid)
-                signal.set_wakeup_fd(-1)
-                return None
-            elif (asker := children.pop(key.data, None)) is not None:  # the client is gone
-                os.kill(key.data, signal.SIGKILL)
-                selector.unregister(asker)
-                asker.close()
-
-
-def _receive(connection: socket.socket) -> tuple[JsonObject, list[int]] | None:
-    """Return a request and the descriptors that came with it; None if it is incomplete."""
-    connection.settimeout(_SENDING_SECONDS)
-    descriptors: list[int] = []
-    try:
-        header, descriptors, _, _ = socket.recv_fds(connection, 4, 8)
-        size = int.from_bytes(header, "big")
-        if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
-            raise ValueError("no request")
-        body = bytearray()
-        while len(body) < size:
-            if not (part := connection.recv(size - len(body))):
-                raise ValueError("cut short")
-            body += part
-        return json.loads(body), descriptors
-    except (OSError, ValueError):
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-
-
-def _reply(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(b"%d\n" % number)
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _ended() -> list[tuple[int, int]]:
-    """Return the children that have ended, and their wait statuses."""
-    ended: list[tuple[int, int]] = []
-    with contextlib.suppress(ChildProcessError):
-        while (pair := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append(pair)
-    return ended
-
-
 def _run(request: JsonObject, descriptors: list[int]) -> None:
     """Become the requested process."""
     import setproctitle
@@ -335,7 +215,7 @@ def _run(request: JsonObject, descriptors: list[int]) -> None:
     os.setsid()  # Ray ends its workers by their process groups
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    streams, rest = descriptors[:_STREAMS], descriptors[_STREAMS:]
+    streams, rest = descriptors[:STREAMS], descriptors[STREAMS:]
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)

@@ -1,0 +1,163 @@
+"""The reader of what a side that is not trusted sends: agents, environments, their servers.
+
+Everything that they send is JSON. It is read only with a largest size, depth and number of values,
+and only as the type that is expected; anything else is an `AnswerError`, of which the caller makes
+the failure of one trajectory.
+"""
+
+import asyncio
+import socket
+import time
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import pydantic_core
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_T = TypeVar("_T")
+
+MAX_BYTES = 8 << 20
+"""Maximum size of an answer."""
+MAX_VALUES = 500_000
+"""Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
+answer, and a hundred of memory."""
+HEADER = 8
+"""Bytes of the length before a frame, big-endian."""
+IDENTITY = {"accept-encoding": "identity"}
+"""Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
+_SHOWN = 80
+"""Number of characters of a wrong answer, or of a place in it, that a message has."""
+
+
+class AnswerError(Exception):
+    """An answer that cannot be used; the message continues a sentence that names the sender."""
+
+
+def _as_number(value: object) -> object:
+    return float(value) if isinstance(value, bool) else value
+
+
+Number = Annotated[float, BeforeValidator(_as_number), Field(strict=True, allow_inf_nan=False)]
+"""A finite number, or true and false for 1 and 0; no text."""
+
+
+def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES) -> _T:
+    """Return the value of JSON that is not trusted.
+
+    Args:
+        kind: The type, of lists and dictionaries; nothing is converted to it.
+
+    Raises:
+        AnswerError: when it is no JSON (also with a lone surrogate, an integer of thousands of
+            digits, or two hundred levels), has too many values, or is of another type.
+
+    Example:
+        >>> read_answer(b'{"reward": 1}', TypeAdapter(dict[str, Number]))
+        {'reward': 1.0}
+    """
+    if values_in(body) > max_values:
+        raise AnswerError(f"sent more than {max_values:,} values")
+    try:
+        value: object = pydantic_core.from_json(body)  # `Number` refuses NaN where it matters
+    except ValueError as error:
+        begin = body[:_SHOWN].decode(errors="replace")
+        why = str(error)[:_SHOWN]
+        raise AnswerError(f"sent {begin!r}, which is no JSON that can be read ({why})") from None
+    return checked(value, kind)
+
+
+def values_in(body: bytes) -> int:
+    """Return an upper bound of the number of values in JSON; commas in texts count too."""
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def checked(value: object, kind: TypeAdapter[_T]) -> _T:
+    """Return a part of an answer as its type.
+
+    Raises:
+        AnswerError: naming the first part of another type.
+    """
+    try:
+        return kind.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:_SHOWN]
+        why = f"{place}: {first['msg']}" if place else first["msg"]
+        raise AnswerError(f"sent a wrong answer ({why})") from None
+
+
+def _admit(size: int, what: str, largest: int = MAX_BYTES) -> None:
+    if size > largest:
+        raise AnswerError(f"sent {what} of more than {largest:,} bytes")
+
+
+async def read_frame(stream: asyncio.StreamReader) -> bytes:
+    """Read an answer that comes with its length.
+
+    Raises:
+        AnswerError: when it is longer than `MAX_BYTES`; its beginning is left in the stream.
+        IncompleteReadError, ConnectionError: at the end of the stream.
+    """
+    size = int.from_bytes(await stream.readexactly(HEADER), "big")
+    _admit(size, "an answer")
+    return await stream.readexactly(size)
+
+
+def receive_frame(connection: socket.socket, seconds: float) -> bytes:
+    """Receive an answer that comes with its length; call it from a thread.
+
+    Raises:
+        AnswerError: when it is longer than `MAX_BYTES`.
+        EOFError, ConnectionError: at the end of the connection.
+        TimeoutError: when it is not whole after `seconds`.
+    """
+    ends = time.monotonic() + seconds
+    size = int.from_bytes(receive(connection, HEADER, ends), "big")
+    _admit(size, "an answer")
+    return receive(connection, size, ends)
+
+
+def receive(connection: socket.socket, size: int, ends: float) -> bytes:
+    """Receive a number of bytes until a time of `time.monotonic`.
+
+    Raises:
+        EOFError, ConnectionError: at the end of the connection.
+        TimeoutError: when they have not come in time, however slowly.
+    """
+    parts = bytearray()
+    while len(parts) < size:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        if not (part := connection.recv(min(size - len(parts), 1 << 20))):
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+async def read_line(stream: asyncio.StreamReader) -> bytes:
+    """Read a line of a stream that was opened with the limit `MAX_BYTES`; b"" at its end.
+
+    Raises:
+        AnswerError: when it is longer.
+    """
+    try:
+        return await stream.readline()
+    except ValueError:
+        raise AnswerError(f"sent a line of more than {MAX_BYTES:,} bytes") from None
+
+
+async def read_body(response: "aiohttp.ClientResponse", largest: int = MAX_BYTES) -> bytes:
+    """Read the body of an HTTP answer; its request should have the header `IDENTITY`.
+
+    Raises:
+        AnswerError: when it has more than `largest` bytes.
+    """
+    parts = bytearray()
+    async for part in response.content.iter_any():
+        parts += part
+        _admit(len(parts), "an answer", largest)
+    return bytes(parts)

@@ -1,0 +1,170 @@
+"""The reader of what is not trusted: whatever comes, a value of the type or an AnswerError."""
+
+import asyncio
+import json
+import math
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from turnwise.core.untrusted import (
+    HEADER,
+    MAX_BYTES,
+    AnswerError,
+    Number,
+    checked,
+    read_answer,
+    read_frame,
+    read_line,
+    receive_frame,
+    values_in,
+)
+
+
+class Scored(TypedDict, total=False):
+    reward: Number
+    names: list[str]
+
+
+ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
+SCORED = TypeAdapter(Scored)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["reward", "names", "more"]), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(body: bytes) -> None:
+    for kind in (ANYTHING, SCORED):
+        with suppress(AnswerError):
+            read_answer(body, kind)
+
+
+@given(json_values, st.integers(0, 200))
+def test_json_is_of_the_type_or_refused(value: Any, cut: int) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+    for sent in (body, body[:cut]):
+        try:
+            read = read_answer(sent, SCORED)
+        except AnswerError:
+            continue
+        assert isinstance(read, dict)
+        assert math.isfinite(read.get("reward", 0.0))
+        assert all(isinstance(name, str) for name in read.get("names", []))
+        "".join(read.get("names", [])).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no JSON"),
+        (b"{}{}", "no JSON"),
+        (b'"\xff"', "no JSON"),
+        (b'{"names": ["\\ud800"]}', "no JSON"),
+        (b'{"reward": ' + b"1" * 5_000 + b"}", "no JSON"),
+        (b"[" * 300 + b"]" * 300, "no JSON"),
+        (b"[" * 300_000, "no JSON"),
+        (b'{"a":' * 100_000, "no JSON"),
+        (b"[" + b"[]," * 600_000 + b"[]]", "more than 500,000 values"),
+        (b'{"reward": NaN}', "reward: Input should be a finite number"),
+        (b'{"reward": -Infinity}', "reward: Input should be a finite number"),
+        (b'{"reward": 1e999}', "reward: Input should be a finite number"),
+        (b'{"reward": ' + b"9" * 400 + b"}", "reward: Input should be a valid number"),
+        (b'{"reward": "1"}', "reward: Input should be a valid number"),
+        (b'{"reward": null}', "reward: Input should be a valid number"),
+        (b'{"names": "ab"}', "names: Input should be a valid list"),
+        (b'{"names": [1]}', "names.0: Input should be a valid string"),
+        (b"[]", "wrong answer"),
+    ],
+)
+def test_what_is_refused_says_why(body: bytes, words: str) -> None:
+    with pytest.raises(AnswerError, match=words) as raised:
+        read_answer(body, SCORED)
+    assert len(str(raised.value)) < 500
+
+
+def test_what_is_sound_is_read() -> None:
+    assert read_answer(b' {"reward": 1, "names": ["\\ud83d\\ude00"], "more": {}}\n', SCORED) == {
+        "reward": 1.0,
+        "names": ["😀"],
+    }
+    assert checked({"reward": True}, SCORED) == {"reward": 1.0}
+    assert values_in(b'{"a": [1, 2, 3], "b": ","}') == 6
+
+
+async def frames(sent: bytes) -> bytes:
+    reader = asyncio.StreamReader()
+    reader.feed_data(sent)
+    reader.feed_eof()
+    return await read_frame(reader)
+
+
+@given(st.binary(max_size=40))
+def test_a_frame_is_whole_or_refused(sent: bytes) -> None:
+    size = int.from_bytes(sent[:HEADER], "big")
+    try:
+        body = asyncio.run(frames(sent))
+    except asyncio.IncompleteReadError:
+        assert len(sent) < HEADER + size
+    except AnswerError:
+        assert size > MAX_BYTES
+    else:
+        assert body == sent[HEADER : HEADER + size]
+
+
+def test_a_huge_frame_is_refused_before_it_comes() -> None:
+    for size in (MAX_BYTES + 1, 2**60, 2**64 - 1):
+        with pytest.raises(AnswerError, match="an answer of more than 8,388,608 bytes"):
+            asyncio.run(frames(size.to_bytes(HEADER, "big")))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(size.to_bytes(HEADER, "big"))
+            with pytest.raises(AnswerError, match="an answer of more than"):
+                receive_frame(ours, 60.0)
+
+
+def test_a_frame_that_drips_has_one_deadline_for_all_of_it() -> None:
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        theirs.sendall((100).to_bytes(HEADER, "big"))
+        while not ended.wait(0.05):
+            theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    with ours, theirs:
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            receive_frame(ours, 0.3)
+        ended.set()
+        thread.join()
+        assert time.monotonic() - began >= 0.3
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall((100).to_bytes(HEADER, "big") + b"half")
+        with pytest.raises(EOFError):
+            receive_frame(ours, 60.0)
+
+
+async def test_a_line_has_a_largest_length() -> None:
+    reader = asyncio.StreamReader(limit=1_000)
+    reader.feed_data(b"short\n" + b"x" * 5_000)
+    assert await read_line(reader) == b"short\n"
+    with pytest.raises(AnswerError, match="a line of more than"):
+        await read_line(reader)
