@@ -23,6 +23,7 @@ from turnwise.rollout.data import load_training
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
 from turnwise.rollout.processes import DIED, RolloutProcesses
 from turnwise.rollout.rollout_process import RolloutProcess
+from turnwise.rollout.run_files import RunFiles
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.scheduler_processes import Process
 from turnwise.serving.worker_handle import WorkerHandle
@@ -42,6 +43,8 @@ class Counter:
         self.row = row
 
     def reward(self, trajectory: Trajectory) -> float:
+        if message := self.row.get("error"):
+            raise ValueError(message)
         if folder := self.row.get("folder"):
             Path(folder, f"pid-{os.getpid()}").touch()
             while not Path(folder, "go").exists():
@@ -142,6 +145,18 @@ async def test_the_groups_of_a_dead_process_begin_again_in_another(
             await asyncio.sleep(0.1)
             both = (processes.run_group(problem_of(n), config.sampling, f"b{n}") for n in (1, 2))
             again = {each.trajectories[0].reward for each in await asyncio.gather(*both)}
+
+
+async def test_what_processes_write_to_the_run_folder_comes_to_the_driver(
+    config: Config, processes: RolloutProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder that only the driver knows, as on another node.
+    monkeypatch.setattr(processes, "_files", RunFiles(tmp_path))
+    problem = problem_of(1, error="no such reward")
+    group = await processes.run_group(problem, config.sampling, "written")
+    assert dict(group.dropped) == {"reward_error": 2}
+    assert group.appended == []
+    assert "ValueError: no such reward" in (tmp_path / "errors.log").read_text()
 
 
 async def test_a_cancelled_group_ends_its_requests(

@@ -19,8 +19,9 @@ import pytest
 
 from tests.blocking import gate, new_gate, tick
 from turnwise.config import Config, SamplingConfig
+from turnwise.core import aio
 from turnwise.core import user_code as tasks
-from turnwise.core.calls import stuck_calls
+from turnwise.core.calls import stuck_calls, unreturned_calls
 from turnwise.core.watchdog import Watchdog
 from turnwise.engine.protocol import Completion
 from turnwise.engine.simulated import SimulatedEngine
@@ -28,6 +29,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollout import runner as runner_module
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
+from turnwise.rollout.stage import Stage
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_runner"
@@ -379,6 +381,41 @@ async def test_tools_that_run_together_count_once(
     elapsed = time.perf_counter() - started
     assert [message["content"] for message in messages] == ["awake"] * 3
     assert 0.5 <= context.seconds["tools"] <= elapsed
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["in a thread", "in a process"])
+async def test_a_momentary_lack_of_threads_ends_no_run(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, process: bool
+) -> None:
+    options = {"environment": "Desk", "environment_process": process}
+    row = {"question": "?", "tries": itertools.count(1)} if not process else {"question": "?"}
+    starts = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "turnwise-call":
+            raise RuntimeError("can't start new thread")
+        starts(thread)
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(aio, "_idle_threads", [])
+        lacking.setattr(threading.Thread, "start", start)
+        group = await run(row, n=2, **options)
+    assert dict(group.dropped) == {"no_resources" if process else "environment_error": 2}
+    assert "BlockingIOError" in "".join(group.causes.values())
+    assert stuck_calls() == ""
+    assert unreturned_calls() == ""
+
+
+async def test_an_error_of_nobody_costs_its_trajectory(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def episode(*_: object) -> None:
+        raise KeyError("\x1b[2Jnot foreseen")
+
+    monkeypatch.setattr(Stage, "episode", episode)
+    group = await run({"question": "?"}, n=2, environment="Desk", output_dir=str(tmp_path))
+    assert dict(group.dropped) == {"unexpected_error": 2}
+    assert r"\x1b[2Jnot foreseen" in errors_logged(tmp_path)
 
 
 def errors_logged(folder: Path) -> str:

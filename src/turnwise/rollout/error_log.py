@@ -3,25 +3,27 @@
 import logging
 import traceback
 from datetime import datetime
-from pathlib import Path
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.user_code import describe_user_error
-from turnwise.errors import short_path
+from turnwise.errors import short_path, visible
+from turnwise.rollout.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
+
+_NAME = "errors.log"
 
 
 class ErrorLog:
     """Appends the full traceback of the first error of each kind.
 
     Example:
-        errors = ErrorLog(Path("runs/demo/errors.log"))
+        errors = ErrorLog(RunFiles(Path("runs/demo")))
         await errors.write("reward_error", "group3-train.jsonl:7-0", error)
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
         self._seen: set[str] = set()
 
     async def write(self, kind: str, who: str, error: Exception) -> None:
@@ -36,17 +38,11 @@ class ErrorLog:
         self._seen.add(kind)
         described = await describe_user_error(error)
         frames = "".join(traceback.format_tb(error.__traceback__))
+        path = self._files.path(_NAME)
         now = datetime.now().isoformat(" ", "seconds")
-        entry = f"{now}  first {kind}: {who}\n{frames}{described}\n\n"
+        entry = visible(f"{now}  first {kind}: {who}\n{frames}{described}\n\n")
         try:
-            await run_in_thread(lambda: self._append(entry))
+            await run_in_thread(lambda: self._files.append(_NAME, entry))
         except OSError as failure:
-            logger.warning("%s cannot be written: %s", self._path, failure.strerror)
-        logger.info(
-            "first %s: %s (full traceback in %s)", kind, described, short_path(str(self._path))
-        )
-
-    def _append(self, entry: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(entry)
+            logger.warning("%s cannot be written: %s", path, failure.strerror)
+        logger.info("first %s: %s (full traceback in %s)", kind, described, short_path(str(path)))

@@ -3,11 +3,18 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import StepError
 from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.config import SamplingConfig
+    from turnwise.engine.protocol import Generator
+    from turnwise.rollout.episode import Episode
+    from turnwise.rollout.problems import Problem
 
 TOO_LONG = "prompt_too_long"
 """Reason of a trajectory, and of a group, whose prompt is too long."""
@@ -42,6 +49,8 @@ class Group:
     """Times of the turns of each trajectory, by its `sample_index`."""
     prompt: str | None = None
     """Text of a prompt that was given as token ids, otherwise None."""
+    appended: list[tuple[str, str]] = field(default_factory=list)
+    """Names of files in the run folder, and texts for their ends, on the way to the driver."""
 
     @property
     def left_out(self) -> bool:
@@ -81,6 +90,27 @@ class Group:
         for index, calls in tree.get("calls", {}).items():
             group.calls[int(index)] = [TurnTimes(*call) for call in calls]
         return group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """A group in progress: its problem, its engine and sampling parameters, and its counts."""
+
+    engine: "Generator"
+    problem: "Problem"
+    sampling: "SamplingConfig"
+    name: str
+    """Unique name of the group; the names and seeds of its requests begin with it."""
+    group: Group
+    episodes: "dict[int, Episode]" = field(default_factory=dict)
+    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
+
+    @classmethod
+    def begin(
+        cls, engine: "Generator", problem: "Problem", sampling: "SamplingConfig", tag: str
+    ) -> "GroupRun":
+        """Begin an empty group; `tag` makes its name unique."""
+        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group(problem.id))
 
 
 def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:

@@ -5,13 +5,17 @@ sessions of its own, which sample from the engines directly.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
+from functools import partial
+from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 import ray
 
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
+from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, StepError, TurnwiseError, describe_error
 from turnwise.rollout.environment import EnvironmentType
@@ -19,8 +23,11 @@ from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import Group
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.rollout_process import RolloutProcess
+from turnwise.rollout.run_files import RunFiles
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.scheduler_processes import Process, SchedulerProcesses
+
+logger = logging.getLogger(__name__)
 
 DIED = "rollout_process_died"
 """Reason of trajectories whose process died."""
@@ -77,6 +84,7 @@ class RolloutProcesses(SchedulerProcesses):
         super().__init__(config.model_copy(update={"rollout": rollout}), scheduler, names)
         self._arguments = (environment, functions)
         self._class = process_class
+        self._files = RunFiles(Path(config.output_dir, config.name))
 
     def create(self, process: Process) -> ActorHandle:
         return ActorHandle.create(
@@ -120,6 +128,12 @@ class RolloutProcesses(SchedulerProcesses):
             counts = group.dropped if number == _MAX_DEATHS else group.retried
             counts[DIED] += sampling.n
             group.causes.setdefault(DIED, cause)
+        appended, group.appended = group.appended, []
+        try:
+            for name, text in appended:
+                await run_in_thread(partial(self._files.append, name, text))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._files.path(name), error.strerror)
         return group
 
     async def _free_process(self, tag: str) -> Process:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from turnwise.config import RewardConfig, RolloutConfig
@@ -24,6 +23,7 @@ from turnwise.rollout.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollout.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollout.problems import Row
 from turnwise.rollout.reading import BEYOND_LIMIT, is_list, read_reward, shown
+from turnwise.rollout.run_files import RunFiles
 from turnwise.trajectory import MAX_REWARD, Trajectory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RewardManager:
             are imported.
         rollout: Its `stall_timeout` is the deadline of each call of a function.
         max_steps: Optimizer steps of the run, which TRL's functions are given.
-        folder: Run folder, for what TRL's functions log; None writes nothing.
+        files: Files of the run, for what TRL's functions log; None writes nothing.
 
     Raises:
         InputError: when a function cannot be loaded, or a part is named twice.
@@ -79,14 +79,14 @@ class RewardManager:
         *,
         rollout: RolloutConfig | None = None,
         max_steps: int = 0,
-        folder: Path | None = None,
+        files: RunFiles | None = None,
     ) -> None:
         self._seconds = (rollout or RolloutConfig()).stall_timeout
         self._parts = [_load(part, functions or {}) for part in parts or [RewardConfig()]]
         self._of_group = [part for part in self._parts if part.kind in _OF_GROUP]
         self._own = [part for part in self._parts if part not in self._of_group]
         self._max_steps = max_steps
-        self._folder = folder
+        self._files = files
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
         names = [part.name for part in self._parts]
@@ -207,7 +207,7 @@ class RewardManager:
                 if trl:
                     batch = Batch(trajectories, row, episodes, self._max_steps)
                     values = await self._call(part, partial(part.function, **batch.arguments))
-                    await self._call(part, batch.keep, self._folder)
+                    await self._call(part, batch.keep, self._files)
                 else:
                     values = await self._call(part, part.function, list(trajectories), row)
                 numbers = await self._call(part, _numbers, values, part, len(trajectories))

@@ -19,6 +19,7 @@ from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import Group
 from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.rollout.problems import Problem
+from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.runner import Runner
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.serving.openai import import_server
@@ -40,7 +41,10 @@ class RolloutProcess(SchedulerProcess):
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         super().__init__(config)
-        self._make_runner = partial(Runner, config, environment=environment, functions=functions)
+        self._files = RunFiles(None)
+        self._make_runner = partial(
+            Runner, config, environment=environment, functions=functions, files=self._files
+        )
         self._stack = AsyncExitStack()
 
     async def start(self) -> int:
@@ -67,7 +71,9 @@ class RolloutProcess(SchedulerProcess):
         Raises:
             InputError: when something that the user gave cannot be used.
         """
-        return await self._runner.run_group(self.scheduler, problem, sampling, tag)
+        group = await self._runner.run_group(self.scheduler, problem, sampling, tag)
+        group.appended = self._files.take()
+        return group
 
     async def stop(self) -> bool:
         """End servers and agents, and return True; the owner kills the actor."""

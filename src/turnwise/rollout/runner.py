@@ -2,7 +2,7 @@
 
 Every trajectory that starts ends exactly once: in its group or, after `rollout.retries` further
 attempts, counted there under the reason of its last failure. Only an `InputError`, a mistake in the
-user's input, ends the run from here.
+user's input, ends the run from here; a lack of descriptors, threads or memory fails trajectories.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.children import lacks_resources
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
@@ -41,12 +41,13 @@ from turnwise.rollout.episode import Episode, playing
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
-from turnwise.rollout.group import TOO_LONG, Group
+from turnwise.rollout.group import TOO_LONG, Group, GroupRun
 from turnwise.rollout.loops import load_loop
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
 from turnwise.rollout.rewards import RewardManager
+from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.stage import Stage
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.trajectory import Trajectory
@@ -55,33 +56,13 @@ from turnwise.trajectory.chat_template import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRun:
-    """A group in progress: its problem, its engine and sampling parameters, and its counts."""
-
-    engine: Generator
-    problem: Problem
-    sampling: SamplingConfig
-    name: str
-    """Unique name of the group; the names and seeds of its requests begin with it."""
-    group: Group
-    episodes: dict[int, Episode] = field(default_factory=dict)
-    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
-
-    @classmethod
-    def begin(
-        cls, engine: Generator, problem: Problem, sampling: SamplingConfig, tag: str
-    ) -> "GroupRun":
-        """Begin an empty group; `tag` makes its name unique."""
-        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group(problem.id))
-
-
 class Runner:
     """Makes groups, with one environment type and one agent loop.
 
     Args:
         environment: None means the configured one.
         functions: Reward functions of a program, by their paths in `rollout.rewards`.
+        files: None means those of the run's folder.
 
     Raises:
         InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
@@ -99,6 +80,7 @@ class Runner:
         tokenizer: Tokenizer,
         environment: EnvironmentType | None = None,
         functions: Mapping[str, RewardFunction] | None = None,
+        files: RunFiles | None = None,
     ) -> None:
         self._config = config
         self._stage = Stage(config, environment)
@@ -109,21 +91,22 @@ class Runner:
         self._loop = load_loop(config.rollout.loop)
         self._loop_name = f"the loop {config.rollout.loop}"
         self._tokenizer = tokenizer
-        folder = Path(config.output_dir, config.name)
+        self.files = files or RunFiles(Path(config.output_dir, config.name))
+        """Files of the run folder that rollouts append to."""
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
             functions,
             rollout=config.rollout,
             max_steps=max_steps,
-            folder=folder,
+            files=self.files,
         )
         """The configured rewards; `models` is set when reward models are started."""
         self.server: SessionServer | None = None
         """Server for agents that speak HTTP; None if the loop needs none."""
         self.chats: ChatBackend | None = None
         """Backend of the user's chat scheduler; None if the loop needs none."""
-        self._errors = ErrorLog(folder / "errors.log")
+        self._errors = ErrorLog(self.files)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
@@ -281,7 +264,7 @@ class Runner:
                 limit.admit(problem.id, length)
         except TrajectoryError as error:
             return str(error)
-        except (TurnwiseError, OSError):
+        except Exception:
             return ""  # its trajectories fail too, and are counted
         return ""
 
@@ -321,6 +304,12 @@ class Runner:
             if is_cancelled():
                 raise
             failure = "cancelled", "something it waited for was cancelled"
+        except TurnwiseError:
+            raise
+        except Exception as error:
+            reason = "no_resources" if lacks_resources(error) else "unexpected_error"
+            failure = reason, await describe_user_error(error)
+            await self._errors.write(reason, name, error)
         logger.info("%s failed (%s): %s", name, *failure)
         return failure
 

@@ -10,9 +10,9 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollout.environment import EnvironmentType
 from turnwise.rollout.evaluation import groups_at_once
-from turnwise.rollout.group import Group, check_failures
+from turnwise.rollout.group import Group, GroupRun, check_failures
 from turnwise.rollout.problems import Problem, Row
-from turnwise.rollout.runner import GroupRun, Runner
+from turnwise.rollout.runner import Runner
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer

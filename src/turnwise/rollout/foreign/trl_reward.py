@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 
 from turnwise.errors import InputError
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.problems import Row
 from turnwise.rollout.reading import finite_number
+from turnwise.rollout.run_files import RunFiles
 from turnwise.trajectory import Message, Trajectory
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -90,13 +90,13 @@ class Batch:
             )
         self._extra[column] = list(values)
 
-    def keep(self, folder: Path | None) -> None:
+    def keep(self, files: RunFiles | None) -> None:
         """Put logged metrics into the trajectories', and append extra columns to `extra.jsonl`.
 
         A metric that is no finite number is counted as `metrics_error`.
 
         Args:
-            folder: Run folder; None writes no file.
+            files: Files of the run; None writes none.
 
         Raises:
             OSError: when the file cannot be written.
@@ -106,7 +106,7 @@ class Batch:
         for name, values in self._metrics.items():
             for trajectory in self._trajectories:
                 trajectory.metrics[name] = sum(values) / len(values)
-        if not self._extra or folder is None:
+        if not self._extra or files is None:
             return
         lines = [
             {
@@ -117,9 +117,7 @@ class Batch:
             }
             for index, trajectory in enumerate(self._trajectories)
         ]
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "extra.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+        files.append("extra.jsonl", "".join(f"{json.dumps(line, default=str)}\n" for line in lines))
 
 
 def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:
