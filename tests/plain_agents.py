@@ -56,6 +56,27 @@ async def endless(base_url: str, problem: dict[str, Any]) -> None:
             messages += [{"role": "assistant", "content": said}, messages[0]]
 
 
+SUMMARY = "Summary: we spoke of numbers."
+APOLOGY = "I am sorry, an internal error occurred."
+
+
+async def storyteller(base_url: str, problem: dict[str, Any]) -> None:
+    """Put words into the model's mouth: an apology after its turn, then a summary in its place."""
+    question = {"role": "user", "content": problem["question"]}
+    apology = {"role": "assistant", "content": APOLOGY}
+    again = {"role": "user", "content": "Again?"}
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+
+        async def ask(*messages: Any) -> Any:
+            made = await client.chat.completions.create(model="any", messages=list(messages))
+            return {"role": "assistant", "content": made.choices[0].message.content or ""}
+
+        said = await ask(question)
+        said_again = await ask(question, said, apology, again)
+        await ask(question, apology, again, said_again, again)
+        await ask({"role": "assistant", "content": SUMMARY}, again)
+
+
 async def silent(base_url: str, problem: dict[str, Any]) -> None:
     """Answer without asking the model."""
 

@@ -47,6 +47,8 @@ async def run(task: dict[str, Any], base_url: str) -> Any:
             await asyncio.Event().wait()
         finally:
             (BOARD / f"cancelled-{time.monotonic_ns()}").touch()
+    if behaviour == "never asks":
+        return {"reward": 1.0, "metrics": {"answers": 1}}
     said = await asyncio.to_thread(ask, base_url, task["question"])
     if behaviour == "bad":
         return {"reward": "high"}

@@ -134,9 +134,9 @@ async def closing(request: dict[str, Any]) -> Any:
     [
         (failing(500, "no such tool"), "agent_error", r"/run answered 500: no such tool"),
         (failing(302, ""), "agent_error", "answered 302"),
-        (failing(200, "<html>"), "agent_reply", "must answer with JSON, not with '<html>'"),
+        (failing(200, "<html>"), "agent_reply", "/run sent '<html>', which is no JSON"),
         (closing, "agent_error", "closed the connection: ServerDisconnectedError"),
-        (failing(200, "[" * 100_000), "agent_reply", "must answer with JSON"),
+        (failing(200, "[" * 100_000), "agent_reply", "which is no JSON that can be read"),
         (failing(200, "x" * (5 << 20)), "agent_reply", "more than 4,194,304 bytes"),
         (replying({"error": "the browser crashed"}), "agent_error", "/run: the browser crashed"),
         (replying({"sessions": ["else"]}), "agent_reply", "the session else, which it did not"),
@@ -191,13 +191,19 @@ async def test_an_endpoint_that_does_not_answer_is_left_at_the_deadline(
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        ([1], "must report an object, not"),
-        ({"reward": float("nan")}, "a reward, which must be a number"),
-        ({"reward": "1"}, "a reward, which must be a number"),
-        ({"reward": 1e9}, "a reward, which must be a number between"),
-        ({"metrics": {"a": "x"}}, "the metric a, which must be a finite number"),
-        ({"metrics": {str(n): n for n in range(101)}}, "metrics, which must be an object of at"),
-        ({"sessions": "a"}, "sessions, which must be a list of names"),
+        ([1], "sent a wrong answer .*dictionary"),
+        ({"reward": float("nan")}, "reward: Input should be a finite number"),
+        ({"reward": "1"}, "reward: Input should be a valid number"),
+        ({"reward": 1e9}, "reward: Input should be less than or equal to 1000000"),
+        ({"reward": 10**400}, "reward: Input should be a valid number"),
+        ({"metrics": {"a": "x"}}, "metrics.a: Input should be a valid number"),
+        ({"metrics": {"a" * 101: 1}}, "metrics.a+.*: String should have at most 100"),
+        (
+            {"metrics": {str(n): n for n in range(101)}},
+            "metrics: Dictionary should have at",
+        ),
+        ({"sessions": "a"}, "sessions: Input should be a valid list"),
+        ({"sessions": ["a"] * 1_002}, "sessions: List should have at most 1001"),
     ],
 )
 def test_a_report_that_cannot_be_used_says_why(report: Any, words: str) -> None:
@@ -205,4 +211,5 @@ def test_a_report_that_cannot_be_used_says_why(report: Any, words: str) -> None:
         read_report(report, "the agent x")
     assert raised.value.reason == "agent_reply"
     assert read_report(None, "the agent x") == AgentReport()
+    assert read_report({"reward": True, "metrics": None, "more": []}, "a") == AgentReport(1.0)
     assert len(read_report(json.loads('{"error": "%s"}' % ("x" * 9_999)), "a").error) == 500

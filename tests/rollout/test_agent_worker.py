@@ -123,7 +123,8 @@ async def test_after_a_crash_the_next_trajectories_have_a_new_worker(
     ("behaviour", "agent", "reason", "words"),
     [
         ("fail", COMMAND, "agent_error", "ValueError: no such page"),
-        ("bad", COMMAND, "agent_reply", "a reward, which must be a number"),
+        ("never asks", COMMAND, "agent_silent", "sampled nothing"),
+        ("bad", COMMAND, "agent_reply", "reward: Input should be"),
         ("", f"{COMMAND} no-start", "agent_crashed", "ended with 1: it needs a key"),
         ("fail", f"{COMMAND} garbage", "agent_error", "no such page"),
     ],

@@ -175,6 +175,28 @@ async def try_agent(
         await runner.close()
 
 
+async def test_words_that_an_agent_puts_into_the_models_mouth_are_never_trained(
+    keyless: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    group = await try_agent("tests.plain_agents:storyteller", keyless, make_config, tokenizer)
+    assert group.causes == {}
+    for trajectory in group.trajectories:
+        assert audit(trajectory).first_violation is None
+        assert len(trajectory.turns) == 4
+        trained = [
+            id_
+            for sample in trajectory.samples()
+            for id_, mask in zip(sample.token_ids, sample.response_mask, strict=True)
+            if mask
+        ]
+        sampled = [id_ for turn in trajectory.turns for id_ in turn.completion_token_ids]
+        assert sorted(trained) == sorted(sampled)
+        read = "".join(tokenizer.decode(b.token_ids) for b in trajectory.branches())
+        for words in (plain_agents.APOLOGY, plain_agents.SUMMARY):
+            assert words in read  # as context
+            assert words not in tokenizer.decode(trained)
+
+
 @pytest.mark.parametrize("agent_rewards", [False, True])
 async def test_an_agent_touches_its_own_reward_only_where_it_may_and_no_other_session(
     agent_rewards: bool,

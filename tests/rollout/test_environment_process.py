@@ -5,6 +5,7 @@ Environments write what they did to the file `log` of their row, since nothing e
 
 import asyncio
 import functools
+import json
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from tests.rollout.test_episode import Talking
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout import Group, Problem, Runner
+from turnwise.rollout import Group, Problem, RolloutContext, Runner
 from turnwise.rollout.episode import Episode
 from turnwise.trajectory import ChatTemplate, Trajectory
 
@@ -92,6 +93,34 @@ class Desk(turnwise.Environment):
 
     def close(self) -> None:
         self._log("close")
+
+
+class Workshop(turnwise.Environment):
+    """Runs the model's code in its own process."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.problem = "Run code."
+        self.tools = [self.run]
+
+    def run(self, code: str) -> str:
+        """Run code.
+
+        Args:
+            code: The code.
+        """
+        exec(code, {})
+        return "done"
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return 0.5
+
+
+class Attacking:
+    """A model whose only turn runs the code of the row."""
+
+    async def run(self, environment: Any, context: RolloutContext) -> None:
+        context.trajectory.add_turn([1], [2], [-0.1], [0], "stop")
+        await context.toolbox.call("run", json.dumps({"code": context.row["code"]}))
 
 
 def threading_is_no_help() -> None:
@@ -284,6 +313,53 @@ async def test_what_an_environment_started_ends_with_it(
     await gone(leaked.pid)
 
 
+HOST = "import sys; host = sys.modules['__main__']\n"
+WRITER = (
+    "import gc, asyncio, json\n"
+    "(w,) = (o for o in gc.get_objects() if isinstance(o, asyncio.StreamWriter))\n"
+    "def send(b): w._loop.call_soon_threadsafe(w.write, b)\n"
+    "def say(o): b = json.dumps(o).encode(); send(len(b).to_bytes(8, 'big') + b)\n"
+)
+ERROR = {"input": True, "reason": "prompt_too_long", "message": "it ends the run", "cause": ""}
+ATTACKS = {
+    "a reward for turns that are not": (
+        HOST + "async def reward(self, t):\n"
+        "    return {'final': 1.0, 'turns': [1.0] * 9, 'parts': {}, 'players': {}}\n"
+        "host._Player.reward = reward",
+        "reward_error",
+    ),
+    "a reward that is a text": (
+        HOST + "async def reward(self, t): return ['a', ['b'], {}, {}]\n"
+        "host._Player.reward = reward",
+        "environment_reply",
+    ),
+    "an error of the user": (
+        HOST + f"host._error = lambda e: {ERROR}\n"
+        "async def reward(self, t): raise host.InputError('x')\nhost._Player.reward = reward",
+        "environment_error",
+    ),
+    "an answer to the next question": (WRITER + "say([99, {'value': 1}])", "environment_reply"),
+    "an answer that is no JSON": (
+        WRITER + "send((2).to_bytes(8, 'big') + b'{x')",
+        "environment_reply",
+    ),
+    "an answer without an end": (
+        WRITER + "send((1 << 60).to_bytes(8, 'big') + b'x' * (1 << 20))",
+        "environment_reply",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), ATTACKS.values(), ids=ATTACKS)
+async def test_code_in_the_process_costs_its_own_trajectory_only(
+    runner: Callable[..., Runner], code: str, reason: str
+) -> None:
+    before = psutil.Process().memory_info().rss
+    group = await play(runner(Workshop, loop=f"{HERE}:Attacking"), {"code": code}, n=2)
+    assert dict(group.dropped) == {reason: 2}, group.causes
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+
+
 async def gone(pid: int) -> None:
     """Wait until a process has ended; the kernel may list it as a zombie."""
     async with asyncio.timeout(60.0):
@@ -309,17 +385,19 @@ async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path
         "import asyncio\n"
         "from turnwise.config import RolloutConfig\n"
         "from turnwise.rollout.environment_processes import EnvironmentProcesses\n"
+        "from turnwise.rollout.environment_answers import PREVIEW\n"
         "from turnwise.rollout.problems import Problem\n"
         "class Mine:\n"
         "    def __init__(self, row): self.problem = row['text']\n"
         "if __name__ == '__main__':\n"
         "    processes = EnvironmentProcesses(Mine, RolloutConfig())\n"
-        "    print(processes.ask('preview', Problem('rows:1', {'text': 'Go.'})))\n"
+        "    print(processes.ask('preview', Problem('rows:1', {'text': 'Go.'}), PREVIEW))\n"
     )
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
-    assert done.stdout == "[[{'role': 'user', 'content': 'Go.'}], []]\n", done.stderr
+    seen = {"messages": [{"role": "user", "content": "Go."}], "schemas": []}
+    assert done.stdout == f"{seen}\n", done.stderr
 
 
 async def test_a_module_that_cannot_be_imported_there_is_named(

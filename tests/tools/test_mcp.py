@@ -236,7 +236,7 @@ async def test_output_without_an_end_fails_its_call_only(
         )
         for name, arguments in (("endless", {}), ("large", {"size": 20_000_000})):
             flooded = await call(tools, name, **arguments)
-            assert "sent a message of more than 8388608 bytes" in flooded.text, flooded.text
+            assert "sent a line of more than 8,388,608 bytes" in flooded.text, flooded.text
         assert await text(tools, "remember", number=1) == "[1]"
 
 

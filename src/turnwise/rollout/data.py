@@ -40,7 +40,12 @@ _NEWLINE = 10
 
 
 def load_rows(
-    path: str, *, split: str, subset: str | None = None, limit: int | None = None
+    path: str,
+    *,
+    split: str,
+    subset: str | None = None,
+    limit: int | None = None,
+    agent_env: Sequence[str] = (),
 ) -> Sequence[Row]:
     """Return the first `limit` rows, in their order.
 
@@ -51,6 +56,7 @@ def load_rows(
         split: Split of a dataset that has several.
         subset: Configuration name of a dataset on the Hub.
         limit: Maximum number of rows; None loads all.
+        agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
         InputError: when the file, dataset or split does not exist, cannot be read, or has no
@@ -61,7 +67,7 @@ def load_rows(
         rows = load_rows("train.jsonl", split="train", limit=100)
     """
     if path.startswith(WORKER):
-        listed = worker_tasks(path.removeprefix(WORKER).strip())
+        listed = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
         if not listed:
             raise InputError(f"{path} has no rows")
         return listed[:limit]
@@ -83,7 +89,9 @@ def at_once(rows: "LazyRows") -> Sequence[Row]:
     return rows if len(rows) > _EAGER_ROWS else list(rows)
 
 
-def load_training_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
+def load_training_rows(
+    data: DataConfig, agent_env: Sequence[str] = ()
+) -> tuple[str, Sequence[Row]]:
     """Return data.path and the training rows.
 
     Raises:
@@ -91,32 +99,42 @@ def load_training_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
     """
     if data.path is None:
         raise InputError("data.path must be set: there are no rows")
-    rows = load_rows(data.path, split=data.split, subset=data.subset, limit=data.limit)
+    rows = load_rows(
+        data.path,
+        split=data.split,
+        subset=data.subset,
+        limit=data.limit,
+        agent_env=agent_env,
+    )
     return data.path, rows
 
 
-def load_eval_rows(data: DataConfig) -> tuple[str, Sequence[Row]]:
+def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str, Sequence[Row]]:
     """Return the path of the rows for evaluation (eval_path, or else path), and the rows.
 
     Example:
         path, rows = load_eval_rows(config.data)
     """
     if data.eval_path is None:
-        return load_training_rows(data)
+        return load_training_rows(data, agent_env)
     rows = load_rows(
-        data.eval_path, split=data.eval_split, subset=data.subset, limit=data.eval_limit
+        data.eval_path,
+        split=data.eval_split,
+        subset=data.subset,
+        limit=data.eval_limit,
+        agent_env=agent_env,
     )
     return data.eval_path, rows
 
 
 def load_training(config: Config) -> Problems:
     """Return the problems of data.path."""
-    return Problems(*load_training_rows(config.data))
+    return Problems(*load_training_rows(config.data, config.rollout.agent_env))
 
 
 def load_heldout(config: Config) -> Problems:
     """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return Problems(*load_eval_rows(config.data))
+    return Problems(*load_eval_rows(config.data, config.rollout.agent_env))
 
 
 @contextmanager

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import RolloutConfig
 from turnwise.core import spans
-from turnwise.core.fork_server import exit_code, serve
+from turnwise.core.forking import exit_code, serve
 from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted import HEADER
 from turnwise.core.user_code import call_user_code, describe_user_error
-from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error
-from turnwise.rollout.environment_processes import HEADER
+from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.reading import known_prompt, open_environment
-from turnwise.tools.toolbox import make_toolbox
+from turnwise.tools.toolbox import encodable, make_toolbox
 
 if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _FLUSH_SECONDS = 2.0
 """Time to send the spans of the environment's own code at its end."""
+_ERROR_CHARS = 20_000
+"""Number of characters of an error, and of its traceback, that are sent."""
 
 
 def main() -> None:
@@ -81,7 +83,7 @@ async def _answer_all(
     ) -> None:
         with spans.joined(trace):
             reply = await player.reply(method, arguments)
-        body = json.dumps([number, reply]).encode()
+        body = encodable(json.dumps([number, reply], ensure_ascii=False)).encode()
         writer.write(len(body).to_bytes(HEADER, "big") + body)
 
     while True:
@@ -108,7 +110,7 @@ class _Player:
         """Return a method's value, or its error, as JSON."""
         try:
             value = await getattr(self, method)(*arguments)
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
         except TurnwiseError as error:
             return {"error": _error(error)}
         except Exception as error:
@@ -135,7 +137,8 @@ class _Player:
             opened = open_environment(self._factory, problem.row, problem.id)
             if opened is None:
                 return None
-            return [opened.problem, make_toolbox(opened.tools, self._rollout).schemas]
+            schemas = make_toolbox(opened.tools, self._rollout).schemas
+            return {"messages": opened.problem, "schemas": schemas}
 
         return await self._call(build)
 
@@ -162,7 +165,7 @@ class _Player:
         self.episode.turn_ended(turn)
         result = await self.episode.toolbox.call(name, arguments_json)
         error = None if result.error is None else await _described(result.error)
-        return [result.text, result.outcome, error]
+        return {"text": result.text, "outcome": result.outcome, "error": error}
 
     async def step(self, message: dict[str, object], turn: int) -> object:
         """Return the environment's answer to a turn of the model."""
@@ -172,7 +175,8 @@ class _Player:
     async def move(self, message: dict[str, object], turn: int) -> object:
         """Return the player who moves next, and what this player reads before."""
         self.episode.turn_ended(turn)
-        return await self.episode.move(message)
+        move = await self.episode.move(message)
+        return None if move is None else {"player": move[0], "messages": move[1]}
 
     async def done(self) -> object:
         """Return whether the environment has ended the trajectory."""
@@ -181,19 +185,23 @@ class _Player:
     async def reward(self, trajectory: object) -> object:
         """Return the fields of the environment's reward."""
         rewards = await self.episode.reward(trajectory)  # type: ignore[arg-type]
-        fields = (rewards.parts, rewards.players)
-        return [rewards.final, list(rewards.turns), *map(dict, fields)]
+        return {
+            "final": rewards.final,
+            "turns": list(rewards.turns),
+            "parts": dict(rewards.parts),
+            "players": dict(rewards.players),
+        }
 
     async def metrics(self, trajectory: object) -> object:
         """Return the environment's metrics."""
         return await self.episode.metrics(trajectory)  # type: ignore[arg-type]
 
     async def close(self) -> object:
-        """Close the episode; return the reasons and errors of what failed."""
-        failures: list[tuple[str, JsonObject]] = []
+        """Close the episode; return the errors of what failed."""
+        failures: list[JsonObject] = []
 
         async def report(reason: str, error: Exception) -> None:
-            failures.append((reason, _error(error)))
+            failures.append(_error(error))
 
         if self._episode is not None:
             await self._episode.close(report)
@@ -210,13 +218,13 @@ def _error(error: Exception) -> JsonObject:
     return {
         "input": isinstance(error, InputError),
         "reason": error.reason if isinstance(error, TrajectoryError) else "environment_error",
-        "message": str(error),
+        "message": message_of(error, _ERROR_CHARS),
         "cause": "" if cause is None else _with_frames(cause, describe_error(cause)),
     }
 
 
 def _with_frames(error: BaseException, described: str) -> str:
-    return "".join(traceback.format_tb(error.__traceback__)) + described
+    return ("".join(traceback.format_tb(error.__traceback__)) + described)[-_ERROR_CHARS:]
 
 
 async def _described(error: Exception) -> str:

@@ -4,42 +4,42 @@ Used by `remote_episode`; the other side is `environment_host`.
 """
 
 import asyncio
-import json
 import os
 import pickle
 import signal
 import socket
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
+from pydantic import TypeAdapter
 
 from turnwise.config import RolloutConfig
+from turnwise.core.children import lacks_resources
 from turnwise.core.deadlines import deadline
 from turnwise.core.fork_server import ForkServer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import HEADER, AnswerError, read_frame, receive, receive_frame
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.environment_answers import REPLY, read_reply, value_of
 from turnwise.rollout.problems import Problem
 
-HEADER = 8
-"""Bytes of the length before each message, big-endian."""
+_T = TypeVar("_T")
+
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
 
 _ENDING_SECONDS = 5.0
 """Time for a process whose connection is closed to end."""
-
-
-class RemoteError(Exception):
-    """An error in an environment's process; its message holds the traceback there."""
 
 
 class EnvironmentProcesses:
@@ -69,24 +69,28 @@ class EnvironmentProcesses:
         self._folder: TemporaryDirectory[str] | None = None
         self._starting = threading.Lock()
 
-    def ask(self, method: str, problem: Problem) -> Any:
+    def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
         """Ask a process that is started for this one question; call it from a thread.
 
         Args:
             method: `prompt` or `preview`.
+            kind: Type of the answer.
 
         Raises:
             InputError: the environment's own, naming the row.
-            TrajectoryError: `environment_crashed`.
+            TrajectoryError: `environment_crashed`, `environment_reply`.
             DeadlineError: when the process does not answer.
         """
         talk, control = self.start()
+        seconds = self._rollout.environment_timeout + GRACE_SECONDS
         with talk, control:
-            talk.settimeout(self._rollout.environment_timeout + GRACE_SECONDS)
+            talk.settimeout(seconds)
             try:
                 talk.sendall(_request(0, method, (problem,)))
-                size = int.from_bytes(_receive(talk, HEADER), "big")
-                _, reply = json.loads(_receive(talk, size))
+                _, reply = read_reply(receive_frame(talk, seconds))
+                return value_of(reply, kind, alone=True)
+            except AnswerError as error:
+                raise _wrong(problem.id, error) from None
             except TimeoutError:
                 raise DeadlineError(f"the environment of {problem.id} did not answer") from None
             except (EOFError, ConnectionError):
@@ -94,7 +98,6 @@ class EnvironmentProcesses:
                 with suppress(OSError):
                     raise _crashed(problem.id, control.makefile().readline()) from None
                 raise _crashed(problem.id, "") from None
-        return _value(reply)
 
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call it from a thread.
@@ -102,29 +105,37 @@ class EnvironmentProcesses:
         Returns:
             A connection for requests, and one that brings the exit status, and whose closing kills
             the process with its process group.
+
+        Raises:
+            TrajectoryError: `environment_crashed`, also when the machine lacks descriptors,
+                processes or memory for it.
         """
-        talk, its_end = socket.socketpair()
-        with its_end:
-            control = self._connect()
-            try:
-                control.settimeout(self._rollout.environment_timeout)
-                descriptors = array("i", [0, 1, 2, its_end.fileno()])
-                body = b"{}"
-                control.sendmsg(
-                    [len(body).to_bytes(4, "big")],
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
-                )
-                control.sendall(body)
-                pid = b""
-                while not pid.endswith(b"\n"):
-                    if not (part := control.recv(1)):
-                        raise ConnectionResetError
-                    pid += part
-            except OSError as error:
-                control.close()
-                talk.close()
-                raise self._not_started(error) from error
+        try:
+            with ExitStack() as opened:
+                talk, its_end = socket.socketpair()
+                opened.enter_context(talk)
+                with its_end:
+                    control = opened.enter_context(self._connect())
+                    self._send(control, its_end)
+                opened.pop_all()
+        except (OSError, EOFError) as error:
+            raise self._not_started(error) from error
         return talk, control
+
+    def _send(self, control: socket.socket, its_end: socket.socket) -> None:
+        """Send the request for a process, and wait for its process id."""
+        seconds = self._rollout.environment_timeout
+        control.settimeout(seconds)
+        descriptors = array("i", [0, 1, 2, its_end.fileno()])
+        body = b"{}"
+        control.sendmsg(
+            [len(body).to_bytes(4, "big")],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
+        )
+        control.sendall(body)
+        ends = time.monotonic() + seconds
+        while receive(control, 1, ends) != b"\n":
+            pass
 
     def _connect(self) -> socket.socket:
         with self._starting:
@@ -138,19 +149,22 @@ class EnvironmentProcesses:
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             control.connect(server.address)
-        except OSError as error:
+        except OSError:
             control.close()
-            raise self._not_started(error) from error
+            raise
         return control
 
-    def _not_started(self, error: OSError) -> TrajectoryError:
-        # A crash closes the connection a moment before the process has ended.
-        code = None if self._server is None else self._server.exit_code(_ENDING_SECONDS)
+    def _not_started(self, error: OSError | EOFError) -> TrajectoryError:
+        code = None
+        if self._server is not None and not lacks_resources(error):
+            # A crash closes the connection a moment before the process has ended.
+            code = self._server.exit_code(_ENDING_SECONDS)
         if isinstance(error, TimeoutError):
             seconds = self._rollout.environment_timeout
             reason = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
         elif code is None:
-            reason = f"did not start: {error.strerror or type(error).__name__}"
+            why = getattr(error, "strerror", None) or "its process was not forked"
+            reason = f"did not start: {why}"
         else:
             reason = f"cannot be imported in a process of its own, which {_ended(code)}"
         return TrajectoryError("environment_crashed", f"the environment {reason}")
@@ -170,7 +184,8 @@ class EnvironmentProcess:
         self._reader, self._writer = reader, writer
         self._status, self._control = status, control
         self._where = where
-        self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
+        self._asked: dict[int, asyncio.Future[JsonObject]] = {}
+        """Requests without an answer, by their numbers; some are waited for no more."""
         self._number = 0
         self.ended: TrajectoryError | None = None
         """Error of every further request once the process has ended; None while it runs."""
@@ -185,40 +200,56 @@ class EnvironmentProcess:
         streams = await asyncio.open_connection(sock=talk)
         return cls(*streams, *await asyncio.open_connection(sock=control), where)
 
-    async def ask(self, method: str, arguments: Sequence[object], seconds: float) -> Any:
-        """Ask for a method's value.
+    async def ask(
+        self, method: str, arguments: Sequence[object], seconds: float, kind: TypeAdapter[_T]
+    ) -> _T:
+        """Ask for a method's value, of the given type.
 
         Raises:
             DeadlineError: when the process does not answer within `seconds`.
-            TrajectoryError: the environment's own, or `environment_crashed`.
+            TrajectoryError: the environment's own, `environment_crashed`, or `environment_reply`,
+                after which the process has been killed.
         """
         if self.ended is not None:
             raise self.ended
         number, self._number = self._number, self._number + 1
         future = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        self._asked[number] = future
         self._writer.write(_request(number, method, tuple(arguments)))
+        async with deadline(seconds, f"{method} of {self._where} did not answer"):
+            reply = await future
         try:
-            async with deadline(seconds, f"{method} of {self._where} did not answer"):
-                reply = await future
-        finally:
-            self._waiting.pop(number, None)
-        return _value(reply)
+            return value_of(reply, kind)
+        except AnswerError as error:
+            raise self._fail(_wrong(self._where, error)) from None
 
     async def _read(self) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        """Pass the answers on, each once, until the process ends or sends a wrong one."""
+        try:
             while True:
-                size = int.from_bytes(await self._reader.readexactly(HEADER), "big")
-                number, reply = json.loads(await self._reader.readexactly(size))
-                if (future := self._waiting.get(number)) is not None and not future.done():
+                number, reply = read_reply(await read_frame(self._reader))
+                if (future := self._asked.pop(number, None)) is None:
+                    raise AnswerError(f"answered the request {number}, which nobody waits for")
+                if not future.done():  # it may have been late, or cancelled
                     future.set_result(reply)
-        status = b""
-        with suppress(TimeoutError, ConnectionError):
-            status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
-        self.ended = _crashed(self._where, status.decode())
-        for future in self._waiting.values():
+        except AnswerError as error:
+            self._fail(_wrong(self._where, error))
+        except (asyncio.IncompleteReadError, OSError):
+            status = b""
+            with suppress(TimeoutError, OSError):
+                status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
+            self._fail(_crashed(self._where, status.decode(errors="replace")))
+
+    def _fail(self, error: TrajectoryError) -> TrajectoryError:
+        """End the process, and every request with an error, which is returned."""
+        self.kill()
+        self.ended = self.ended or error
+        for future in self._asked.values():
             if not future.done():
                 future.set_exception(self.ended)
+                future.exception()  # nobody may ask for it
+        self._asked.clear()
+        return self.ended
 
     def kill(self) -> None:
         """Kill the process with its process group; safe to repeat."""
@@ -232,32 +263,8 @@ def _request(number: int, method: str, arguments: tuple[object, ...]) -> bytes:
     return len(body).to_bytes(HEADER, "big") + body
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        if not (part := connection.recv(size - len(parts))):
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
-def _value(reply: JsonObject) -> Any:
-    """Return a reply's value.
-
-    Raises:
-        InputError, TrajectoryError: the reply's error, with its traceback as the cause.
-    """
-    if (error := reply.get("error")) is not None:
-        failure = error_of(error)
-        raise failure from failure.__cause__
-    return reply["value"]
-
-
-def error_of(tree: JsonObject) -> InputError | TrajectoryError:
-    message = str(tree["message"])
-    error = InputError(message) if tree["input"] else TrajectoryError(tree["reason"], message)
-    error.__cause__ = RemoteError(tree["cause"]) if tree["cause"] else None
-    return error
+def _wrong(where: str, error: AnswerError) -> TrajectoryError:
+    return TrajectoryError(REPLY, f"{where}: the environment's process {error}")
 
 
 def _crashed(where: str, status: str) -> TrajectoryError:

@@ -6,29 +6,35 @@ whatever the environment leaves behind ends with its process group.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from turnwise.config import RolloutConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollout import environment_answers as answers
 from turnwise.rollout.configured_tools import ToolSource
 from turnwise.rollout.environment import Rewards
 from turnwise.rollout.environment_processes import (
     GRACE_SECONDS,
     EnvironmentProcess,
     EnvironmentProcesses,
-    RemoteError,
-    error_of,
 )
 from turnwise.rollout.episode import Episode, Report
 from turnwise.rollout.problems import Problem
+from turnwise.rollout.reading import read_rewards
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
+_T = TypeVar("_T")
+
 _OPENING_CALLS = 4
 """Maximum number of calls, each with the deadline, that open an episode."""
+_CUT_CHARS = 100
+"""Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
 
 
 class RemoteEpisode(Episode):
@@ -45,30 +51,41 @@ class RemoteEpisode(Episode):
         self._asked = problem
         self._processes = processes
         self._process: EnvironmentProcess | None = None
-        self._known: JsonObject = {}
+        self._known: answers.Opened | None = None
 
     @property
     def name(self) -> str:
         """Name of the environment's class."""
-        return str(self._known.get("name", "the environment"))
+        return "the environment" if self._known is None else self._known["name"]
 
     async def open(self) -> None:
         """Start the process, and open the environment in it."""
         talk, control = await run_in_thread(self._processes.start)
         self._process = await EnvironmentProcess.connect(talk, control, self.where)
         seconds = _OPENING_CALLS * self._rollout.environment_timeout
-        self._known = await self._ask("open", self._asked, seconds=seconds)
-        self.problem, self.players = self._known["problem"], self._known["players"]
+        known = await self._ask(answers.OPENED, "open", self._asked, seconds=seconds)
+        self._known = known
+        self.problem = [*map(dict, known["problem"])]
+        self.players = {name: [*map(dict, said)] for name, said in known["players"].items()}
         self.environment = _Elsewhere(self.name, self.problem)
         await self._call("the tools", self._offer, [])
         if self._toolsets:
             await self._open_toolsets()
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
-        return _RemoteToolbox(self, self._known["schemas"], tools, self._rollout)
+        schemas: list[JsonObject] = []
+        if self._known is not None:
+            schemas = [*map(dict, self._known["schemas"])]
+        return _RemoteToolbox(self, schemas, tools, self._rollout)
 
-    async def _ask(self, method: str, *arguments: object, seconds: float | None = None) -> Any:
-        """Ask the process, which is killed when it does not answer.
+    async def _ask(
+        self,
+        kind: TypeAdapter[_T],
+        method: str,
+        *arguments: object,
+        seconds: float | None = None,
+    ) -> _T:
+        """Ask the process, which is killed when it does not answer, or not with this type.
 
         Args:
             seconds: The call's own deadline; None means `rollout.environment_timeout`.
@@ -76,7 +93,7 @@ class RemoteEpisode(Episode):
         assert self._process is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
         try:
-            return await self._process.ask(method, arguments, own + GRACE_SECONDS)
+            return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind)
         except DeadlineError as error:
             self._process.kill()
             raise TrajectoryError(
@@ -89,43 +106,57 @@ class RemoteEpisode(Episode):
         Raises:
             TrajectoryError: when the process has ended, or does not answer.
         """
-        text, outcome, error = await self._ask(
-            "tool", name, arguments_json, self._turn, seconds=self._rollout.tool_timeout
+        called = await self._ask(
+            answers.CALLED,
+            "tool",
+            *(name, arguments_json, self._turn),
+            seconds=self._rollout.tool_timeout,
         )
-        return ToolResult(text, outcome, None if error is None else RemoteError(error))
+        error = called["error"]
+        return ToolResult(
+            called["text"][: self._rollout.tool_max_chars + _CUT_CHARS],
+            called["outcome"],
+            None if error is None else answers.RemoteError(error),
+        )
 
     @property
     def steps(self) -> bool:
         """Whether the environment answers turns that call no tool."""
-        return bool(self._known["steps"])
+        return self._known is not None and self._known["steps"]
 
     async def step(self, message: Message) -> list[Message] | None:
         """Return the environment's answer to a turn of the model; None ends the trajectory."""
-        answer: list[Message] | None = await self._ask("step", message, self._turn)
-        return answer
+        said = await self._ask(answers.STEPPED, "step", message, self._turn)
+        return None if said is None else [*map(dict, said)]
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next, and what this player reads before."""
-        answer = await self._ask("move", message, self._turn)
-        return None if answer is None else (answer[0], answer[1])
+        moved = await self._ask(answers.MOVED, "move", message, self._turn)
+        if moved is None:
+            return None
+        if moved["player"] not in self.players:
+            raise TrajectoryError(
+                answers.REPLY, f"{self.where}: the environment's process named no player"
+            )
+        return moved["player"], [*map(dict, moved["messages"])]
 
     async def done(self) -> bool:
         """Return whether the environment has ended the trajectory."""
-        return bool(await self._ask("done"))
+        return await self._ask(answers.DONE, "done")
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory."""
-        return Rewards(*await self._ask("reward", trajectory))
+        given = await self._ask(answers.REWARDED, "reward", trajectory)
+        return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
 
     @property
     def measures(self) -> bool:
         """Whether the environment has metrics of its own."""
-        return bool(self._known.get("measures"))
+        return self._known is not None and self._known["measures"]
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the environment's metrics of a finished trajectory."""
-        values: dict[str, float] = await self._ask("metrics", trajectory)
-        return values
+        return await self._ask(answers.METRICS, "metrics", trajectory)
 
     @property
     def closes(self) -> list[Any]:
@@ -143,8 +174,8 @@ class RemoteEpisode(Episode):
     async def _close_process(self, process: EnvironmentProcess, report: Report) -> None:
         try:
             if process.ended is None:
-                for reason, error in await self._ask("close"):
-                    await report(reason, error_of(error))
+                for failure in await self._ask(answers.CLOSED, "close"):
+                    await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:

@@ -7,6 +7,7 @@ from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.rollout.configured_tools import load_tools, with_configured
 from turnwise.rollout.environment import EnvironmentType, load_environment
+from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.environment_processes import EnvironmentProcesses
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.problems import Problem
@@ -66,10 +67,11 @@ class Stage:
         remote: list[JsonObject] = []
         own: list[ToolFunction | Tool] = []
         if self.processes is not None:
-            preview = self.processes.ask("preview", problem)
+            preview = self.processes.ask("preview", problem, PREVIEW)
             if preview is None:
                 return None
-            messages, remote = preview
+            messages = [*map(dict, preview["messages"])]
+            remote = [*map(dict, preview["schemas"])]
         else:
             opened = open_environment(self._environment, problem.row, problem.id)
             if opened is None:
@@ -92,6 +94,6 @@ class Stage:
         Runs user code; call it from a thread.
         """
         if self.processes is not None:
-            messages: list[Message] | None = self.processes.ask("prompt", problem)
-            return messages
+            said = self.processes.ask("prompt", problem, PROMPT)
+            return None if said is None else [*map(dict, said)]
         return known_prompt(self._environment, problem.row, problem.id)

@@ -19,6 +19,7 @@ from turnwise.config import McpConfig
 from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import optional
+from turnwise.core.untrusted import MAX_BYTES
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TurnwiseError, first_line
 
@@ -138,7 +139,6 @@ class Connection:
         from mcp.client.streamable_http import streamable_http_client
 
         from turnwise.tools.mcp_http import http_client
-        from turnwise.tools.mcp_stdio import MAX_MESSAGE
 
         headers = _expanded(config.headers, "headers")
         if config.session_header:
@@ -146,7 +146,7 @@ class Connection:
         async with (
             http_client(headers) as client,
             streamable_http_client(
-                config.url, http_client=client, max_sse_event_size=MAX_MESSAGE
+                config.url, http_client=client, max_sse_event_size=MAX_BYTES
             ) as streams,
         ):
             yield streams

@@ -4,18 +4,18 @@ from collections.abc import AsyncIterator, Mapping
 
 import httpx2
 
-from turnwise.tools.mcp_stdio import MAX_MESSAGE
+from turnwise.core.untrusted import IDENTITY, MAX_BYTES, MAX_VALUES, values_in
 
 _CONNECT_SECONDS = 30.0
 
 
 def http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
-    """Return a client whose JSON answers have at most `MAX_MESSAGE` bytes.
+    """Return a client whose JSON answers have at most `MAX_BYTES` bytes.
 
     It waits for answers without a deadline; calls have their own.
     """
     return httpx2.AsyncClient(
-        headers={"accept-encoding": "identity", **headers},
+        headers={**IDENTITY, **headers},
         timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
         event_hooks={"response": [_limit]},
     )
@@ -35,11 +35,14 @@ class _Limited(httpx2.AsyncByteStream):
         self._body = body
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+        size = values = 0
         async for part in self._body:
             size += len(part)
-            if size > MAX_MESSAGE:
-                raise httpx2.StreamError(f"a message of more than {MAX_MESSAGE} bytes")
+            values += values_in(part)
+            if size > MAX_BYTES or values > MAX_VALUES:
+                raise httpx2.StreamError(
+                    f"a message of more than {MAX_BYTES:,} bytes or {MAX_VALUES:,} values"
+                )
             yield part
 
     async def aclose(self) -> None:

@@ -17,8 +17,9 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
 
-MAX_MESSAGE = 8 * 1024 * 1024
-"""Maximum number of bytes of one message of a server."""
+from turnwise.core.children import exited, kill_group
+from turnwise.core.untrusted import MAX_BYTES, MAX_VALUES, AnswerError, read_line, values_in
+
 MAX_UNASKED = 10_000
 """Maximum number of lines between two answers: notifications, and lines that are no messages."""
 _KEPT = 4096
@@ -28,14 +29,14 @@ _LEAVE_SECONDS = 2.0
 _KILL_SECONDS = 2.0
 """Time to end after SIGTERM, and again after SIGKILL."""
 
-_groups: set[int] = set()
-"""Process groups of the servers that run."""
+_running: set[asyncio.subprocess.Process] = set()
+"""Servers whose process groups have not been ended."""
 
 
 @atexit.register
 def _kill_all() -> None:
-    for group in list(_groups):
-        _signal(group, signal.SIGKILL)
+    for process in list(_running):
+        kill_group(process.pid, process.returncode is not None)
 
 
 class ServerProcess:
@@ -93,10 +94,10 @@ class ServerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a group of its own, to end what it starts too
-            limit=MAX_MESSAGE,
+            limit=MAX_BYTES,
         )
         self._process = process
-        _groups.add(process.pid)
+        _running.add(process)
         received, reading = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         writing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
 
@@ -134,18 +135,19 @@ class ServerProcess:
         unasked = 0
         while True:
             try:
-                line = await output.readline()
-            except ValueError:  # longer than the limit
-                self._flooded = f"sent a message of more than {MAX_MESSAGE} bytes"
+                line = await read_line(output)
+            except AnswerError as error:
+                self._flooded = str(error)
                 return
             if not line:
-                await self._exited(1.0)  # its status and its last words explain the end
+                assert self._process is not None
+                await exited(self._process, 1.0)  # its status and its last words explain the end
                 await asyncio.wait([self._stderr], timeout=1.0)
                 return
-            try:
-                message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-            except ValueError:
-                message = None
+            message = None
+            if values_in(line) <= MAX_VALUES:
+                with suppress(ValueError):
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
             answer = isinstance(message, JSONRPCResponse | JSONRPCError)
             unasked = 0 if answer else unasked + 1
             if unasked > MAX_UNASKED:
@@ -168,12 +170,14 @@ class ServerProcess:
         assert process.stdin is not None
         self.ended = True
         process.stdin.close()
-        if not await self._exited(_LEAVE_SECONDS):
-            _signal(process.pid, signal.SIGTERM)
-            await self._exited(_KILL_SECONDS)
-        _signal(process.pid, signal.SIGKILL)  # also whatever it started and left behind
-        await self._exited(_KILL_SECONDS)
-        _groups.discard(process.pid)
+        if not await exited(process, _LEAVE_SECONDS):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGTERM)
+            await exited(process, _KILL_SECONDS)
+        # Also whatever it started and left behind.
+        kill_group(process.pid, process.returncode is not None)
+        await exited(process, _KILL_SECONDS)
+        _running.discard(process)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=_KILL_SECONDS)
@@ -181,17 +185,3 @@ class ServerProcess:
             if task.done() and not task.cancelled():
                 task.exception()
         process._transport.close()  # type: ignore[attr-defined]  # a grandchild may hold a pipe
-
-    async def _exited(self, seconds: float) -> bool:
-        """Wait for the process's end; not with `wait`, which also waits for its pipes to close."""
-        process = self._process
-        assert process is not None
-        ends = asyncio.get_running_loop().time() + seconds
-        while process.returncode is None and asyncio.get_running_loop().time() < ends:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return process.returncode is not None
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)

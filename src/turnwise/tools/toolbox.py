@@ -23,7 +23,7 @@ from transformers.utils import get_json_schema
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, call_user_code
-from turnwise.errors import DeadlineError, InputError, TurnwiseError
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.tools.tool import Tool, ToolFunction
 
 _T = TypeVar("_T")
@@ -112,7 +112,7 @@ class Toolbox:
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         """Call a tool by name with its arguments as a JSON object.
 
-        Returns its result; only cancellation and Turnwise's own errors are raised.
+        Returns its result; what is raised is cancellation, and a TrajectoryError of the tool.
         """
         if name not in self._tools:
             names = ", ".join(self.names) or "none"
@@ -137,6 +137,8 @@ class Toolbox:
                 text, left_out = await run(_shown, value, self._max_chars)
         except DeadlineError:
             return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
+        except TrajectoryError:  # not the model's affair
+            raise
         except _ArgumentsError as error:
             return self._failed(f"{name} cannot take these arguments: {error}", "bad_arguments")
         except Exception as error:

@@ -69,7 +69,8 @@ class PlainServer:
                     break
                 if request_["type"] == "step":
                     await self.gate.wait()
-                await socket.send_json(self.answer(request_, state))
+                answer = self.answer(request_, state)
+                await socket.send_str(answer if isinstance(answer, str) else json.dumps(answer))
         finally:
             self.open -= 1
             await socket.close()

@@ -70,13 +70,13 @@ class Counter:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Counter, str]]:
-    counter, app = Counter(), web.Application()
+async def served(verify: Any = None) -> AsyncIterator[tuple[Counter, str]]:
+    counter, app = Counter(), web.Application(client_max_size=1 << 24)
     for path, handler in (
         ("seed_session", counter.seed),
         ("increment_counter", counter.increment),
         ("get_counter_value", counter.get),
-        ("verify", counter.verify),
+        ("verify", verify or counter.verify),
     ):
         app.router.add_post(f"/{path}", handler)
     runner = web.AppRunner(app, shutdown_timeout=1.0)
@@ -173,3 +173,46 @@ async def test_what_cannot_be_played_is_named() -> None:
     with pytest.raises(TrajectoryError, match="Cannot connect to host"):
         async with play(address, ROW):
             pass
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no JSON"),
+        ("<html>", "sent '<html>', which is no JSON"),
+        ("[]", "wrong answer"),
+        ("{}", "reward: Field required"),
+        ('{"reward": "1"}', "reward: Input should be a valid number"),
+        ('{"reward": NaN}', "reward: Input should be a finite number"),
+        ('{"reward": 1e999}', "reward: Input should be a finite number"),
+        ('{"reward": ' + "9" * 400 + "}", "reward: Input should be a valid number"),
+        ("[" * 100_000, "no JSON"),
+        ('{"reward": 1, "more": [' + "1," * 600_000 + "1]}", "more than 500,000 values"),
+        ('{"reward": 1, "more": "' + "x" * 9_000_000 + '"}', "more than 8,388,608 bytes"),
+    ],
+)
+async def test_a_wrong_answer_costs_its_trajectory(text: str, words: str) -> None:
+    async def verify(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(text=text)
+
+    async with served(verify) as (_, address), play(address, ROW) as episode:
+        trajectory = Trajectory("rows:1", messages=[*episode.problem, *CONVERSATION])
+        with pytest.raises(TrajectoryError, match=words) as raised:
+            await RewardManager([]).judge(episode, trajectory, ROW)
+        assert raised.value.reason == "environment_reply"
+        assert len(str(raised.value)) < 1_000
+
+
+async def test_a_verifiers_numbers_are_kept_up_to_a_limit() -> None:
+    many = {f"metric {n}": n for n in range(1_000)}
+    odd = {"huge": 10**400, "n" * 101: 1, "text": "1"}
+
+    async def verify(request: web.Request) -> web.Response:
+        return web.json_response({**odd, **many, "reward": True})
+
+    async with served(verify) as (_, address), play(address, ROW) as episode:
+        trajectory = Trajectory("rows:1", messages=[*episode.problem, *CONVERSATION])
+        await RewardManager([]).judge(episode, trajectory, ROW)
+        assert trajectory.reward == 1.0
+        assert await episode.metrics(trajectory) == {f"metric {n}": float(n) for n in range(100)}

@@ -296,6 +296,48 @@ async def test_a_session_that_breaks_is_named_and_can_be_closed() -> None:
             await asyncio.sleep(0.01)
 
 
+def observed(**data: Any) -> dict[str, Any]:
+    return {"type": "observation", "data": data}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "words"),
+    [
+        ("step", observed(reward="1"), "reward: Input should be a valid number"),
+        ("step", observed(reward=float("nan")), "reward: Input should be a finite number"),
+        ("step", observed(reward=float("-inf")), "reward: Input should be a finite number"),
+        ("step", observed(reward=10**400), "reward: Input should be a valid number"),
+        ("step", observed(observation=[1]), "observation: Input should be a valid dictionary"),
+        ("step", observed(done="yes"), "done"),
+        ("step", "[" * 300 + "]" * 300, "no JSON that can be read"),
+        ("step", '{"type": "observation", "data": ', "no JSON that can be read"),
+        ("step", observed(observation={"text": "x" * 9_000_000}), "cannot be read"),
+        ("step", {"type": "observation", "data": 3}, "data: Input should be a valid dictionary"),
+        ("step", {"type": "state", "data": {}}, "it sent 'state' as the answer to step"),
+        ("step", {"type": "error", "data": {"errors": 3}}, "errors: Input should be a valid list"),
+        ("step", [1], "wrong answer"),
+        ("reset", {"type": "state", "data": {}}, "it sent 'state' as the answer to reset"),
+        ("mcp", {"type": "mcp", "data": {"result": 3}}, "wrong answer"),
+        ("mcp", {"type": "mcp", "data": {"result": {"tools": [{"name": 3}]}}}, "tools.0.name"),
+        ("mcp", {"type": "mcp", "data": {"result": {"tools": [{"name": "a b"}]}}}, "tools.0.name"),
+    ],
+)
+async def test_a_wrong_answer_costs_its_trajectory(asked: str, answer: Any, words: str) -> None:
+    async with plain_server("echo") as server:
+        sound = server.answer
+
+        def answered(request: dict[str, Any], state: dict[str, Any]) -> Any:
+            return answer if request["type"] == asked else sound(request, state)
+
+        server.answer = answered  # type: ignore[method-assign]
+        with pytest.raises(TrajectoryError, match=words) as raised:
+            async with play(server.url) as episode:
+                await episode.toolbox.call("act", '{"message": "hi"}')
+        assert raised.value.reason == "environment_reply"
+        while server.open:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_cancelled_trajectory_closes_its_session(run: Callable[..., Any]) -> None:
     async with plain_server("echo") as server:
         server.gate.clear()

@@ -10,11 +10,10 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 
+from turnwise.core.children import kill_group, start_error
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.problems import Row
@@ -32,6 +31,8 @@ _INHERITED = re.compile(
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|NODE_PATH|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
 )
 """Variables that an agent's command inherits; none is likely to be a secret."""
+_started: set[str] = set()
+"""Commands that this process has started."""
 
 
 def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
@@ -65,7 +66,7 @@ async def run_command(
     """Run a command to its end; it is killed if this call is cancelled.
 
     Raises:
-        InputError: when the command does not exist.
+        InputError: when the command does not exist, and never did.
         TrajectoryError: when it fails; the message contains the end of its output.
 
     Example:
@@ -84,10 +85,10 @@ async def run_command(
             env=environment,
             start_new_session=True,
         )
-    except (FileNotFoundError, PermissionError, ValueError) as error:
-        raise InputError(f"rollout.agent: {command} cannot be started: {error}") from error
-    except OSError as error:
-        raise TrajectoryError("agent_error", f"{command} cannot be started: {error}") from error
+    except (OSError, ValueError) as error:
+        what = f"rollout.agent: {command}"
+        raise start_error(error, what, "agent_error", command not in _started) from error
+    _started.add(command)
     try:
         stdin = transport.get_pipe_transport(0)
         assert isinstance(stdin, asyncio.WriteTransport)
@@ -95,8 +96,8 @@ async def run_command(
         stdin.write_eof()
         await process.exited.wait()
     finally:
-        with suppress(ProcessLookupError):  # also its children, which may keep its output open
-            os.killpg(transport.get_pid(), signal.SIGKILL)
+        # Also its children, which may keep its output open.
+        kill_group(transport.get_pid(), transport.get_returncode() is not None)
         try:
             async with asyncio.timeout(_OUTPUT_SECONDS):
                 await process.read.wait()

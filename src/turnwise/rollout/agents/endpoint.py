@@ -1,15 +1,19 @@
 """Agents behind an HTTP endpoint: one POST for each trajectory."""
 
-import json
 from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import IDENTITY, AnswerError, read_answer, read_body
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.agents.report import AgentReport, read_report
 
 if TYPE_CHECKING:
-    import aiohttp
+    pass
+
+_ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 
 _CONNECT_SECONDS = 30.0
 _REPLY_BYTES = 4 << 20
@@ -53,16 +57,17 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
         async with (
             aiohttp.ClientSession(timeout=timeout) as client,
             client.post(
-                url, json=request, headers=trace_headers(), allow_redirects=False
+                url, json=request, headers=IDENTITY | trace_headers(), allow_redirects=False
             ) as response,
         ):
-            body = await _body(response, who)
-            status = response.status
+            body, status = await read_body(response, _REPLY_BYTES), response.status
     except aiohttp.InvalidURL as error:
         raise InputError(f"rollout.agent: {url} is not a URL") from error
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise TrajectoryError("agent_unreachable", f"{who} cannot be reached: {error}") from error
-    except aiohttp.ClientError as error:
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None
+    except (aiohttp.ClientError, OSError) as error:
         raise TrajectoryError(
             "agent_error", f"{who} closed the connection: {type(error).__name__}: {error}"
         ) from error
@@ -70,19 +75,6 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     if not 200 <= status < 300:
         raise TrajectoryError("agent_error", f"{who} answered {status}: {text}")
     try:
-        value: object = json.loads(body) if body else None
-    except (ValueError, RecursionError):
-        raise TrajectoryError(
-            "agent_reply", f"{who} must answer with JSON, not with {text[:80]!r}"
-        ) from None
-    return read_report(value, who)
-
-
-async def _body(response: "aiohttp.ClientResponse", who: str) -> bytes:
-    pieces, size = [], 0
-    async for piece in response.content.iter_any():
-        pieces.append(piece)
-        size += len(piece)
-        if size > _REPLY_BYTES:
-            raise TrajectoryError("agent_reply", f"{who} answered more than {_REPLY_BYTES:,} bytes")
-    return b"".join(pieces)
+        return read_report(read_answer(body, _ANYTHING) if body else None, who)
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None

@@ -1,18 +1,23 @@
 """The report of an agent that answers when it is done: sessions, reward, metrics, error."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from turnwise.chat.session import Session
-from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted import AnswerError, Number, checked
 from turnwise.errors import TrajectoryError
-from turnwise.rollout.reading import finite_number
 from turnwise.trajectory import MAX_REWARD
 
 _METRICS = 100
 """Maximum number of metrics in a report."""
 _NAME_CHARS = 100
+_Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 _ERROR_CHARS = 500
+_SESSIONS = 1_001
+"""Maximum number of sessions in a report: a rollout's own, and those under it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,18 @@ class AgentReport:
     """Reason why the agent failed; "" if it did not."""
 
 
+class _Report(TypedDict, total=False):
+    """The report as it is sent; keys other than these are ignored."""
+
+    reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
+    metrics: Annotated[dict[_Name, Number], Field(max_length=_METRICS)] | None
+    sessions: Annotated[list[str], Field(max_length=_SESSIONS)] | None
+    error: object
+
+
+_REPORT = TypeAdapter(_Report | None)
+
+
 def read_report(value: object, who: str) -> AgentReport:
     """Read a report; keys other than its fields are ignored, and all are optional.
 
@@ -41,33 +58,16 @@ def read_report(value: object, who: str) -> AgentReport:
     Raises:
         TrajectoryError: `agent_reply`, naming the key that cannot be used.
     """
-
-    def refused(key: str, rule: str) -> TrajectoryError:
-        return TrajectoryError("agent_reply", f"{who} reported {key}, which must be {rule}")
-
-    if value is None:
-        return AgentReport()
-    if not isinstance(value, Mapping):
-        raise TrajectoryError("agent_reply", f"{who} must report an object, not {value!r:.80}")
-    given: JsonObject = {key: item for key, item in value.items() if item is not None}
-    reward = None
-    if "reward" in given:
-        reward = finite_number(given["reward"])
-        if reward is None or abs(reward) > MAX_REWARD:
-            raise refused("a reward", f"a number between ±{MAX_REWARD:g}")
-    metrics: dict[str, float] = {}
-    named = given.get("metrics", {})
-    if not isinstance(named, Mapping) or len(named) > _METRICS:
-        raise refused("metrics", f"an object of at most {_METRICS} numbers")
-    for name, item in named.items():
-        number = finite_number(item)
-        if number is None or len(name) > _NAME_CHARS:
-            raise refused(f"the metric {name:.{_NAME_CHARS}}", "a finite number with a short name")
-        metrics[name] = number
-    sessions = given.get("sessions", [])
-    if not isinstance(sessions, list) or not all(isinstance(name, str) for name in sessions):
-        raise refused("sessions", "a list of names")
-    return AgentReport(reward, metrics, sessions, str(given.get("error", ""))[:_ERROR_CHARS])
+    try:
+        given = checked(value, _REPORT) or {}
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None
+    return AgentReport(
+        given.get("reward"),
+        given.get("metrics") or {},
+        given.get("sessions") or [],
+        str(given.get("error") or "")[:_ERROR_CHARS],
+    )
 
 
 def apply_report(report: AgentReport, session: Session, who: str) -> None:

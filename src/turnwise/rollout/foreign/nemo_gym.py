@@ -12,15 +12,21 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from itertools import islice
+from typing import ClassVar, TypeVar
 
 import aiohttp
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
-from turnwise.errors import InputError
+from turnwise.core.untrusted import IDENTITY, AnswerError, Number, read_answer, read_body
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment, EnvironmentType
+from turnwise.rollout.environment_answers import REPLY
 from turnwise.rollout.problems import Row
+from turnwise.rollout.reading import finite_number
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
@@ -28,6 +34,21 @@ CONNECT_SECONDS = 10.0
 """Deadline for opening a connection; the calls have those of environments and tools."""
 _ERROR_CHARS = 500
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_METRICS = 100
+"""Maximum number of metrics of a verifier that are kept."""
+_NAME_CHARS = 100
+_T = TypeVar("_T")
+
+
+@with_config(extra="allow")
+class _Verified(TypedDict):
+    """Answer to `verify`; numbers beside the reward are metrics."""
+
+    reward: Number
+
+
+_SEEDED: TypeAdapter[object] = TypeAdapter(object)
+_VERIFIED = TypeAdapter(_Verified)
 
 
 class NemoGymError(Exception):
@@ -64,7 +85,8 @@ class NemoGym(Environment):
             cookie_jar=aiohttp.CookieJar(unsafe=True),  # of addresses without a name too
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
         )
-        answer = json.loads(await self._post("seed_session", self._row) or "null")
+        seeded = await self._post("seed_session", self._row)
+        answer = self._read(seeded, _SEEDED) if seeded else None
         if isinstance(answer, dict) and answer.get("mcp"):
             raise InputError(f"{self._url} offers its tools over MCP only, which is not supported")
 
@@ -72,13 +94,16 @@ class NemoGym(Environment):
         """Return the verifier's reward of the conversation."""
         messages = trajectory.messages[len(self.problem) :]
         response = to_response(messages, self._parameters)
-        answer = json.loads(await self._post("verify", {**self._row, "response": response}))
-        self._seen = {
-            key: float(value)
+        body = await self._post("verify", {**self._row, "response": response})
+        answer = self._read(body, _VERIFIED)
+        numbers = {
+            key: number
             for key, value in answer.items()
-            if key not in self._row and key != "reward" and isinstance(value, int | float)
+            if key not in self._row and key != "reward" and len(key) <= _NAME_CHARS
+            if isinstance(value, int | float) and (number := finite_number(value)) is not None
         }
-        return float(answer["reward"])
+        self._seen = dict(islice(numbers.items(), _METRICS))
+        return answer["reward"]
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the numbers that the verifier gave beside the reward."""
@@ -95,24 +120,36 @@ class NemoGym(Environment):
             raise InputError(f"only tools of type function are supported, not {described!r:.80}")
 
         async def call(arguments: JsonObject) -> str:
-            return await self._post(name, arguments)
+            return (await self._post(name, arguments)).decode(errors="replace")
 
         parameters = described.get("parameters") or {"type": "object", "properties": {}}
         return Tool(name, str(described.get("description") or ""), parameters, call)
 
-    async def _post(self, path: str, body: JsonObject) -> str:
+    def _read(self, body: bytes, kind: TypeAdapter[_T]) -> _T:
+        try:
+            return read_answer(body, kind)
+        except AnswerError as error:
+            raise self._wrong(error) from None
+
+    def _wrong(self, error: AnswerError) -> TrajectoryError:
+        return TrajectoryError(REPLY, f"the NeMo-Gym server at {self._url} {error}")
+
+    async def _post(self, path: str, body: JsonObject) -> bytes:
         if self._http is None:
             raise NemoGymError("the session is not open")
         try:
             async with self._http.post(
-                f"{self._url}/{path}", json=body, headers=trace_headers()
+                f"{self._url}/{path}", json=body, headers=IDENTITY | trace_headers()
             ) as response:
-                text = await response.text()
+                said = await read_body(response)
+        except AnswerError as error:
+            raise self._wrong(error) from None
         except (aiohttp.ClientError, OSError) as error:
             raise NemoGymError(f"{self._url}/{path}: {error}") from error
         if response.status >= 400:
-            raise NemoGymError(f"{path} answered {response.status}: {text[:_ERROR_CHARS]}")
-        return text
+            text = said[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
+            raise NemoGymError(f"{path} answered {response.status}: {text}")
+        return said
 
 
 def at(url: str) -> EnvironmentType:

@@ -10,12 +10,25 @@ import json
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated, NotRequired
 
 import aiohttp
+from pydantic import Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import (
+    IDENTITY,
+    MAX_BYTES,
+    AnswerError,
+    Number,
+    checked,
+    read_answer,
+    read_body,
+)
 from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollout.environment_answers import REPLY
 
 CONNECT_SECONDS = 10.0
 """Deadline for opening a socket."""
@@ -25,10 +38,78 @@ CLOSE_SECONDS = 5.0
 """Deadline for saying goodbye; the socket is closed in any case."""
 _FULL = "CAPACITY_REACHED"
 _RETRY_SECONDS = 0.2
+_ANSWERS = {"reset": "observation", "step": "observation"}
+"""Types of answers that differ from their requests'."""
 
 
 class OpenEnvError(Exception):
     """An error that the server reported; its environment goes on."""
+
+
+class _Reply(TypedDict):
+    """A message of the server."""
+
+    type: str
+    data: JsonObject
+
+
+class _Observed(TypedDict, total=False):
+    """The data of an observation."""
+
+    observation: JsonObject | None
+    reward: Number | None
+    done: bool | int | None
+
+
+class _Mistake(TypedDict, total=False):
+    """A part of an action that the server refused."""
+
+    loc: list[object]
+    msg: object
+
+
+class _Failed(TypedDict, total=False):
+    """The data of an error."""
+
+    message: object
+    code: object
+    errors: list[_Mistake] | None
+
+
+@with_config(extra="allow")
+class _Listed(TypedDict):
+    """A tool of an MCP environment."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
+    description: NotRequired[str | None]
+    input_schema: NotRequired[JsonObject | None]
+    inputSchema: NotRequired[JsonObject | None]
+
+
+class _Tools(TypedDict, total=False):
+    """The result of `tools/list`."""
+
+    tools: Annotated[list[_Listed], Field(max_length=5_000)] | None
+
+
+@with_config(extra="allow")
+class _Action(TypedDict):
+    """The schema of typed actions."""
+
+    properties: NotRequired[JsonObject]
+
+
+class _Schemas(TypedDict):
+    """Answer to /schema."""
+
+    action: _Action
+
+
+_REPLY = TypeAdapter(_Reply)
+_OBSERVED = TypeAdapter(_Observed)
+_FAILED = TypeAdapter(_Failed)
+_TOOLS = TypeAdapter(_Tools | None)
+_SCHEMAS = TypeAdapter(_Schemas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +145,10 @@ class OpenEnvSession:
         self._client: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._turn = asyncio.Lock()
-        self._owed: deque[int] = deque()
-        """The turns that sent the requests whose replies have not been read."""
+        self._owed: deque[tuple[str, int]] = deque()
+        """The requests whose replies have not been read, each with the turn that sent it."""
+        self._gone: TrajectoryError | None = None
+        """Error of a connection that is lost, or brought a wrong answer; None before."""
 
     async def open(self) -> None:
         """Connect.
@@ -83,7 +166,7 @@ class OpenEnvSession:
         self._owed.clear()
         try:
             self._socket = await self._client.ws_connect(
-                f"{self._http}/ws", max_msg_size=0, headers=trace_headers()
+                f"{self._http}/ws", max_msg_size=MAX_BYTES, headers=trace_headers()
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise TrajectoryError(
@@ -129,22 +212,26 @@ class OpenEnvSession:
         """Return the descriptions of an MCP environment's tools; None if it has typed actions."""
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         answer = await self._ask("mcp", request, -1)
-        tools: list[JsonObject] | None = (answer.get("result") or {}).get("tools")
-        return tools or None
+        try:
+            listed = (checked(answer.get("result"), _TOOLS) or {}).get("tools")
+        except AnswerError as error:
+            raise self._lost(f"it {error}", REPLY) from None
+        return [*map(dict, listed)] if listed else None
 
     async def action_schema(self) -> JsonObject:
         """Return the JSON schema of the environment's actions."""
         assert self._client is not None
         try:
-            headers = trace_headers()
+            headers = IDENTITY | trace_headers()
             async with self._client.get(f"{self._http}/schema", headers=headers) as response:
                 response.raise_for_status()
-                schema: JsonObject = (await response.json())["action"]
-        except (aiohttp.ClientError, OSError, KeyError, ValueError) as error:
+                return dict(read_answer(await read_body(response), _SCHEMAS)["action"])
+        except AnswerError as error:
+            raise TrajectoryError(REPLY, f"{self._http}/schema {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
             raise TrajectoryError(
                 "environment_error", f"{self._http}/schema gives no action: {error!r}"
             ) from error
-        return schema
 
     async def close(self) -> None:
         """End the session; it may be closed already, or have failed to open."""
@@ -176,9 +263,11 @@ class OpenEnvSession:
                 with suppress(OpenEnvError):
                     await self._read()
             message = {"type": kind} if data is None else {"type": kind, "data": data}
+            if self._gone is not None:
+                raise self._gone
             if self._socket is None:
                 raise TrajectoryError("environment_error", f"the session at {self._http} is closed")
-            self._owed.append(turn)
+            self._owed.append((kind, turn))
             with suppress(aiohttp.ClientError, OSError):  # `_read` has the server's last words
                 await self._socket.send_str(json.dumps(message, default=str))
             return await self._read()
@@ -189,31 +278,36 @@ class OpenEnvSession:
         if socket is None:
             raise self._lost("it was closed")
         message = await socket.receive()
+        if message.type is aiohttp.WSMsgType.ERROR:
+            raise self._lost(f"it sent what cannot be read: {message.data}", REPLY)
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise self._lost(f"{message.type.name.lower()} {message.extra or ''}".strip())
-        turn = self._owed.popleft()
+        asked, turn = self._owed.popleft()
         try:
-            reply = json.loads(message.data)
+            reply = read_answer(message.data.encode(errors="replace"), _REPLY)
             kind, data = reply["type"], reply["data"]
             if kind == "error":
-                raise _failure(data)
+                raise _failure(checked(data, _FAILED))
+            if kind != _ANSWERS.get(asked, asked):
+                raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":
-                self._results.append(_result(data, turn))
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._lost(f"it sent {message.data[:80]!r}") from error
-        return dict(data)
+                self._results.append(_result(checked(data, _OBSERVED), turn))
+        except AnswerError as error:
+            raise self._lost(f"it {error}", REPLY) from None
+        return data
 
-    def _lost(self, why: str) -> TrajectoryError:
-        return TrajectoryError(
-            "environment_error", f"the OpenEnv server at {self._http} left the session: {why}"
+    def _lost(self, why: str, reason: str = "environment_error") -> TrajectoryError:
+        self._gone = TrajectoryError(
+            reason, f"the OpenEnv server at {self._http} left the session: {why}"
         )
+        return self._gone
 
 
 class _FullError(OpenEnvError):
     """All sessions of the server are taken."""
 
 
-def _failure(data: JsonObject) -> OpenEnvError:
+def _failure(data: _Failed) -> OpenEnvError:
     """Return the error of a server's reply, with the places of a refused action."""
     text = str(data.get("message") or data.get("code") or "unknown error")
     places = [
@@ -224,10 +318,10 @@ def _failure(data: JsonObject) -> OpenEnvError:
     return kind("; ".join([text, *places]))
 
 
-def _result(data: JsonObject, turn: int) -> StepResult:
+def _result(data: _Observed, turn: int) -> StepResult:
     return StepResult(
         turn=turn,
         observation=dict(data.get("observation") or {}),
-        reward=float(data.get("reward") or 0.0),
+        reward=data.get("reward") or 0.0,
         done=bool(data.get("done")),
     )
