@@ -15,6 +15,7 @@ from turnwise.run.conversations import show
 from turnwise.run.display import Display, why_untrained
 from turnwise.run.doctor import Finding, print_finding
 from turnwise.run.metrics import StepMetrics
+from turnwise.run.overview import Overview
 from turnwise.trajectory import Trajectory
 
 STEP = {
@@ -209,7 +210,7 @@ def test_what_others_wrote_cannot_drive_the_terminal(capsys: pytest.CaptureFixtu
     trajectory = Trajectory(f"rows:{ESCAPES}", messages=[{"role": ESCAPES, "content": ESCAPES}])
     display.samples({"best": [trajectory]})
     print_finding(console, Finding("rollout", "broken", ESCAPES, ESCAPES))
-    show(console, [trajectory])
+    show(console, Overview.of([trajectory]))
     print_error(f"turnwise: {ESCAPES}")
     record = logging.LogRecord("turnwise", logging.INFO, "", 0, "it said %s", (ESCAPES,), None)
     texts = [out.getvalue(), capsys.readouterr().err, VisibleFormatter().format(record)]
