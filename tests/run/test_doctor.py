@@ -1,6 +1,7 @@
 """`turnwise doctor`: what it finds on this machine, in a configuration, and in broken ones."""
 
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -15,9 +16,10 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT, command_environment, python
+from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
-from turnwise.run import machine_checks
+from turnwise.run import config_checks, machine_checks
 from turnwise.run.config_checks import ConfigChecks, spread
 from turnwise.run.doctor import Check, Finding, examine, size
 from turnwise.run.machine_checks import check_packages, check_ray, check_shared_memory, left_over
@@ -143,6 +145,29 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
     assert "MiB of weights" in found["model"].detail
     assert " of " in found["memory"].detail
     assert "; an engine's cache holds " in found["memory"].detail
+    assert found["log-probs"].detail.startswith(
+        "padded micro-batches; from the model's own: padded"
+    )
+
+
+def test_layouts_that_change_log_probs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("qwen3_5_text").save_pretrained(tmp_path / "model")
+    model = {"model": {"path": str(tmp_path / "model"), "max_length": 512}}
+    found = ConfigChecks(parse_config(tree(tmp_path) | model)).logprobs()
+    assert found.state == "ok"
+    assert re.fullmatch(
+        r"padded .*: padded \S+e-\d+ nats, packed \d\.\d nats, shared \d\.\d nats", found.detail
+    )
+    asked = ConfigChecks(parse_config(tree(tmp_path) | model | {"training": {"packing": "packed"}}))
+    (found,) = examine([check for check in asked.all if check.name == "log-probs"])
+    assert found.state == "broken"
+    assert found.detail.startswith("training.packing: packed changes the log-probs of a qwen3_5_te")
+    monkeypatch.setattr(config_checks, "_LARGEST", 1000)
+    found = asked.logprobs()
+    assert found.state == "ok"
+    assert found.detail.startswith("not checked here: 0.156 MiB of weights")
 
 
 @pytest.mark.parametrize(

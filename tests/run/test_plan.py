@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks.loading import in_processes, peak_of, resident
 from examples.calculator.tokenizer import build_tokenizer
+from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, dump_config, parse_config
 from turnwise.run.config_checks import ConfigChecks
@@ -242,3 +243,14 @@ def test_the_logits_of_a_large_vocabulary_never_exist_whole(tmp_path: Path) -> N
     peak = activation_bytes(path, False, "float32", False, tokens, tokens, False)
     assert peak < 1.2 * GIB
     assert tokens * 150_000 * 4 > 9 * GIB
+
+
+def test_a_text_model_inside_of_another_is_planned_as_its_text_alone(tmp_path: Path) -> None:
+    tokens: dict[str, Any] = {"tokens": 64, "length": 32}
+    for name in ("gemma3", "gemma3_text"):
+        tiny(name).save_pretrained(tmp_path / name)
+    whole, text = (
+        activation_bytes(str(tmp_path / name), False, "float32", False, every=False, **tokens)
+        for name in ("gemma3", "gemma3_text")
+    )
+    assert whole == pytest.approx(text, rel=0.01)

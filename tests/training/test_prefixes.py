@@ -117,7 +117,9 @@ def test_a_model_with_attention_of_its_own_is_refused(make_config: Any, tmp_path
 
     model_of(KINDS["soft cap"]).save_pretrained(tmp_path)
     config = make_config(model={"path": str(tmp_path)}, training={"packing": "shared"})
-    with pytest.raises(InputError, match=r"training\.packing: shared needs a model"):
+    with pytest.raises(
+        InputError, match=r"training\.packing: shared changes the log-probs of a gemma2 model"
+    ):
         TrainerRank(config)
 
 

@@ -50,7 +50,8 @@ class TrainingConfig(Section):
     packing: Literal["auto", "packed", "padded", "shared"] = "auto"
     """Layout of micro-batches: one row of concatenated sequences (packed), such a row in which
     sequences with a common beginning, as those of a group have, compute it once (shared), or rows
-    of similar length with padding (padded); auto is packed on GPUs and padded on CPUs."""
+    of similar length with padding (padded). auto is packed on GPUs, unless that would change the
+    model's log-probs, and padded on CPUs; another value is refused where it would change them."""
     attention: str = "auto"
     """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
     a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:

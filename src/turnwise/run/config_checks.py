@@ -1,4 +1,5 @@
-"""Checks of `turnwise doctor FILE`: model, data, environment, algorithm, memory, disk, ports."""
+"""Checks of `turnwise doctor FILE`: model, data, environment, algorithm, memory, log-probs, disk,
+ports."""
 
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import psutil
+
 from turnwise.config import Config
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError
@@ -22,10 +25,14 @@ from turnwise.trajectory import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from turnwise.training.batching import Layout
+
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
 _LEAST = 2**30
 """Free space that any run needs."""
+_LARGEST = 16 * 2**30
+"""Memory of a CPU of which half may hold a model: a larger one would take minutes."""
 _STATE = 4
 """Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
 
@@ -53,6 +60,7 @@ class ConfigChecks:
             Check("environment", self.environment, 60.0),
             Check("algorithm", self.algorithm),
             Check("memory", self.memory, 120.0),
+            Check("log-probs", self.logprobs, 300.0),
             Check("disk", self.disk),
             Check("ports", self.ports),
             Check("servers", self.servers),
@@ -139,6 +147,30 @@ class ConfigChecks:
         if not plan.possible:
             return Finding("memory", "broken", said, "turnwise plan FILE")
         return Finding("memory", "warning", said, "turnwise plan FILE")
+
+    def logprobs(self) -> Finding:
+        """Check that the trainer's log-probs are the model's own, in each layout."""
+        import torch
+
+        from turnwise.training.layout_check import agreed_layout, check_policy
+        from turnwise.training.loading import POLICY, dtype_of, parameters_of
+        from turnwise.training.rank import layout_of
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
+        room = min(room, psutil.virtual_memory().available) // 2
+        needed = parameters_of(self.config, POLICY) * dtype_of(self.config, POLICY).itemsize
+        if needed > room:
+            said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
+            return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
+        check = check_policy(self.config, device)
+        agreed = agreed_layout(
+            [check], self.config.training, layout_of(self.config.training, device)
+        )
+        layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
+        found = ", ".join(f"{layout} {check.compare(layout)}" for layout in layouts)
+        said = f"{agreed.layout} micro-batches; from the model's own: {found}"
+        return Finding("log-probs", "warning" if agreed.warning else "ok", said, agreed.warning)
 
     def disk(self) -> Finding:
         """Check the free space of output_dir against the size of the run's checkpoints."""

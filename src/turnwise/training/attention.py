@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
-from turnwise.training.context import CONTEXT_KEY, Columns
+from turnwise.training.context import Columns
 from turnwise.training.prefixes import SharedPrefixes
 
 _NAME = "turnwise_packed"
@@ -50,8 +50,22 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
     texts = model.config.get_text_config()
     capped = getattr(texts, "attn_logit_softcapping", None)
     if model.config._attn_implementation == "sdpa" and not capped:
-        model.set_attn_implementation(_NAME)
+        set_packed(model, True)
+    return is_packed(model)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Return whether a model's layers attend within sequences."""
     return bool(model.config._attn_implementation == _NAME)
+
+
+def set_packed(model: PreTrainedModel, packed: bool) -> None:
+    """Make a model's layers attend within sequences, or by torch's attention and a mask.
+
+    A model with attention of its own keeps it.
+    """
+    if model.config._attn_implementation in (_NAME, "sdpa"):
+        model.set_attn_implementation(_NAME if packed else "sdpa")
 
 
 @contextmanager
@@ -62,7 +76,7 @@ def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Co
     It is empty where neither matters, and for a model that separates sequences by a mask.
     """
     plain = columns.lengths is None and columns.group is None and columns.prefixes is None
-    if plain or model.config._attn_implementation != _NAME:
+    if plain or not is_packed(model):
         yield {}
         return
     before = _expected.set(columns)
@@ -97,10 +111,8 @@ def packed_attention(
     Raises:
         InputError: when the model's layers do not pass on the columns.
     """
-    if columns is None and (expected := _expected.get()) is not None:
-        if expected.group is not None:
-            raise InputError(f"{CONTEXT_KEY}: this model cannot compute parts of rows: set it to 1")
-        raise InputError("this model cannot compute packed rows: set training.packing to padded")
+    if columns is None and _expected.get() is not None:
+        raise InputError("its layers do not tell attention where sequences begin")
     assert attention_mask is None, "packed attention needs no mask"
     tensors = [query_BHTD, key_BHTD, value_BHTD]
     group = columns.group if columns is not None else None

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -193,7 +192,7 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type
-    if not exchanges or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    if not exchanges:
         raise InputError(
             f"{CONTEXT_KEY}: a {name} model combines tokens in another way than by torch's "
             "attention, the only one that is divided over ranks: set it to 1"

@@ -26,10 +26,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from turnwise.config import Config, SamplingConfig
-from turnwise.training.layers import decoder_layers, recompute
+from turnwise.training.layers import backbone_of, decoder_layers, recompute
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.scoring import score_hidden
 
@@ -122,7 +123,7 @@ def activation_bytes(
         casting = torch.autocast("cpu", torch.bfloat16) if lower and not sharded else nullcontext()
         with _LiveBytes(model) as live:
             with casting:
-                hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+                hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
                 hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
                 targets_N = ids_BT[:, 1:].flatten()
                 logprobs_N, _ = score_hidden(model, hidden_NH, targets_N, SamplingConfig())
@@ -185,13 +186,17 @@ def _empty(
     more = {"attn_implementation": _PLAIN}
     if _has_experts(shape):
         more["experts_implementation"] = _PLAIN
-    model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust, **more)
+    with no_init_weights():  # some ways to draw them need values
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=dtype, trust_remote_code=trust, **more
+        )
+    model.tie_weights()  # part of the initialization
     return model.eval()
 
 
 def _has_experts(shape: PretrainedConfig) -> bool:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(getattr(shape, name, None) for name in names)
+    return any(getattr(shape.get_text_config(), name, None) for name in names)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,9 +1,17 @@
-"""The decoder layers of a model, which are sharded and recomputed one by one."""
+"""The parts of a model: its backbone, and decoder layers, which are sharded and recomputed one by
+one."""
 
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that computes the last hidden states, below its head."""
+    parts = (model.base_model, *model.children())
+    return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

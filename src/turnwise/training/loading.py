@@ -231,12 +231,6 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.flo
 def _prepare(model: PreTrainedModel, config: Config) -> None:
     exchanges = use_packed_attention(model, config.training.attention)
     check_divisible(model, config.training.context_parallel, exchanges)
-    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
-    if config.training.packing == "shared" and (convolves or not exchanges):
-        raise InputError(
-            f"training.packing: shared needs a model that combines tokens by torch's attention "
-            f"alone, and a {model.config.model_type} model does not: set it to padded"
-        )
 
 
 def _with_head(model: PreTrainedModel, files: list[str]) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from turnwise.core.memory import give_back
 from turnwise.errors import InputError
 from turnwise.training.batching import MicroBatch
 from turnwise.training.context import Columns, ContextGroup
-from turnwise.training.layers import decoder_layers, recompute
+from turnwise.training.layers import backbone_of, decoder_layers, recompute
 from turnwise.training.loading import (
     POLICY,
     check_room,
@@ -60,9 +60,9 @@ class Scorer(nn.Module):
         """Data type of forward passes."""
         self.roles = roles
         self._sampling = sampling
-        self._group = group
+        self.group = group
         self._replay = replay
-        self.head = _value_head(model.base_model) if "value" in roles else None
+        self.head = _value_head(backbone_of(model)) if "value" in roles else None
 
     def forward(
         self, batch: MicroBatch, sampling: SamplingConfig | None = None, role: Role = "policy"
@@ -70,12 +70,12 @@ class Scorer(nn.Module):
         """Return the scores of a batch's masked tokens; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
-        columns = _columns(batch, self._group)
+        columns = _columns(batch, self.group)
         if self._replay is not None:
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
             assert self.head is not None
-            return _values_N(self.model.base_model, self.head, columns)
+            return _values_N(backbone_of(self.model), self.head, columns)
         return score_columns(self.model, columns, sampling or self._sampling)
 
 
@@ -87,19 +87,19 @@ class Critic(nn.Module):
 
     def __init__(self, model: Any, dtype: torch.dtype, group: ContextGroup | None = None) -> None:
         super().__init__()
-        self.backbone = model.base_model
-        self._group = group
+        self.backbone = backbone_of(model)
+        self.group = group
         self.dtype = dtype
         """Data type of forward passes."""
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return an estimate of the return before each masked token: [N]."""
-        return _values_N(self.backbone, self.head, _columns(batch, self._group))
+        return _values_N(self.backbone, self.head, _columns(batch, self.group))
 
 
 def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
-    head = nn.Linear(backbone.config.hidden_size, 1, bias=False)
+    head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
     with torch.no_grad():
         if trained is None:
             head.weight.zero_()
@@ -149,14 +149,14 @@ class Models:
         """
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
-        with self._computing(module):
+        with self.computing(module):
             scores: Scores = module(batch, sampling, name)
         return scores
 
     def estimate(self, batch: MicroBatch) -> torch.Tensor:
         """Return the value model's estimate of the return before each masked token: [N]."""
         assert self.value is not None, "there is no value model"
-        with self._computing(self.value):
+        with self.computing(self.value):
             shared = isinstance(self.value, Scorer)
             values_N: torch.Tensor = (
                 self.value(batch, None, "value") if shared else self.value(batch)
@@ -171,7 +171,8 @@ class Models:
         return module
 
     @contextmanager
-    def _computing(self, module: Scorer | Critic) -> Iterator[None]:
+    def computing(self, module: Scorer | Critic) -> Iterator[None]:
+        """Compute with one of the models in its precision, for a `with` block."""
         # FSDP itself computes in the module's dtype.
         lower = not isinstance(module, FSDPModule) and any(
             parameter.dtype != module.dtype for parameter in module.parameters()
@@ -181,12 +182,16 @@ class Models:
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
             module.reshard()  # a backward pass would have done it
 
+    def modules(self) -> list[Scorer | Critic]:
+        """Return the modules that play these roles, each once."""
+        roles = (self.policy, self.reference, self.value)
+        return list({id(module): module for module in roles if module is not None}.values())
+
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield every parameter and buffer of this rank."""
-        for module in (self.policy, self.reference, self.value):
-            if module is not None:
-                yield from module.parameters()
-                yield from module.buffers()
+        for module in self.modules():
+            yield from module.parameters()
+            yield from module.buffers()
 
 
 def load_models(

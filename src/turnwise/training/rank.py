@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
@@ -26,6 +25,7 @@ from turnwise.training.batching import Layout, MicroBatch, RankBatches, make_mic
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.gather import full_tensors, saved_buffers, tensor_shapes
+from turnwise.training.layout_check import agreed_layout, check_models
 from turnwise.training.lora import adapter_tensors, changed_parameters, merged_tensors
 from turnwise.training.model import ModelName, load_models
 from turnwise.training.objective import TrainingObjective
@@ -34,8 +34,8 @@ from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.trainable import TrainableModule
 from turnwise.weights.canary import Canary, canary_prompt
 from turnwise.weights.manifest import Publication
-from turnwise.weights.process_group import check_own_gpus
-from turnwise.weights.rendezvous import free_address, join_store, private
+from turnwise.weights.process_group import join_ranks
+from turnwise.weights.rendezvous import free_address
 from turnwise.weights.transport import make_sender
 
 _PLAIN = SamplingConfig()
@@ -85,10 +85,11 @@ class TrainerRank:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._layout = layout_of(config.training, self.device)
         group = None
         if place.address:
-            _join(place, self.device, config.training.step_timeout)
+            join_ranks(
+                place.address, place.rank, place.ranks, self.device, config.training.step_timeout
+            )
         if (size := config.training.context_parallel) > 1:
             limit = timedelta(seconds=config.training.step_timeout)
             group = ContextGroup.of_this_rank(size, limit)
@@ -103,6 +104,9 @@ class TrainerRank:
             value=needed.model if needed else None,
             group=group,
         )
+        checks = check_models(self._models, config.model.max_length)
+        preferred = layout_of(config.training, self.device)
+        self.agreed = agreed_layout(checks, config.training, preferred)
         self._scorer = self._models.policy
         self._warmup = needed.warmup_steps if needed else 0
         self._objective = TrainingObjective(config, self._algorithm, self._models, place.ranks)
@@ -114,7 +118,7 @@ class TrainerRank:
         self._learners = {"policy": self._learner}
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
-        self._canary = canary_prompt(self._models.shape.vocab_size)
+        self._canary = canary_prompt(self._models.shape.get_text_config().vocab_size)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
         whole_in_process = config.training.colocated and place.ranks == 1
         self._sender = make_sender(
@@ -146,7 +150,7 @@ class TrainerRank:
         steps = [
             [
                 make_micro_batch(
-                    samples, s.trajectory_tokens, self.version, self._layout, self.device
+                    samples, s.trajectory_tokens, self.version, self.agreed.layout, self.device
                 )
                 for samples in s.micro_batches
             ]
@@ -233,7 +237,7 @@ class TrainerRank:
         scored: list[tuple[int, list[float]]] = []
         for samples in share.micro_batches:
             batch = make_micro_batch(
-                samples, share.trajectory_tokens, self.version, self._layout, self.device
+                samples, share.trajectory_tokens, self.version, self.agreed.layout, self.device
             )
             with torch.no_grad():
                 if name == "value":
@@ -363,7 +367,7 @@ def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
 
 
 def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
-    """Return the layout of micro-batches: by default packed on GPUs, padded on CPUs."""
+    """Return the preferred layout of micro-batches: by default packed on GPUs, padded on CPUs."""
     if training.packing == "auto":
         return "packed" if device.type == "cuda" else "padded"
     return training.packing
@@ -372,25 +376,6 @@ def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
 def threads_of(training: TrainingConfig) -> int:
     """Return the number of CPU threads of one rank."""
     return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
-
-
-def _join(place: RankInfo, device: torch.device, seconds: float) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    host, _, port = place.address.rpartition(":")
-    limit = timedelta(seconds=seconds)
-    try:
-        store = private(join_store(host, int(port), limit))
-        if device.type == "cuda":
-            check_own_gpus(
-                store, place.rank, [f"rank {rank}" for rank in range(place.ranks)], device
-            )
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
-        )
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"the trainer's {place.ranks} ranks cannot meet at {place.address}: {error}"
-        ) from error
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -5,15 +5,21 @@ Temperature, top-k and top-p are applied as vLLM applies them: a temperature bet
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from turnwise.config import SamplingConfig
+from turnwise.errors import InputError
 from turnwise.training.attention import attending
 from turnwise.training.context import Columns, ContextGroup
+from turnwise.training.layers import backbone_of
 
 _LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 in vLLM's SamplingParams."""
@@ -52,7 +58,7 @@ def score(
 
 def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
     """Score the targets of all columns, of which this rank computes some; see `score`."""
-    hidden_NH = hidden_before(model.base_model, columns)
+    hidden_NH = hidden_before(backbone_of(model), columns)
     own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
     return Scores(*(columns.whole(values_N) for values_N in own))
 
@@ -64,16 +70,14 @@ def score_hidden(
     sampling: SamplingConfig,
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
-    head = model.get_output_embeddings()
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    rows = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
     chunks = []
     for start in range(0, max(1, len(targets_N)), rows):
         inputs = hidden_NH[start : start + rows], targets_N[start : start + rows]
         if len(targets_N) > rows and torch.is_grad_enabled():
-            chunks.append(checkpoint(_score, head, *inputs, cap, sampling, use_reentrant=False))
+            chunks.append(checkpoint(_score, model, *inputs, sampling, use_reentrant=False))
         else:
-            chunks.append(_score(head, *inputs, cap, sampling))
+            chunks.append(_score(model, *inputs, sampling))
     return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
@@ -88,16 +92,71 @@ def hidden_before(backbone: Any, columns: Columns) -> torch.Tensor:
     return hidden_NH
 
 
+def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """Return the logits that a model makes of last hidden states, in float32: [N, V].
+
+    The model's own forward pass makes them, with these states in the place of its backbone's:
+    models scale or cap logits after the head, each in its way.
+
+    Raises:
+        InputError: when its forward pass takes the states from another module.
+    """
+    with _giving(model, hidden_NH[None]) as given:
+        ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        logits_NV: torch.Tensor = model(input_ids=ids_1N, use_cache=False).logits[0]
+    if not given:
+        raise InputError(
+            f"a {model.config.model_type} model computes logits in a way that is not known"
+        )
+    return logits_NV.float()
+
+
+@dataclass
+class _Output(BaseModelOutput):  # type: ignore[misc]
+    """A backbone's output of nothing but the last hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[bool]]:
+    """Make a model's backbone give these last hidden states for a `with` block.
+
+    Yields:
+        A list that is no longer empty once the backbone was called.
+    """
+    given: list[bool] = []
+
+    def give(*_: object, **__: object) -> BaseModelOutput:
+        given.append(True)
+        return _Output(last_hidden_state=hidden_1NH)
+
+    backbone: Any = backbone_of(model)
+    replaced = [backbone]
+    if (inner := backbone.get_decoder()) is not backbone:
+        replaced.append(inner)  # some models' forward passes call it directly
+    before = [module.__dict__.get("forward") for module in replaced]
+    for module in replaced:
+        module.forward = give
+    try:
+        yield given
+    finally:
+        for module, own in zip(replaced, before, strict=True):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
 def _score(
-    head: Any,
+    model: PreTrainedModel,
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
-    cap: float | None,
     sampling: SamplingConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_NV = head(hidden_NH).float()
-    if cap:
-        logits_NV = torch.tanh(logits_NV / cap) * cap
+    logits_NV = logits_of(model, hidden_NH)
     logits_NV = _processed(logits_NV, targets_N, sampling)
     total_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N

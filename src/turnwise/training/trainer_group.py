@@ -33,6 +33,7 @@ from turnwise.weights.rendezvous import LOOPBACK
 from turnwise.weights.transport import find_transport
 
 if TYPE_CHECKING:
+    from turnwise.training.layout_check import AgreedLayout
     from turnwise.training.model import ModelName
     from turnwise.training.rank import RankInfo
 
@@ -61,12 +62,12 @@ class TrainerActor:
         self._store = open_store(host, 0)
         return f"{host}:{self._store.port}"
 
-    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, Layout]:
-        """Build the rank; return its process's id, and its layout of micro-batches."""
-        from turnwise.training.rank import TrainerRank, layout_of
+    def start(self, config: Config, place: "RankInfo", folder: str) -> tuple[int, "AgreedLayout"]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches."""
+        from turnwise.training.rank import TrainerRank
 
         self._policy = TrainerRank(config, place, Path(folder))
-        return os.getpid(), layout_of(config.training, self._policy.device)
+        return os.getpid(), self._policy.agreed
 
     def call(self, method: str, *args: object) -> object:
         """Call any method of the rank."""
@@ -154,7 +155,10 @@ class TrainerGroup:
             arguments = [(config, place, str(folder)) for place in places]
             started = await trainer._each("start", "start", arguments)
         trainer.pids = [pid for pid, _ in started]
-        _, trainer.layout = started[0]
+        _, agreed = started[0]
+        trainer.layout = agreed.layout
+        if agreed.warning:
+            logger.warning("%s", agreed.warning)
         return trainer
 
     async def _open_rendezvous(self) -> str:

@@ -270,3 +270,27 @@ def _process_group(
         with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
             return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))
+
+
+def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
+    """Join the process group of the trainer's ranks, which all others of this process follow.
+
+    Args:
+        address: Their rendezvous: host:port.
+        seconds: Deadline, also of each operation in the group.
+
+    Raises:
+        InputError: when they cannot meet.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=seconds)
+    try:
+        store = private(join_store(host, int(port), limit))
+        if device.type == "cuda":
+            check_own_gpus(store, rank, [f"rank {number}" for number in range(ranks)], device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the trainer's {ranks} ranks cannot meet at {address}: {error}"
+        ) from error

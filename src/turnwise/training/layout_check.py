@@ -1,0 +1,301 @@
+"""The check before training: the trainer's log-probs are the model's own, in the run's layout.
+
+A few random sequences are scored one by one, with the attention that Transformers chose, and one of
+them is compared with the model's own logits. Then all are scored in the layout of the run. Layers
+that carry a state from one sequence of a row into the next, masks that ignore where sequences
+begin, windows that nothing applies: all show as a difference, whatever the architecture is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from turnwise.config import Config, SamplingConfig, TrainingConfig
+from turnwise.errors import InputError, describe_error
+from turnwise.training.attention import is_packed, set_packed
+from turnwise.training.batching import Layout, make_micro_batch
+from turnwise.training.context import CONTEXT_KEY
+from turnwise.training.loading import POLICY, dtype_of, load_model
+from turnwise.training.lora import Role
+from turnwise.training.model import Critic, Models, Scorer
+from turnwise.training.sample import Sample
+
+_PLAIN = SamplingConfig()
+_LENGTHS = (25, 22, 17)
+"""Least tokens of the sequences; the second begins as the first does. In a packed row they begin at
+odd columns, where no chunk of a model does."""
+_COMMON = 11
+"""Tokens of that beginning."""
+_LONGEST = 16384
+_BLOCK = 8
+"""Tokens over which differences are averaged. Where another sequence is seen, all tokens of a block
+differ; where rounding makes a router choose otherwise, single ones."""
+_ROUNDING = {torch.float32: (3e-5, 0.02), torch.bfloat16: (0.03, 0.25)}
+"""Bounds of the difference that counts as rounding, relative to the spread of the log-probs. Where
+another sequence is seen, it is 0.29 at the least in 100 architectures (and less where weights are
+as small as before any training); rounding is 1e-6 in float32 and 0.03 in bfloat16. Between the
+bounds it is `_TIMES` what sequences differ by in a batch of another shape: sums are rounded in
+another order there, and routers of a mixture of experts make much of that."""
+_TIMES = 3
+_LEAST_SPREAD = 1e-3
+"""Spread, in nats, below which a model tells no tokens apart, as one without training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference of log-probs from those of the model itself."""
+
+    nats: float
+    """Largest mean over a block of tokens; inf where they cannot be computed, or are not finite."""
+    relative: float
+    """The same relative to the spread of the model's log-probs."""
+    rounding: float
+    """Most of it that counts as rounding."""
+    error: str = ""
+    """The reason where they cannot be computed."""
+
+    @property
+    def small(self) -> bool:
+        """Whether it is rounding."""
+        return self.relative <= self.rounding
+
+    def __str__(self) -> str:
+        if isfinite(self.nats):
+            return f"{self.nats:.2g} nats"
+        return f"cannot be computed: {self.error}" if self.error else "not finite"
+
+
+class ModelCheck:
+    """The check of one model. All ranks make the same calls, and get the same answers.
+
+    Args:
+        module: One of `models`.
+        max_length: Most tokens of a sequence.
+
+    Example:
+        check = ModelCheck(models, models.policy, 4096)
+        check.own.small and check.compare("packed").small
+    """
+
+    def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
+        self._models, self._module = models, module
+        self._model: PreTrainedModel = (
+            module.model if isinstance(module, Scorer) else module.backbone
+        )
+        self.kind: str = self._model.config.model_type
+        self._samples = samples = check_samples(self._model.config, max_length)
+        self._rounding, most = _ROUNDING[module.dtype]
+        packed, group = is_packed(self._model), module.group
+        set_packed(self._model, False)
+        module.group = None
+        alone = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
+        self._alone = [] if isinstance(alone, str) else alone
+        own = _attempt(self._by_logits) if self._alone else alone
+        self.own = self._difference(own, self._alone[-1:])
+        """Difference of the log-probs of one sequence from those by the model's own logits."""
+        followed = [_followed(sample) for sample in samples[1:]]
+        again = self._difference(
+            _attempt(lambda: self._values(followed, "padded")), self._alone[1:]
+        )
+        self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
+        set_packed(self._model, packed)
+        module.group = group
+
+    @torch.no_grad()
+    def compare(self, layout: Layout) -> Difference:
+        """Return the difference of a layout from the sequences one by one.
+
+        Where it is due to the trainer's attention, the model gets its own back.
+        """
+        found = self._compared(layout)
+        if found.small or not is_packed(self._model):
+            return found
+        if layout != "padded" and self._compared("padded").small:
+            return found
+        set_packed(self._model, False)
+        return self._compared(layout)
+
+    def _compared(self, layout: Layout) -> Difference:
+        parts = [self._samples]
+        if layout == "padded":  # the first may be long, and rows of its length would be large
+            parts = [self._samples[:1], self._samples[1:]]
+        found = _attempt(lambda: [v for part in parts for v in self._values(part, layout)])
+        return self._difference(found, self._alone)
+
+    def _values(self, samples: Sequence[Sample], layout: Layout) -> list[torch.Tensor]:
+        """Return each sample's log-probs, or a value model's estimates, from one micro-batch."""
+        tokens = {sample.trajectory: sample.trained for sample in samples}
+        batch = make_micro_batch(samples, tokens, 0, layout, self._models.device)
+        if isinstance(self._module, Critic):
+            with _any_head(self._module):
+                values_N = self._models.estimate(batch)
+        else:
+            policy = self._module is self._models.policy
+            name: Role = "policy" if policy else "reference"
+            values_N = self._models.score(name, batch, _PLAIN).logprobs_N
+        return list(torch.split(values_N.float().cpu(), [sample.trained for sample in samples]))
+
+    def _by_logits(self) -> list[torch.Tensor]:
+        """Return the last sample's log-probs by the model's own logits."""
+        if isinstance(self._module, Critic):
+            return self._alone[-1:]  # it has no logits
+        ids_1T = torch.from_numpy(self._samples[-1].token_ids_T)[None].to(self._models.device)
+        with self._models.computing(self._module):
+            if isinstance(self._module, FSDPModule):
+                self._module.unshard()  # the head's weights; layers gather their own
+            logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+        return [logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].cpu()]
+
+    def _difference(
+        self, found: list[torch.Tensor] | str, expected: Sequence[torch.Tensor]
+    ) -> Difference:
+        """Return the largest difference of values of all samples, on any rank."""
+        error, nats = (found, inf) if isinstance(found, str) else ("", 0.0)
+        if isinstance(found, list):
+            for ours_T, theirs_T in zip(found, expected, strict=False):
+                blocks = (ours_T - theirs_T).abs().tensor_split(max(1, len(ours_T) // _BLOCK))
+                nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
+        spread = float(torch.cat(self._alone).std()) if self._alone else 0.0
+        worst_2 = torch.tensor([nats, nats / max(spread, _LEAST_SPREAD)], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(worst_2, dist.ReduceOp.MAX)  # so that all ranks decide the same
+        nats, relative = worst_2.tolist()
+        return Difference(nats, relative, self._rounding, error)
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedLayout:
+    """The layout of micro-batches that all ranks agreed on."""
+
+    layout: Layout
+    warning: str = ""
+    """The reason if it is not the preferred one; "" if it is."""
+
+
+def agreed_layout(
+    checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
+) -> AgreedLayout:
+    """Return the preferred layout, or padded if a model computes something else in it.
+
+    A layout that the configuration names is not replaced.
+
+    Args:
+        checks: Those of all models; see `check_models`.
+
+    Raises:
+        InputError: when there is no such layout, or the trainer's log-probs are not those of a
+            model's own logits.
+    """
+    for check in checks:
+        if not check.own.small:
+            raise InputError(
+                f"a {check.kind} model cannot be trained: the trainer's log-probs are not those of "
+                f"the model's own logits ({check.own})"
+            )
+    layout, why = preferred, _wrong(checks, preferred)
+    warning = ""
+    if why and preferred != "padded" and training.packing == "auto":
+        warning = f"micro-batches are padded: {preferred} ones would change {why}"
+        layout, why = "padded", _wrong(checks, "padded")
+    if why and training.context_parallel > 1:
+        raise InputError(f"{CONTEXT_KEY}: ranks that share sequences change {why}: set it to 1")
+    if why and layout != "padded":
+        raise InputError(f"training.packing: {layout} changes {why}: set it to padded")
+    if why:
+        raise InputError(f"padded micro-batches change {why}, which cannot be trained then")
+    torch.cuda.empty_cache()  # an engine in this process may need the memory
+    return AgreedLayout(layout, warning)
+
+
+def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
+    """Return whose log-probs a layout changes, and by how much; "" if it changes none."""
+    found = [(check.kind, check.compare(layout)) for check in checks]
+    kind, worst = max(found, key=lambda each: (not each[1].small, each[1].nats))
+    return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
+
+
+@torch.no_grad()
+def check_models(models: Models, max_length: int) -> list[ModelCheck]:
+    """Return the checks of all of a rank's models, each begun."""
+    return [ModelCheck(models, module, max_length) for module in models.modules()]
+
+
+def check_policy(config: Config, device: torch.device) -> ModelCheck:
+    """Load the policy alone, without anything to train it, and return its check.
+
+    Raises:
+        InputError: when it cannot be loaded.
+    """
+    dtype = dtype_of(config, POLICY)
+    scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
+    models = Models(scorer.to(device), None, None, scorer.model.config, device)
+    return check_models(models, config.model.max_length)[0]
+
+
+def check_samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
+    """Return three sequences of random tokens, the first twice as long as the model's windows.
+
+    Args:
+        max_length: Most tokens that it may have.
+    """
+    text = shape.get_text_config()
+    values = text.to_dict()
+    positions = getattr(text, "max_position_embeddings", None) or max_length
+    limit = min(max_length, positions, _LONGEST)
+    windows = [
+        number
+        for name, number in values.items()  # sliding_window, attention_chunk_size, window_size ...
+        if ("window" in name or "chunk" in name) and isinstance(number, int) and number < limit
+    ]
+    first = max(_LENGTHS[0], min(2 * max(windows, default=0) - 1, limit))
+    special = {
+        number
+        for name, number in (shape.to_dict() | values).items()  # images, for instance
+        if name.endswith(("_token_id", "_token_index")) and isinstance(number, int)
+    }
+    ordinary = np.setdiff1d(np.arange(text.vocab_size), [*special])
+    generator = np.random.default_rng(0)
+    rows = [generator.choice(ordinary, length) for length in (first, *_LENGTHS[1:])]
+    rows[1][:_COMMON] = rows[0][:_COMMON]
+    return [
+        Sample.of(row.tolist(), [1] * len(row), [0.0] * len(row), [0] * len(row), 0.0, number)
+        for number, row in enumerate(rows)
+    ]
+
+
+def _followed(sample: Sample) -> Sample:
+    """Return a sample with tokens after it, which are not scored."""
+    ids, mask = sample.token_ids_T.tolist(), sample.response_mask_T.tolist()
+    more, none = ids[:_BLOCK], [0] * (len(ids) + _BLOCK)
+    return Sample.of(ids + more, mask + [0] * _BLOCK, none, none, 0.0, sample.sequence)
+
+
+def _attempt(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | str:
+    """Return what a call computes, or why it cannot."""
+    try:
+        return compute()
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # not the model's fault
+    except Exception as error:
+        return str(error) if isinstance(error, InputError) else describe_error(error)
+
+
+@contextmanager
+def _any_head(critic: Critic) -> Iterator[None]:
+    """Give a value model a head that tells hidden states apart; a new one predicts 0 of all."""
+    weight = critic.head.weight.detach()
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    before = own.clone()
+    own.copy_(torch.arange(own.numel(), device=own.device).cos().view_as(own))
+    try:
+        yield
+    finally:
+        own.copy_(before)
