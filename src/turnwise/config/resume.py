@@ -69,7 +69,6 @@ RULES: Mapping[str, OnResume] = {
     "data.eval_split": _yes("applies to the next evaluation"),
     "data.eval_limit": _yes("applies to the next evaluation"),
     "data.max_prompt_tokens": _LIMIT,
-    "data.load_timeout": _SHOWN,
     "rollout": _yes("applies to new groups"),
     "sampling": _yes("applies to new groups; those that were waiting keep their size"),
     "eval": _yes("applies to the next evaluation"),

@@ -95,11 +95,11 @@ class Load:
 
     device: str
     least: int
-    """What it holds with micro-batches of a few tokens."""
+    """Bytes with micro-batches of a few tokens."""
     expected: int
-    """What it holds with trajectories of `expected_length`."""
+    """Bytes with trajectories of `expected_length`."""
     bytes: int
-    """What it holds at the worst: with full micro-batches of the longest sequences."""
+    """Bytes at the worst: with full micro-batches of the longest sequences."""
     limit: int
 
     @property
