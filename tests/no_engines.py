@@ -61,6 +61,7 @@ TIER = (
     "training/test_batching.py",
     "training/test_gather.py",
     "training/test_layers.py",
+    "training/test_layout_check.py",
     "training/test_lora.py",
     "training/test_masked_tokens.py",
     "training/test_rank.py",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.core.memory import give_back
@@ -98,7 +98,7 @@ class Critic(nn.Module):
         return _values_N(self.backbone, self.head, _columns(batch, self.group))
 
 
-def _value_head(backbone: Any, trained: nn.Linear | None = None) -> nn.Linear:
+def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
     head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
     with torch.no_grad():
         if trained is None:
@@ -115,7 +115,7 @@ def _columns(batch: MicroBatch, group: ContextGroup | None) -> Columns:
     return Columns.of(*tensors, group, batch.experts_BTR)
 
 
-def _values_N(backbone: Any, head: nn.Linear, columns: Columns) -> torch.Tensor:
+def _values_N(backbone: PreTrainedModel, head: nn.Linear, columns: Columns) -> torch.Tensor:
     values_N: torch.Tensor = head(hidden_before(backbone, columns))[:, 0].float()
     return columns.whole(values_N)
 

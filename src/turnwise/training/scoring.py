@@ -81,7 +81,7 @@ def score_hidden(
     return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
-def hidden_before(backbone: Any, columns: Columns) -> torch.Tensor:
+def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
     """Return the last hidden states at the positions before masked tokens: [N, H]."""
     given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
     if columns.position_ids_BT is not None:
@@ -133,7 +133,7 @@ def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[b
         given.append(True)
         return _Output(last_hidden_state=hidden_1NH)
 
-    backbone: Any = backbone_of(model)
+    backbone = backbone_of(model)
     replaced = [backbone]
     if (inner := backbone.get_decoder()) is not backbone:
         replaced.append(inner)  # some models' forward passes call it directly
