@@ -17,7 +17,7 @@ from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
-from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.children import lacks_resources
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import agent_span
@@ -108,6 +108,7 @@ class Runner:
         """Backend of the user's chat scheduler; None if the loop needs none."""
         self._errors = ErrorLog(self.files)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
         """Return a runner for another environment and loop that shares all but `rollout.tools`.
@@ -183,6 +184,9 @@ class Runner:
         Args:
             on_trajectory: Called with each finished trajectory, as soon as its reward is known.
         """
+        async with self._loading:
+            if "tool_parser" not in vars(self):  # which would block the event loop
+                await run_in_thread(lambda: self.tool_parser)
         group, started = run.group, time.perf_counter()
         compares = self.rewards.compares
 
