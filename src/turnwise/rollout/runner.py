@@ -18,7 +18,6 @@ from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
-from turnwise.core.children import lacks_resources
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
@@ -302,7 +301,7 @@ class Runner:
             if stall.expired():
                 message = f"it made no progress for {clock.seconds:g} s (rollout.stall_timeout)"
                 failure = "stalled", message
-        except OSError as error:  # too few threads or descriptors, maybe for a moment only
+        except (OSError, MemoryError) as error:  # too few threads, descriptors, pages for a moment
             failure = "system_error", str(error)
         except asyncio.CancelledError:
             if is_cancelled():
@@ -311,9 +310,8 @@ class Runner:
         except TurnwiseError:
             raise
         except Exception as error:
-            reason = "no_resources" if lacks_resources(error) else "unexpected_error"
-            failure = reason, await describe_user_error(error)
-            await self._errors.write(reason, name, error)
+            failure = "unexpected_error", await describe_user_error(error)
+            await self._errors.write(failure[0], name, error)
         logger.info("%s failed (%s): %s", name, *failure)
         return failure
 
