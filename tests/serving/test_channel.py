@@ -125,10 +125,11 @@ async def test_a_client_unpickles_nothing_of_a_listener_without_the_token() -> N
 async def test_connections_without_a_proof_are_few_and_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    most = 16
     monkeypatch.setattr(channels, "_PROOF_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "_MOST_UNPROVEN", most)
     opened: list[Channel] = []
     address = await listen("127.0.0.1", opened.append)
-    most = channels._MOST_UNPROVEN
     async with asyncio.timeout(SECONDS):
         idle = [await asyncio.open_connection(*address[:2]) for _ in range(most + 10)]
         for reader, _ in idle[:10]:  # the oldest

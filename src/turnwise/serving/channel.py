@@ -21,8 +21,9 @@ _BLOCK_BYTES = 32
 """Size of the token, of a challenge and of a proof."""
 _PROOF_SECONDS = 10.0
 """Time in which the other end has to prove that it knows the token."""
-_MOST_UNPROVEN = 64
-"""Maximum number of connections of a listener without a proof; the oldest is closed beyond it."""
+_MOST_UNPROVEN = 512
+"""Maximum number of connections of a listener without a proof; the oldest is closed beyond it. All
+processes of a large run may connect at once."""
 _SILENT_SECONDS = 60
 """Time after which a connection is closed whose other end's machine does not answer."""
 
