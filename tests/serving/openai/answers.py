@@ -19,6 +19,8 @@ OF_A_REQUEST = {
         "completed_at",
     ),
     *("sequence_number", "system_fingerprint"),
+    # What was asked before decides how much of a prompt is in the cache.
+    *("cached_tokens", "cache_write_tokens"),
 }
 """Keys whose values differ from one request to the next."""
 GROWING = {"content", "text", "arguments", "delta", "partial_json"}
