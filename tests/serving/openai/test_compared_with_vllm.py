@@ -4,13 +4,14 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from tests.serving.openai.answers import Difference, differences, read
-from tests.serving.openai.shapes import SHAPES, Shape
+from tests.serving.openai.shapes import RESPONSES, SHAPES, Shape
 from turnwise.config import Config
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.serving.openai.server import OpenAIServer
@@ -149,6 +150,15 @@ async def test_requests_at_once_get_what_each_gets_alone(pair: Pair) -> None:
     alone = [await answer(pair.ours, shape) for shape in shapes]
     at_once = await asyncio.gather(*(answer(pair.ours, shape) for shape in shapes))
     assert list(differences(at_once, alone)) == []
+
+
+async def test_usage_tells_what_was_added_to_the_cache(pair: Pair) -> None:
+    asked = {"input": "11 times 12 " * 20, "max_output_tokens": 2, "temperature": 0}
+    shape = Shape(RESPONSES, {"model": "model", **asked})
+    answers: list[Any] = [await answer(client, shape) for client in (pair.ours, pair.theirs)]
+    details = [each["body"]["usage"]["input_tokens_details"] for each in answers]
+    assert details[0] == details[1]
+    assert details[0]["cache_write_tokens"] >= 32
 
 
 @pytest.mark.slow
