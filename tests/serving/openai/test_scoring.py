@@ -88,13 +88,3 @@ async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> Non
         assert first is None
         assert [list(each) for each in rest] == [[str(token)] for token in PROMPT[1:]]
     assert len((await trajectory(http, "n")).turns) == 3
-
-
-async def test_more_tokens_than_the_context_has_are_refused_on_either_way(
-    http: httpx.AsyncClient,
-) -> None:
-    for extra in ({}, {"frequency_penalty": 0.0}):
-        asked = {"messages": [USER], "max_tokens": 513, **extra}
-        answer = await http.post("/v1/chat/completions", json=asked)
-        assert answer.status_code == 400, extra
-        assert "max_model_len=512" in answer.json()["error"]["message"]

@@ -142,12 +142,9 @@ class DirectChat:
         prompt: list[int],
         context: RequestContext,
     ) -> int:
-        """Return the largest number of tokens that may follow the prompt; 0 if vLLM refuses it."""
-        context_length: int = self._chat.model_config.max_model_len
-        asked = request.max_completion_tokens or request.max_tokens
-        if asked is not None and asked > context_length:
-            return 0
-        most = min(context_length - len(prompt), asked or base.max_tokens)
+        """Return the largest number of tokens that may follow the prompt."""
+        most: int = self._chat.model_config.max_model_len - len(prompt)
+        most = min(most, request.max_completion_tokens or request.max_tokens or base.max_tokens)
         room = context.session.room(prompt, context.prompt.fork_reason)
         return most if room is None else min(most, room)
 
