@@ -226,12 +226,12 @@ def _keep_likeliest() -> None:
     def noting(
         self: sampler.Sampler,
         logits: torch.Tensor,
-        metadata: "SamplingMetadata",
+        sampling_metadata: "SamplingMetadata",  # vLLM passes it by this name
         *args: object,
         **more: object,
     ) -> object:
-        self.likeliest = metadata.max_num_logprobs
-        return forward(self, logits, metadata, *args, **more)
+        self.likeliest = sampling_metadata.max_num_logprobs
+        return forward(self, logits, sampling_metadata, *args, **more)
 
     def gathered(
         self: sampler.Sampler,
