@@ -34,7 +34,9 @@ def step(likeliest: int | None, given: dict[int, list[int]]) -> vllm.LogprobsTen
         logitsprocs=LogitsProcessors(),
         logprob_token_ids=given,
     )
-    made = vllm.sampler.Sampler("processed_logprobs")(LOGITS.clone(), metadata)
+    made = vllm.sampler.Sampler("processed_logprobs")(
+        logits=LOGITS.clone(), sampling_metadata=metadata
+    )
     assert made.sampled_token_ids.flatten().tolist() == [0, 4]
     return made.logprobs_tensors
 
