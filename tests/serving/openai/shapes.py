@@ -344,6 +344,10 @@ OTHERS: dict[str, Shape] = {
     "no path": Shape("/v1/nothing", {}),
     "GET of a chat": Shape(CHAT),
 }
+# What vLLM's frontend loses by chance when a slow client gets several pieces joined: the name of a
+# forced call, and the scores of the prompt of a second choice.
+STREAMED_CHATS = {k: each for k, each in CHATS.items() if k != "a strict tool, required"}
+STREAMED_TEXTS = {name: each for name, each in TEXTS.items() if name != "echo with logprobs, n"}
 STREAMED = {"stream": True}
 USAGE = {**STREAMED, "stream_options": {"include_usage": True}}
 ALL_USAGE = {
@@ -360,9 +364,9 @@ def _shapes() -> dict[str, Shape]:
     limit = {"max_tokens": None}
     kinds = (
         ("chat", CHAT, chat, {**SAMPLING, **SCORING, **CHATS, **WRONG, **WRONG_CHATS}),
-        ("chat, streamed", CHAT, chat | STREAMED, {**SAMPLING, **CHATS}),
+        ("chat, streamed", CHAT, chat | STREAMED, {**SAMPLING, **STREAMED_CHATS}),
         ("text", TEXT, text, {**SAMPLING, **SCORING, **TEXTS, **WRONG, **WRONG_TEXTS}),
-        ("text, streamed", TEXT, text | STREAMED, {**SAMPLING, **TEXTS}),
+        ("text, streamed", TEXT, text | STREAMED, {**SAMPLING, **STREAMED_TEXTS}),
         ("response", RESPONSES, response, RESPONDED),
         ("response, streamed", RESPONSES, response | STREAMED, RESPONDED),
         ("message", MESSAGES, message, ANTHROPIC),

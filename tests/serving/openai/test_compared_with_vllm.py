@@ -50,6 +50,16 @@ WANTED = (
         "a message carries the ids that a client may send back",
     ),
     Wanted(
+        ".",
+        r"^\.body\.error\.(message|param)$",
+        "a request that is not valid gets one sentence, by the member that was meant",
+    ),
+    Wanted(
+        "^(chat|text): more than the context$",
+        ".",
+        "more tokens than the context has are as many as it has",
+    ),
+    Wanted(
         ": no limit$",
         ".",
         "without a limit the configuration's `sampling.max_tokens` counts",
