@@ -64,11 +64,6 @@ WANTED = (
         ".",
         "without a limit the configuration's `sampling.max_tokens` counts",
     ),
-    Wanted(
-        "special token in a message$",
-        ".",
-        "a message's text is text: special tokens in it are not the template's",
-    ),
 )
 
 
