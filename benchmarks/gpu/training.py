@@ -26,6 +26,7 @@ from turnwise.training.batching import (
     make_micro_batch,
     plan_micro_batches,
 )
+from turnwise.training.layout_check import AgreedLayout
 from turnwise.training.rank import RankInfo, TrainerRank
 from turnwise.training.reports import StepReport
 from turnwise.weights import disk
@@ -101,7 +102,7 @@ def shares_of(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> lis
 def take_step(rank: TrainerRank, given: Sequence[Sample]) -> StepReport:
     """Take one optimizer step; require that it changed the weights."""
     version = rank.version
-    report = rank.train(shares_of(rank, given, rank._layout))
+    report = rank.train(shares_of(rank, given, rank.agreed.layout))
     norm = report.updates[0].grad_norm
     require(math.isfinite(norm) and norm > 0, f"the gradient's norm is {norm}")
     require(rank.version == version + 1, "the step was skipped")
@@ -129,7 +130,7 @@ def speed(place: Place, rank: TrainerRank, given: Sequence[Sample]) -> str:
 
 def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    rank._layout = layout
+    rank.agreed = AgreedLayout(layout)
     scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 

@@ -134,24 +134,25 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 async def test_rows_are_read_and_groups_begun_as_places_become_free() -> None:
-    play = Play(500)
+    play, before = Play(500), len(asyncio.all_tasks())  # of the session
     work = asyncio.ensure_future(run_groups(play.group, play.problems, "eval", at_once=7))
     await until(lambda: play.running == 7)
     assert len(play.read) == 7
-    assert len(asyncio.all_tasks()) < 20
+    assert len(asyncio.all_tasks()) < before + 20
     play.gate.set()
     outcomes = await work
     assert (outcomes.finished, play.most, sorted(play.read)) == (500, 7, list(range(500)))
 
 
 async def test_an_error_ends_all_groups_and_what_is_done_is_in_the_file(tmp_path: Path) -> None:
+    before = len(asyncio.all_tasks())  # of the session
     play, log = Play(100), GroupLog(tmp_path / "eval.jsonl", tmp_path / "timeline" / "eval.jsonl")
     play.gate.set()
     play.bad = "rows.jsonl:40"
     with pytest.raises(InputError, match=r"rows\.jsonl:40 cannot be used"):
         await run_groups(play.group, play.problems, "eval", log.keep, at_once=4)
     assert play.running == 0
-    assert len(asyncio.all_tasks()) == 1
+    assert len(asyncio.all_tasks()) == before
     done = {trajectory.problem_id for trajectory in read_jsonl(tmp_path / "eval.jsonl")}
     assert {f"rows.jsonl:{n}" for n in range(1, 37)} <= done
     assert "rows.jsonl:40" not in done

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -185,7 +186,8 @@ class Runner:
         """
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop
-                await run_in_thread(lambda: self.tool_parser)
+                with suppress(OSError):  # no thread at this moment: a trajectory loads it
+                    await run_in_thread(lambda: self.tool_parser)
         group, started = run.group, time.perf_counter()
         compares = self.rewards.compares
 

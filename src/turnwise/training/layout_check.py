@@ -161,9 +161,13 @@ class ModelCheck:
         error, nats = (found, inf) if isinstance(found, str) else ("", 0.0)
         if isinstance(found, list):
             for ours_T, theirs_T in zip(found, expected, strict=False):
-                blocks = (ours_T - theirs_T).abs().tensor_split(max(1, len(ours_T) // _BLOCK))
+                # A model may give a token the probability 0: both are -inf then.
+                apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
+                blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
                 nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
-        spread = float(torch.cat(self._alone).std()) if self._alone else 0.0
+        alone = torch.cat(self._alone) if self._alone else torch.zeros(0)
+        finite = alone[alone.isfinite()]
+        spread = float(finite.std()) if len(finite) > 1 else 0.0
         worst_2 = torch.tensor([nats, nats / max(spread, _LEAST_SPREAD)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(worst_2, dist.ReduceOp.MAX)  # so that all ranks decide the same
