@@ -129,6 +129,8 @@ class Scheduler:
 
         Turns that failed on it continue on others.
         """
+        for follower in self._followers:  # which may reach it, and wait for an answer
+            follower.restore(name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
                 worker.usable = False
