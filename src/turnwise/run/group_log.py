@@ -30,11 +30,19 @@ class GroupLog:
         self._begun = False
 
     async def keep(self, place: int, group: Group) -> None:
-        """Append a finished group.
+        """Append a finished group, also if the caller is cancelled meanwhile.
 
         Raises:
             TurnwiseError: when it cannot be written.
         """
+        writing = asyncio.ensure_future(self._write(place, group))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
+
+    async def _write(self, place: int, group: Group) -> None:
         async with self._lock:  # both files have the same order
             await run_in_thread(self._append, place, group)
 

@@ -195,7 +195,7 @@ async def test_both_ways_continue_one_session(
     assert views == [USER["content"], "", "42", "It is 42.", "Really?", "Yes."]
 
 
-@pytest.mark.parametrize("more", [{}, ELSEWHERE, {"stream": True}])
+@pytest.mark.parametrize("more", [{}, ELSEWHERE, {"stream": True}], ids=["", "vllm", "stream"])
 @pytest.mark.parametrize(
     ("text", "events"),
     [
@@ -216,6 +216,8 @@ async def test_calls_of_agents_are_counted_also_those_that_cannot_be_read(
     asked = {"messages": [USER], "tools": [TOOL_SCHEMA], **scripted(template, f"{text}<|im_end|>")}
     answer = await http.post(f"{place}/v1/chat/completions", json={**asked, **more})
     assert answer.status_code == 200
+    if "stream" in more and "tool_malformed" in events:
+        events = {"tool_call": 1}  # by its pieces, the client got a call that looks complete
     assert (await http.get(place)).json()["trajectory"]["events"] == events
 
 

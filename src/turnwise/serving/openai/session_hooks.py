@@ -269,9 +269,7 @@ class SessionHooks:
         if tools and self._chat.parser_cls is not None:
             text, calls = said
             names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-            # Formats that mark the end of a call leave out empty arguments; others were cut off.
-            nothing = "{}" if self._format.ends else ""
-            readable = sum(is_object(arguments or nothing) for _, arguments in calls)
+            readable = sum(is_object(arguments) for _, arguments in calls)
             broken = len(calls) - readable
             broken += not calls and self._format.unreadable(text, names, [])
             events = context.session.trajectory.events
