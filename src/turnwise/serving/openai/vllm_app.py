@@ -84,6 +84,8 @@ async def build(
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    # vLLM copies the option here where it makes an engine's configuration, and reads it here only.
+    args.structured_outputs_config.reasoning_parser = config.serving.reasoning_parser or ""
     silence(config.rollout.tool_parser)
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
     CompletionRequest.model_fields["max_tokens"].default = None
