@@ -56,7 +56,7 @@ def outcome(parser: ToolParser, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(parsers: dict[str, ToolParser]) -> dict[str, list[str]]:
-    """What each call is after each of its characters."""
+    """The outcome of each call after each of its characters."""
     return {
         name: [outcome(parsers[name], call[:end]) for end in range(1, len(call) + 1)]
         for name, call in CALLS.items()
@@ -158,7 +158,7 @@ def test_a_plug_in_of_vllm_is_asked_for_its_mark() -> None:
 
 
 def test_the_page_has_the_table(outcomes: dict[str, list[str]]) -> None:
-    """With `TABLE=1` in the environment the page is written anew."""
+    """Compare the page with the table; `TABLE=1` in the environment writes it."""
     lines = ["| parser | a call | text | malformed | read |", "|---|---|---|---|---|"]
     for name, call in CALLS.items():
         found = outcomes[name]

@@ -181,7 +181,7 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, file=sys.stderr)
 
 
 def call(*arguments: str, signals: tuple[signal.Signals, ...]) -> str:
-    """What a program says that is interrupted in a plain call."""
+    """The output of a program that is interrupted in a plain call."""
     running = subprocess.Popen(
         [sys.executable, "-c", CALL, *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What an environment's process may answer: a value of the type, or the failure of a trajectory."""
+"""Answers of an environment's process: a value of the type, or the failure of a trajectory."""
 
 import asyncio
 import json

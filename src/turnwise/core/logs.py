@@ -120,7 +120,7 @@ def _add(file: logging.Handler, level: str) -> None:
             logger.handlers = []
         if not _on_terminal:
             _to_program.append((_OURS, _ToProgram(level.upper())))
-            if not root.handlers:  # Python prints warnings then, which a handler of ours would end
+            if not root.handlers:  # without any, Python prints warnings; ours would stop that
                 _to_program.append((root, _terminal_of_others(level)))
             for logger, handler in _to_program:
                 logger.addHandler(handler)

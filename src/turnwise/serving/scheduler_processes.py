@@ -164,8 +164,8 @@ class SchedulerProcesses(ABC):
     async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
         """Start a lost process again, up to `serving.max_restarts` times, or give it up.
 
-        Whatever fails here (Ray, a lack of threads, an error of ours), groups that wait for a
-        process must not wait for ever.
+        Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
+        wait for a process must not wait for ever.
         """
         process.actor = None
         try:

@@ -287,7 +287,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "an id that is none": {"logprobs": 1, "logprob_token_ids": [1_000_000]},
     "ids without logprobs": {"logprob_token_ids": [1]},
 }
-"""What chats and completions refuse."""
+"""Requests that chats and completions refuse."""
 WRONG_CHATS: dict[str, dict[str, Any]] = {
     "no messages": {"messages": []},
     "messages of a text": {"messages": "12 plus 30"},
