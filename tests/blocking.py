@@ -1,4 +1,4 @@
-"""A gate that blocks user code in tests, and opens at the end of the test.
+"""What blocks user code in tests: a gate that opens at the end of the test, a lack of threads.
 
 A separate module, because an environment's module is imported once by pytest and once by its name
 in a configuration.
@@ -6,6 +6,7 @@ in a configuration.
 
 import asyncio
 import threading
+from typing import Any
 
 _gates = [threading.Event()]
 
@@ -25,3 +26,10 @@ async def tick(ticks: list[None]) -> None:
     while True:
         await asyncio.sleep(0.01)
         ticks.append(None)
+
+
+class NeverIdle(list[Any]):
+    """The idle threads of a machine that has none, also when calls of earlier tests return."""
+
+    def append(self, inbox: Any) -> None:
+        pass

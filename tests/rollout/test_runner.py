@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.blocking import gate, new_gate, tick
+from tests.blocking import NeverIdle, gate, new_gate, tick
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
@@ -381,13 +381,6 @@ async def test_tools_that_run_together_count_once(
     elapsed = time.perf_counter() - started
     assert [message["content"] for message in messages] == ["awake"] * 3
     assert 0.5 <= context.seconds["tools"] <= elapsed
-
-
-class NeverIdle(list[Any]):
-    """The idle threads of a machine that has none, also when calls of earlier tests return."""
-
-    def append(self, inbox: Any) -> None:
-        pass
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["in a thread", "in a process"])
