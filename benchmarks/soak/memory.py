@@ -19,6 +19,10 @@ PART = 1 / 4
 """Share of the rest that is compared with its last such share."""
 SLACK = 8.0
 """Growth in MiB that does not count."""
+FEW = 2.0
+"""Growth of open files that does not count: a fork server has one for each fork that is alive, and
+a sample may meet a moment in which one is missing. What leaks with each killed process, of which
+each kind has seven in an hour, grows by more."""
 
 
 def growth(
@@ -35,7 +39,7 @@ def growth(
         begin: Start of the test.
         end: Its end.
         middle: What is taken instead of the median.
-        slack: Growth that does not count.
+        slack: Growth that does not count, in the unit of the values.
 
     Returns:
         None where a quarter has no value, or the first value came after the warm-up.
@@ -101,7 +105,7 @@ class Memory:
         for watched in self._watched.values():
             memory = growth(watched.memory, begin, end, slack=SLACK)
             # The fewest, because an environment server has one for each trajectory.
-            descriptors = growth(watched.descriptors, begin, end, min)
+            descriptors = growth(watched.descriptors, begin, end, min, FEW)
             if memory is not None and descriptors is not None:
                 found.append((watched, memory, descriptors))
         return sorted(found, key=lambda item: -item[1])
