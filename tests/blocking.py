@@ -1,4 +1,4 @@
-"""What blocks user code in tests: a gate that opens at the end of the test, a lack of threads.
+"""Tests block user code with a gate, which opens at their end, or with a lack of threads.
 
 A separate module, because an environment's module is imported once by pytest and once by its name
 in a configuration.

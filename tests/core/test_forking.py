@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,6 +132,26 @@ def test_a_lack_of_descriptors_passes(start: Callable[..., Server]) -> None:
     second.close()
     assert gone(one)
     assert gone(two)
+
+
+@pytest.mark.parametrize("killed", ["fork", "client"])
+def test_nothing_is_left_open_of_what_was_killed(start: Callable[..., Server], killed: str) -> None:
+    server = start()
+    kept, _ = server.ask()
+    process = psutil.Process(server.process.pid)
+    before = process.num_fds()  # with a request's own three, until the server has closed them
+    for _ in range(8):
+        connection, pid = server.ask()
+        if killed == "fork":
+            os.kill(int(pid), signal.SIGKILL)
+            connection.makefile().read()  # until the server closes it
+        connection.close()
+        assert gone(pid)
+    ends = time.monotonic() + 60
+    while process.num_fds() > before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert process.num_fds() <= before
+    kept.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\xff" * 9, b"\0\0\0\2{", b"\0\0\0\2[]"])
