@@ -101,16 +101,19 @@ class EventLoopThread(Generic[_Opened]):
         Raises:
             DeadlineError: naming `who`.
         """
-        future = self.submit(lambda: _within(work, seconds, who))
-        try:
+        future: Future[_Result] | None = None
+        try:  # a signal may come at any time
+            future = self.submit(lambda: _within(work, seconds, who))
             return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
-        except BaseException:
+        except BaseException as error:
             # A signal's handler raised; a second signal raises again.
-            if not future.done() and (ending := Ending.begin()) is not None:
+            over = isinstance(error, Exception) if future is None else future.done()
+            if not over and (ending := Ending.begin()) is not None:
                 ending.wait(SAVE_SECONDS)
             raise
         finally:
-            future.cancel()
+            if future is not None:
+                future.cancel()
 
     def stop(self, seconds: float) -> None:
         """Close the context manager; Ctrl-C is raised only after it has closed.

@@ -37,7 +37,7 @@ _UNFINISHED, _ANSWER = ".unfinished", ".answer"
 """Suffixes of the file that a process's thread writes, and of the same once it is whole."""
 _MOST_THREADS = _MOST_FRAMES = 100
 """Numbers of threads, and of frames of each, that `faulthandler` writes."""
-_LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$")
+_LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
 """The thread that writes the stacks, which shows nothing of the process."""
 _PAUSE_SECONDS = 0.05
 _STARTED = "started "
@@ -347,7 +347,7 @@ def _folded(text: str) -> list[str]:
     alike: dict[str, int] = {}
     for block in text.replace("Current thread", "\n\nCurrent thread").split("\n\n"):
         _, _, frames = block.strip().partition("\n")
-        if frames and not _LISTENER.search(frames.splitlines()[0]):
+        if frames and not _LISTENER.search(frames):
             alike[frames] = alike.get(frames, 0) + 1
     return [
         f"{count} {'thread' if count == 1 else 'threads'}:\n{frames}"

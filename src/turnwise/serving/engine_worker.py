@@ -7,7 +7,7 @@ message brings several requests, and one for each step of the engine returns the
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,23 +66,21 @@ class Mailbox:
         events, self._events = self._events, []
         self._channel.send(events)
 
-    def _receive(self, names: Sequence[str], batch: bytes, cancelled: Sequence[str]) -> None:
+    def _receive(self, requests: Mapping[str, bytes], cancelled: Sequence[str]) -> None:
         """Begin requests, and end those whose results are no longer needed.
 
         Args:
-            names: Ids of the requests in the batch, which may not be readable in this process.
-            batch: A pickled sequence of `Submission`s.
+            requests: A pickled `Submission` by its id; it may not be readable in this process.
         """
-        try:
-            submissions: Sequence[Submission] = pickle.loads(batch) if names else ()
-        except Exception as error:
-            submissions = ()
-            for name in names:
+        for name, packed in requests.items():
+            try:
+                request: Submission = pickle.loads(packed)
+            except Exception as error:
                 self.add(name, EngineError(f"the request {name} cannot be read: {error!r}"))
-        for request_id, *request in submissions:
-            task = asyncio.create_task(self._run(self, request_id, *request))
-            self._requests[request_id] = task
-            task.add_done_callback(partial(self._ended, request_id))
+                continue
+            task = asyncio.create_task(self._run(self, *request))
+            self._requests[name] = task
+            task.add_done_callback(partial(self._ended, name))
         for request_id in cancelled:
             if (running := self._requests.get(request_id)) is not None:
                 running.cancel()

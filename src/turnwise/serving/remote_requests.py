@@ -127,22 +127,18 @@ class RemoteRequests(ABC):
             return
         batch, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
-        batch = [submission for submission in batch if submission[0] not in cancelled]
-        if batch:
-            self._send(self._channel, batch)
-        if cancelled:
-            self._channel.send(([], b"", cancelled))
-
-    def _send(self, channel: Channel, batch: list[Submission]) -> None:
-        try:
-            packed = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
-            channel.send(([submission[0] for submission in batch], packed, []))
-        except Exception as error:  # a request that cannot be sent fails alone
-            if len(batch) > 1:
-                for submission in batch:
-                    self._send(channel, [submission])
-            elif (inbox := self._inboxes.get(batch[0][0])) is not None:
-                inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
+        packed: dict[str, bytes] = {}
+        for submission in batch:
+            name = submission[0]
+            if name in cancelled:
+                continue
+            try:  # each by itself, so that what cannot be sent or read fails alone
+                packed[name] = pickle.dumps(submission, pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                if (inbox := self._inboxes.get(name)) is not None:
+                    inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
+        if packed or cancelled:
+            self._channel.send((packed, cancelled))
 
     async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
         """Open a channel and pass on what comes, until it is lost, and all requests on it."""
