@@ -1,0 +1,209 @@
+"""Count what a reader of `src/turnwise` has to hold in the head.
+
+    python -m benchmarks.structure [SOURCE]
+
+SOURCE is the package's folder, `src/turnwise` by default. Prints one line for each figure. The
+figures are those of the syntax trees alone: nothing is imported.
+"""
+
+import argparse
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_FOREIGN = ("vllm", "ray", "torch", "transformers", "peft", "uvicorn", "fastapi", "multiprocessing")
+"""Packages whose internals the project may touch, in the file that is meant for it."""
+_PROCESSES = ("Popen", "create_subprocess_exec", "create_subprocess_shell", "fork", "get_context")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Module(NamedTuple):
+    """A source file: its dotted name, its text and its syntax tree."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+
+def read(source: Path) -> list[Module]:
+    """Return the modules of a package's folder in the order of their names.
+
+    Example:
+        modules = read(Path("src/turnwise"))
+    """
+    modules = []
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        modules.append(Module(name, text, ast.parse(text)))
+    return modules
+
+
+def figures(modules: Sequence[Module]) -> dict[str, str]:
+    """Return the figures as texts, by what they count."""
+    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    functions = [node for node in nodes if isinstance(node, _Function)]
+    circles = import_circles(modules)
+    once, private = called_once(modules)
+    reaches = [each for module in modules for each in foreign_internals(module)]
+    starts = Counter(
+        module.name
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in _PROCESSES
+    )
+    return {
+        "lines": f"{sum(len(module.text.splitlines()) for module in modules):,}",
+        "files": f"{len(modules)}",
+        "classes": f"{sum(isinstance(node, ast.ClassDef) for node in nodes)}",
+        "functions": f"{len(functions):,}",
+        "functions of over 60 lines": f"{sum(_length(function) > 60 for function in functions)}",
+        "import circles": f"{len(circles)}, their files {[len(circle) for circle in circles]}",
+        "internals of others": f"{len(reaches)}, in {len({one for one, _ in reaches})} files",
+        "files that start processes": f"{len(starts)}",
+        "private functions called once": f"{once} of {private}, {once / max(1, private):.0%}",
+    }
+
+
+def _length(function: _Function) -> int:
+    """Return the number of a function's lines without its docstring."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def import_circles(modules: Sequence[Module]) -> list[list[str]]:
+    """Return the groups of modules that import one another, the largest first.
+
+    Imports inside functions and for type checkers count, since a reader follows them, too; a
+    package's `__init__` does not: it only passes on what its modules define.
+    """
+    names = {module.name for module in modules}
+    packages = {name for name in names if any(each.startswith(f"{name}.") for each in names)}
+    imports = {
+        module.name: {name for name in _imported(module, names) if name not in packages}
+        for module in modules
+        if module.name not in packages
+    }
+    return sorted((each for each in _components(imports) if len(each) > 1), key=len, reverse=True)
+
+
+def _imported(module: Module, names: set[str]) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in names else node.module
+
+
+def _components(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Yield the strongly connected components of a graph (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(edges[name] & edges.keys()):
+            if other not in index:
+                yield from visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            yield sorted(stack[place:])
+            del stack[place:]
+
+    for name in sorted(edges):
+        if name not in index:
+            yield from visit(name)
+
+
+def called_once(modules: Sequence[Module]) -> tuple[int, int]:
+    """Return the number of private functions whose name stands at one other place, and of all."""
+    once = private = 0
+    for module in modules:
+        used = Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        for node in ast.walk(module.tree):
+            if isinstance(node, _Function) and node.name.startswith("_") and node.name[1] != "_":
+                private += 1
+                once += used[node.name] == 1
+    return once, private
+
+
+def foreign_internals(module: Module) -> Iterator[tuple[str, str]]:
+    """Yield the module's name and each use of an internal of another package.
+
+    An internal is a private name that is imported or read from another package's module, and an
+    attribute of such a module or class that is replaced.
+    """
+    foreign: dict[str, str] = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _FOREIGN:
+            for alias in node.names:
+                foreign[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                if _is_private(alias.name):
+                    yield module.name, f"{node.module}.{alias.name}"
+            if any(map(_is_private, (node.module or "").split("."))):
+                yield module.name, node.module or ""
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in _FOREIGN:
+                    foreign[alias.asname or alias.name.split(".")[0]] = alias.name
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if not isinstance(root, ast.Name) or root.id not in foreign:
+                continue
+            if _is_private(node.attr) or isinstance(node.ctx, ast.Store):
+                yield module.name, ast.unparse(node)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Path(__file__).parent.parent / "src" / "turnwise"
+    parser.add_argument("source", metavar="SOURCE", type=Path, nargs="?", default=default)
+    parser.add_argument("--names", action="store_true", help="Name circles and internals, too.")
+    options = parser.parse_args(arguments)
+    modules = read(options.source)
+    for what, figure in figures(modules).items():
+        sys.stdout.write(f"{what:32} {figure}\n")
+    if options.names:
+        for circle in import_circles(modules):
+            sys.stdout.write(f"circle: {' '.join(circle)}\n")
+        by_file = defaultdict(set)
+        for module in modules:
+            for file, name in foreign_internals(module):
+                by_file[file].add(name)
+        for file, names in by_file.items():
+            sys.stdout.write(f"{file}: {' '.join(sorted(names))}\n")
+
+
+if __name__ == "__main__":
+    main()
