@@ -1,6 +1,8 @@
 """What an actor's silence means, for each of Ray's words for it."""
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import ray
 import ray.exceptions as ray_errors
 from ray.exceptions import RAY_EXCEPTION_TYPES, RayError, RayTaskError
 
-from turnwise.core.actor import get_with_deadline, is_death
+from turnwise.core import actor as actors
+from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
 from turnwise.core.ray import start_ray
 from turnwise.errors import EngineError, InputError, TrainerError
 
@@ -76,3 +79,27 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "init", slow)
     with pytest.raises(InputError, match="cannot be reached on this machine: The current node"):
         start_ray(None)
+
+
+def test_a_head_that_hangs_holds_up_nobody_who_ends_an_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The event loop of the driver kills workers, and everything else runs on it."""
+    answers, killed = threading.Event(), []
+    monkeypatch.setattr(actors, "_HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", lambda actor: killed.append(actor) or answers.wait(60))
+    handle: Any = ActorHandle("its actor", "worker-0")  # type: ignore[arg-type]
+    began = time.monotonic()
+    handle.kill()
+    assert time.monotonic() < began + 30
+    answers.set()
+    assert killed == ["its actor"]
+
+    def refuse(actor: object) -> None:
+        raise ValueError("no actor")
+
+    monkeypatch.setattr(ray, "kill", refuse)
+    monkeypatch.setattr(actors, "_HEAD_SECONDS", 60.0)
+    with pytest.raises(ValueError, match="no actor"):
+        handle.kill()

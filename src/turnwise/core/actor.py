@@ -5,8 +5,9 @@ that it raised itself, and a type of the owner's choice when it raised anything 
 """
 
 import functools
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
@@ -29,10 +30,13 @@ from ray.util.scheduling_strategies import (
 
 from turnwise.config import Config
 from turnwise.core import logs
+from turnwise.core.aio import start_in_thread
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.errors import TurnwiseError
 
 _T = TypeVar("_T")
+_HEAD_SECONDS = 1.0
+"""Time for Ray's head to answer a call that nothing depends on."""
 CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
 
@@ -122,7 +126,25 @@ class ActorHandle:
 
     def kill(self) -> None:
         """End the actor's process at once."""
-        ray.kill(self.actor)
+        if ray.is_initialized():  # else `ray.kill` starts a new Ray
+            _ask_head(functools.partial(ray.kill, self.actor))
+
+
+def _ask_head(call: Callable[[], None]) -> None:
+    """Call Ray's head, and wait for its answer a moment only: it may hang, and the event loop with
+    it."""
+    answer = Future[None]()
+
+    def work() -> None:
+        try:
+            call()
+            answer.set_result(None)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    start_in_thread(work)
+    with suppress(TimeoutError):
+        answer.result(_HEAD_SECONDS)
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
@@ -177,7 +199,7 @@ async def create_placement_group(
             group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
         )
     except BaseException:
-        remove_placement_group(group)
+        _ask_head(functools.partial(remove_placement_group, group))
         raise
     return group
 
