@@ -48,6 +48,7 @@ from benchmarks.soak.machine import MachineSpeed
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.programs import Client, Program
 from examples.calculator.prepare import prepare
+from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.trajectory import Trajectory, audit
 
 PROMPTS, SAMPLES = 4, 8
@@ -318,7 +319,7 @@ def main() -> int:
     made.add_argument("--json", type=Path, help="write the claims there, too")
     made.add_argument("--folder", type=Path, help="keep logs and the run there")
     options = made.parse_args()
-    with tempfile.TemporaryDirectory(prefix="turnwise-soak-") as temporary:
+    with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="turnwise-soak-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         soak = Soak(folder.resolve(), options)
