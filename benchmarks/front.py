@@ -4,7 +4,8 @@
 each in processes of its own. Both get the same chat requests in turn, 64 at a time: a question with
 the calculator's tool, which 24 tokens answer. Counted are all processes but the engines': HTTP,
 chat template, tokenizer and tool parser in both; sessions, scheduler, the worker's actor and Ray in
-Turnwise's, which keeps the exact trajectory of each session.
+Turnwise's, which keeps the exact trajectory of each session. A second row gives both servers the
+same requests with a JSON schema, and counts the time until all are answered.
 """
 
 import asyncio
@@ -31,6 +32,16 @@ from turnwise.engine.vllm_start import engine_arguments
 
 CONCURRENCY = 64
 NEW_TOKENS = 24
+CALLING: dict[str, Any] = {"tools": [TOOL_SCHEMA], "ignore_eos": True}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"steps": {"type": "array", "items": {"type": "integer"}, "minItems": 12}},
+    "required": ["steps"],
+}
+STRUCTURED: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": _SCHEMA}},
+    "temperature": 0.0,  # both servers answer alike, and so have the same work
+}
 START_SECONDS = 120.0
 
 
@@ -67,7 +78,9 @@ def vllm_server(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
             process.wait(30)
 
 
-async def ask(base_url: str, model: Path, questions: list[str], tag: str) -> None:
+async def ask(
+    base_url: str, model: Path, questions: list[str], tag: str, shape: dict[str, Any]
+) -> None:
     """Send one request for each question; every session has one, and no two prompts are equal."""
     waiting = iter(enumerate(questions))
 
@@ -76,9 +89,8 @@ async def ask(base_url: str, model: Path, questions: list[str], tag: str) -> Non
             body: dict[str, Any] = {
                 "model": str(model),
                 "messages": [{"role": "user", "content": f"{question} This is {tag}-{number}."}],
-                "tools": [TOOL_SCHEMA],
                 "max_tokens": NEW_TOKENS,
-                "ignore_eos": True,
+                **shape,
             }
             headers = {"x-session-id": f"{tag}-{number}"}
             url = f"{base_url}/chat/completions"
@@ -93,45 +105,50 @@ async def ask(base_url: str, model: Path, questions: list[str], tag: str) -> Non
 def spent(base_url: str, pid: int, model: Path, questions: list[str], tag: str) -> float:
     """Return the processor time of a request in milliseconds, without the engine's."""
     before = cpu_seconds(pid)["others"]
-    asyncio.run(ask(base_url, model, questions, tag))
+    asyncio.run(ask(base_url, model, questions, tag, CALLING))
     return (cpu_seconds(pid)["others"] - before) / len(questions) * 1e3
 
 
-def measure(build: Path, rounds: int, requests: int) -> tuple[list[float], list[float]]:
-    """Return both servers' milliseconds, round by round."""
-    model = build / "model"
-    rows = [json.loads(line) for line in (build / "train.jsonl").read_text().splitlines()]
-    questions = [rows[number % len(rows)]["question"] for number in range(requests)]
-    ours: list[float] = []
-    theirs: list[float] = []
-    with (
-        tempfile.TemporaryDirectory() as name,
-        serving(model, Path(name)) as mine,
-        vllm_server(model, Path(name)) as other,
-    ):
-        for number in range(rounds + 1):  # the first warms up
-            ours.append(spent(*mine, model, questions, f"r{number}"))
-            theirs.append(spent(*other, model, questions, f"r{number}"))
-    return ours[1:], theirs[1:]
+def waited(base_url: str, pid: int, model: Path, questions: list[str], tag: str) -> float:
+    """Return the time of a request with a JSON schema in milliseconds, of many at once."""
+    begun = time.perf_counter()
+    asyncio.run(ask(base_url, model, questions, tag, STRUCTURED))
+    return (time.perf_counter() - begun) / len(questions) * 1e3
 
 
 def main() -> None:
-    """Run the benchmark and print its claim."""
+    """Run the benchmark and print its claims."""
     options = parser("front", __doc__).parse_args()
     as_in_a_worker()
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # vLLM's server logs that it is ready
     rounds, requests = (1, 32) if options.quick else (5, 512)
-    ours, theirs = measure(demo_files(), rounds, requests)
-    claim = Claim(
-        "processor time of a chat request before the engine",
-        "ms",
-        ours,
-        "vLLM's API server",
-        theirs,
-        quotients(ours, theirs),
-        at_most=0.5,
-    )
-    report([claim], options)
+    build = demo_files()
+    model = build / "model"
+    rows = [json.loads(line) for line in (build / "train.jsonl").read_text().splitlines()]
+    questions = [rows[number % len(rows)]["question"] for number in range(requests)]
+    figures: dict[Any, tuple[list[float], list[float]]] = {spent: ([], []), waited: ([], [])}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        serving(model, Path(name)) as ours,
+        vllm_server(model, Path(name)) as theirs,
+    ):
+        for number in range(rounds + 1):  # the first warms up
+            for measure, lists in figures.items():
+                for server, taken in zip((ours, theirs), lists, strict=True):
+                    tag = f"{measure.__name__}{number}"
+                    taken.append(measure(*server, model, questions, tag))
+    claims = [
+        claim("processor time of a chat request before the engine", *figures[spent], at_most=0.5),
+        claim("time of a chat request with a JSON schema", *figures[waited], at_most=1.0),
+    ]
+    report(claims, options)
+
+
+def claim(name: str, ours: list[float], theirs: list[float], at_most: float) -> Claim:
+    """Return the claim of all rounds but the first, which warms up."""
+    ours, theirs = ours[1:], theirs[1:]
+    ratios = quotients(ours, theirs)
+    return Claim(name, "ms", ours, "vLLM's API server", theirs, ratios, at_most=at_most)
 
 
 if __name__ == "__main__":

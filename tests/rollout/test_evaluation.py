@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import combinations, permutations
@@ -205,6 +207,49 @@ async def test_an_evaluation_keeps_its_trajectories_in_their_file(
     assert [t.problem_id for t in evaluation.trajectories[-2:]] == names[-2:]
     assert evaluation.trajectories[3].problem_id == names[3]
     assert [t.problem_id for t in read_jsonl(path)] != names
+
+
+MEMORY = """
+import asyncio, resource, sys
+from pathlib import Path
+from turnwise.config import parse_config
+from turnwise.rollout import Group
+from turnwise.rollout.data import load_heldout
+from turnwise.rollout.evaluation import evaluate
+from turnwise.run.group_log import GroupLog
+from turnwise.trajectory import Trajectory
+
+async def answer(problem, tag):
+    trajectory = Trajectory(problem.id, 0, reward=problem.row["n"] % 2)
+    ids = list(range(64))
+    trajectory.add_turn(ids, ids[:8], [-1.0] * 8, [0] * 8, "stop")
+    return Group(problem.id, [trajectory])
+
+folder = Path(sys.argv[1])
+data = {"path": str(folder / "rows.jsonl")}
+tree = {"environment": "package:Class", "model": {"path": "model"}, "data": data}
+config = parse_config({**tree, "eval": {"sampling": {"n": 1}}})
+log = GroupLog(folder / "eval.jsonl", folder / "timeline" / "eval.jsonl")
+evaluation = asyncio.run(evaluate(answer, load_heldout(config), config, kept=log))
+print(evaluation.finished, evaluation.accuracy, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow  # minutes
+def test_a_million_rows_take_little_more_memory_than_a_thousand(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (1_000, 1_000_000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        with (folder / "rows.jsonl").open("w") as file:
+            file.writelines(json.dumps({"n": n, "question": "a" * 50}) + "\n" for n in range(count))
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(folder)], capture_output=True, text=True, check=True
+        )
+        finished, accuracy, kib = done.stdout.split()
+        assert (int(finished), float(accuracy)) == (count, 0.5)
+        peaks[count] = int(kib) * 1024
+    assert peaks[1_000_000] - peaks[1_000] < 300e6, peaks
 
 
 @pytest.mark.parametrize(("n", "concurrency", "groups"), [(8, 256, 64), (1, 4, 8), (64, 16, 2)])
