@@ -170,12 +170,16 @@ class RolloutContext:
             InputError: when the model has no chat template and needs one for this conversation, or
                 its template leaves out the tools.
         """
-        prompts = self.prompts
-        render = self.template.render if prompts is None else prompts.render
         shown = tools if self.rollout.tools_in_prompt else None
-        if shown:
-            check_tools(self.template, messages, shown)
-        return await in_thread_if_long(messages, lambda: render(messages, tools=shown))
+
+        def render() -> list[int]:
+            if shown:
+                check_tools(self.template, messages, shown)
+            if self.prompts is None:
+                return self.template.render(messages, tools=shown)
+            return self.prompts.render(messages, shown)
+
+        return await in_thread_if_long(messages, render)
 
     async def next_prompt(
         self,

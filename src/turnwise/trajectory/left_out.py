@@ -59,11 +59,13 @@ def check_results(template: ChatTemplate, tools: Tools | None) -> None:
     """Check that a prompt after a tool call shows the call's result.
 
     Raises:
-        InputError: when the template leaves it out.
+        InputError: when the template leaves it out, or there is no template.
 
     Example:
         >>> check_results(template, schemas)
     """
+    if template.missing:
+        raise InputError(template.missing)
     if not _shows_results(template, tools):
         raise InputError(
             "the chat template leaves out the results of tools, so that the model never sees them: "
