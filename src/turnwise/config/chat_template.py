@@ -1,4 +1,4 @@
-"""The key `model.chat_template`: the name of a template that comes with Turnwise, a file, or a text."""
+"""The key `model.chat_template`: the name of one of our templates, a Jinja file, or a text."""
 
 from pathlib import Path
 

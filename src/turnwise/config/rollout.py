@@ -127,9 +127,9 @@ class RolloutConfig(Section):
     package.module:name of a function, a Tool, a toolset, or a class or function that makes one;
     `mcp`, an MCP server; or `python` or `shell`, a sandbox with its limits."""
     tools_in_prompt: bool = True
-    """Let the chat template show the environment's tools; a template that leaves them out is then an
-    error. If false, it does not get them, and the problem describes them in its own words. Also
-    accepts that it leaves out the tools of an agent's requests."""
+    """Give the environment's tools to the chat template, which must show them. If false, the
+    problem describes them in its own words, and a template that leaves out the tools of an agent's
+    requests is accepted."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0

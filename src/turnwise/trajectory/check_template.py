@@ -4,8 +4,8 @@
 
 MODEL is a folder or a Hugging Face name of a model or tokenizer. Each case is a conversation
 whose last turn is written as the template writes it. The bridge builds the next turn's prompt,
-and the result is compared with the template's rendering of the whole conversation. What the template
-leaves out in silence is listed at the end.
+and the result is compared with the template's rendering of the whole conversation. The last line
+names what the template leaves out in silence.
 """
 
 import argparse

@@ -50,8 +50,8 @@ def check_messages(template: ChatTemplate, messages: Sequence[Message]) -> None:
     if hidden := _hidden_roles(template, messages):
         raise InputError(
             f"the chat template leaves out messages of the role {hidden[0]}, so that the model "
-            "never sees them: set model.chat_template to one that shows them, or move their text to "
-            "another message"
+            "never sees them: set model.chat_template to one that shows them, or move their text "
+            "to another message"
         )
 
 

@@ -235,9 +235,10 @@ class SessionHooks:
     async def _check_shown(
         self, template: ChatTemplate, asked: Conversation, *, strict: bool
     ) -> None:
-        """Refuse a conversation without a template, and tools that it leaves out; see `exact_prompt`.
+        """Refuse a conversation if there is no template, and tools that the template leaves out.
 
-        Tools that no training session needs are logged once.
+        Args:
+            strict: Whether the turn is trained; if not, such tools are logged once.
         """
         if template.missing:
             raise RefusedParameter("messages", template.missing)
