@@ -1,9 +1,7 @@
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, bridge
@@ -41,18 +39,6 @@ def test_two_threads_encode_at_once(template: ChatTemplate) -> None:
         results = list(threads.map(template.encode, [text] * 8))
     assert all(ids == results[0] for ids in results)
     assert template.decode_all(results[0]) == text
-
-
-@pytest.fixture
-def bare(tokenizer: Any) -> Any:
-    """The tokenizer without a chat template, and with a BOS that begins plain texts."""
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
-    begin = ("<|endoftext|>", bare.convert_tokens_to_ids("<|endoftext|>"))
-    bare.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[begin]
-    )
-    return bare
 
 
 def test_without_a_template_a_text_is_a_prompt_with_its_bos(bare: Any) -> None:
