@@ -520,6 +520,10 @@ class Brief(Bench):
 QUESTION = Problem("rows.jsonl:1", {"question": "Twice 4?", "tries": itertools.count(1)})
 NO_SYSTEM = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 
+NO_RESULTS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
 
 @pytest.mark.parametrize(
     ("environment", "chat_template", "rollout", "message"),
@@ -533,7 +537,7 @@ NO_SYSTEM = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% e
         ("Bench", "hermes", {}, ""),
         ("Desk", "chatml", {}, ""),
         ("Brief", NO_SYSTEM, {"loop": "single_turn"}, "leaves out messages of the role system"),
-        ("Bench", NO_SYSTEM, {"tools_in_prompt": False}, "leaves out the results of tools"),
+        ("Bench", NO_RESULTS, {"tools_in_prompt": False}, "leaves out the results of tools"),
     ],
 )
 def test_what_the_template_leaves_out_of_the_first_prompt_is_an_error(

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.plain_scoring import token_logprobs
-from turnwise.config.chat_template import template_text
 from turnwise.config import Config, SamplingConfig
+from turnwise.config.chat_template import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import plan_micro_batches
