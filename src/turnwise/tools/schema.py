@@ -89,18 +89,18 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:
-        raise _refused(function, f"its type hints cannot be read ({error})") from error
+        why = f"its type hints cannot be read ({_first_sentence(error)})"
+        raise _refused(function, why) from error
     for parameter in parameters:
         if parameter.name not in hints:
-            why = f"its argument {parameter.name} has no type hint"
-            raise _refused(function, why)
+            raise _refused(function, f"its argument {parameter.name} has no type hint")
     read = docstring_parser.parse(inspect.getdoc(function) or "")
     lines = {
         name.strip(): _one_line(line.description)
         for line in read.params
         for name in line.arg_name.split(",")
     }
-    fields: dict[str, Any] = {  # as pydantic types them
+    fields: JsonObject = {  # as pydantic types them
         # Not by their own names, which may be those of a model's attributes, such as `copy`.
         f"argument_{number}": _field(parameter, hints[parameter.name], lines.get(parameter.name))
         for number, parameter in enumerate(parameters)
@@ -109,7 +109,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
         described = model.model_json_schema(schema_generator=_JsonSchema)
     except Exception as error:
-        why = _untypable(parameters, hints) or str(error)
+        why = _untypable(parameters, hints) or _first_sentence(error)
         raise _refused(function, why) from error
     said = {
         "name": function.__name__,
@@ -180,19 +180,23 @@ def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, object]) -
         try:
             TypeAdapter(hints[parameter.name]).json_schema(schema_generator=_JsonSchema)
         except Exception as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+            reason = _first_sentence(error)
             return f"its argument {parameter.name} has a type that cannot be described ({reason})"
     return None
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def _field(parameter: Parameter, hint: object, line: str | None) -> object:
     """Return an argument as a field of a pydantic model: its type, or its type and default."""
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     line = next((extra for extra in extras if isinstance(extra, str)), line)
-    known = {"description": line} if line else {}
     # First, so that a `Field` of the user's own counts more.
+    known = Field(alias=parameter.name, description=line or None)
     annotated: Any = Annotated  # with metadata that a type checker cannot know
-    annotation = annotated[(kind, Field(alias=parameter.name, **known), *extras)]
+    annotation = annotated[(kind, known, *extras)]
     return annotation if parameter.default is Parameter.empty else (annotation, parameter.default)
 
 
@@ -203,7 +207,8 @@ def _one_line(text: str | None) -> str:
 class _JsonSchema(GenerateJsonSchema):
     """Pydantic's JSON schema: keys as they come, anything for types that have none, no warnings."""
 
-    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+    def emit_warning(self, kind: object, detail: str) -> None:
+        pass
 
     def sort(self, value: JsonObject, parent_key: str | None = None) -> JsonObject:
         return value
@@ -246,7 +251,7 @@ def _returned(
         return None
     tidy = _Tidy(described.pop("$defs", {}))
     returned = tidy.with_definitions(tidy.schema(described))
-    description = _one_line(line and line.description)
+    description = _one_line(line.description if line else None)
     return {**returned, "description": description} if description else returned
 
 
