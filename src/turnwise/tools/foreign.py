@@ -6,9 +6,10 @@ the one that these frameworks make. The packages are imported only for a tool of
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 from uuid import uuid4
 
 from pydantic import ValidationError
@@ -35,7 +36,9 @@ def adopted(tool: Any, context: object = None) -> Any:
     if isinstance(tool, type | Tool):
         return tool
     if inspect.isroutine(tool):
-        return _from_pydantic_ai(_with_context(tool), context) if _takes_context(tool) else tool
+        if not _takes_context(tool):
+            return tool
+        tool = import_module("pydantic_ai").Tool(tool)
     for attributes, adopt in _FRAMEWORKS.items():
         if all(hasattr(tool, name) for name in attributes):
             return adopt(tool, context)
@@ -82,15 +85,15 @@ def _from_pydantic_ai(tool: Any, context: object) -> Tool:
 
 def _takes_context(function: Callable[..., object]) -> bool:
     """Return whether a function's first argument is pydantic-ai's `RunContext`."""
-    try:
-        first = next(iter(inspect.signature(function).parameters.values()), None)
-    except (TypeError, ValueError):  # a built-in function
+    if "pydantic_ai" not in sys.modules:
         return False
-    return first is not None and "RunContext[" in f"{first.annotation}["
-
-
-def _with_context(function: Callable[..., object]) -> object:
-    return import_module("pydantic_ai").Tool(function, takes_ctx=True)
+    try:
+        first = next(iter(inspect.signature(function).parameters))
+        hint = get_type_hints(function)[first]
+    except Exception:  # it is described, or refused, as any other function
+        return False
+    kind = get_origin(hint) or hint
+    return kind is import_module("pydantic_ai").RunContext
 
 
 def _from_langchain(tool: Any, _: object) -> Tool:
@@ -117,7 +120,7 @@ def _call_id() -> str:
 _FRAMEWORKS: dict[tuple[str, ...], Callable[[Any, object], Tool]] = {
     ("name", "params_json_schema", "on_invoke_tool"): _from_openai_agents,
     ("name", "function_schema", "takes_ctx"): _from_pydantic_ai,
-    ("name", "tool_call_schema", "ainvoke"): _from_langchain,
+    ("name", "args_schema", "ainvoke"): _from_langchain,
     ("name", "inputs", "output_type", "forward"): _from_smolagents,
 }
 """The attributes by which a framework's tools are recognised, and what makes a `Tool` of them."""
