@@ -97,7 +97,12 @@ NODE = {
 TYPES: list[tuple[Any, dict[str, Any], object, object]] = [
     (Optional[int], {"anyOf": [INTEGER, NULL]}, None, None),  # noqa: UP045
     (int | str, {"anyOf": [INTEGER, {"type": "string"}]}, "x", "x"),
-    (list[list[int]], {"type": "array", "items": {"type": "array", "items": INTEGER}}, [[1]], [[1]]),
+    (
+        list[list[int]],
+        {"type": "array", "items": {"type": "array", "items": INTEGER}},
+        [[1]],
+        [[1]],
+    ),
     (tuple[int, ...], {"type": "array", "items": INTEGER}, [1, 2], (1, 2)),
     (
         tuple[float, float],
@@ -107,7 +112,12 @@ TYPES: list[tuple[Any, dict[str, Any], object, object]] = [
     ),
     (
         tuple[int, str],
-        {"type": "array", "prefixItems": [INTEGER, {"type": "string"}], "minItems": 2, "maxItems": 2},
+        {
+            "type": "array",
+            "prefixItems": [INTEGER, {"type": "string"}],
+            "minItems": 2,
+            "maxItems": 2,
+        },
         [1, "a"],
         (1, "a"),
     ),
@@ -138,7 +148,7 @@ TYPES: list[tuple[Any, dict[str, Any], object, object]] = [
         {
             "type": "object",
             "additionalProperties": INTEGER,
-            "propertyNames": {"enum": ["red", "green"]},
+            "propertyNames": {"type": "string", "enum": ["red", "green"]},
         },
         {"red": 1},
         {Color.RED: 1},
@@ -326,7 +336,9 @@ def test_a_schema_is_what_strict_mode_takes_where_all_arguments_are_required() -
         width: int
         unit: Literal["cm", "in"]
 
-    def send(size: Size, pet: Cat | Dog, colors: list[Color], at: tuple[float, float] | None) -> None:
+    def send(
+        size: Size, pet: Cat | Dog, colors: list[Color], at: tuple[float, float] | None
+    ) -> None:
         """Send a pet."""
 
     found = parameters(send)
@@ -468,9 +480,15 @@ def test_a_default_that_json_cannot_hold_stays_a_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ('{"items": [{"name": 3}], "color": "red", "at": {"x": 1, "y": 2}}', "items.0.name: Input s"),
+        (
+            '{"items": [{"name": 3}], "color": "red", "at": {"x": 1, "y": 2}}',
+            "items.0.name: Input s",
+        ),
         ('{"items": [{}], "color": "red", "at": {"x": 1, "y": 2}}', "items.0.name: Field required"),
-        ('{"items": [], "color": "blue", "at": {"x": 1, "y": 2}}', "color: Input should be 'red' or"),
+        (
+            '{"items": [], "color": "blue", "at": {"x": 1, "y": 2}}',
+            "color: Input should be 'red' or",
+        ),
         ('{"items": [], "color": "red", "at": {"x": 1}}', "at.y: Field required"),
         ('{"items": [], "color": "red"}', "at: Field required"),
         ("[]", "arguments: Input should be an object"),
@@ -487,8 +505,12 @@ def test_a_mistake_is_named_with_its_path(arguments: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("hint", "sent", "message"),
     [
-        (int | list[int], {}, "value: Input should be a valid integer or a valid list"),
-        (list[int | Item], [{"name": 1}], "value.0: Input should be a valid integer; value.0.name: "),
+        (int | list[int], {}, "value: Input should be a valid integer or a valid array"),
+        (
+            list[int | Item],
+            [{"name": 1}],
+            "value.0: Input should be a valid integer; value.0.name: ",
+        ),
         (Annotated[Cat | Dog, Field(discriminator="kind")], {"kind": "dog"}, "value.barks: Field"),
         (dict[str, int], {"a.b": "x"}, "value.a.b: Input should be a valid integer"),
         (int | None, "x", "value: Input should be a valid integer"),

@@ -309,7 +309,10 @@ class Place:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Place(1, Stay(nights=2, mood=Mood.GOOD)), '{"x": 1, "stay": {"nights": 2, "mood": "good"}}'),
+        (
+            Place(1, Stay(nights=2, mood=Mood.GOOD)),
+            '{"x": 1, "stay": {"nights": 2, "mood": "good"}}',
+        ),
         ([Stay(nights=2, mood=Mood.GOOD)], '[{"nights": 2, "mood": "good"}]'),
         (Mood.GOOD, '"good"'),
         ({"seen": {1}}, '{"seen": "{1}"}'),

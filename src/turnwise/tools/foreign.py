@@ -111,9 +111,7 @@ def _from_langchain(tool: _Foreign, _: object) -> Tool:
 def _from_smolagents(tool: _Foreign, _: object) -> Tool:
     """Return smolagents' `Tool`."""
     function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
-    return Tool(
-        tool.name, tool.description, function["parameters"], lambda given: tool(**given)
-    )
+    return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
 
 
 def _call_id() -> str:

@@ -113,7 +113,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         raise _refused(function, why) from error
     said = {
         "name": function.__name__,
-        "description": read.description or "",
+        "description": (read.description or "").strip(),
         "parameters": _parameters_schema(described),
     }
     if (returned := _returned(hints, read.returns)) is not None:
@@ -160,17 +160,17 @@ def _path(location: tuple[int | str, ...], given: object, *, missing: bool) -> s
 def _parameters_of(function: ToolFunction) -> tuple[Parameter, ...]:
     """Return the parameters that a model can fill."""
     parameters = list(inspect.signature(function).parameters.values())
-    if parameters and parameters[0].name in ("self", "cls"):
-        if parameters[0].annotation is Parameter.empty:
-            del parameters[0]
+    first = parameters[0] if parameters else None
+    if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
+        del parameters[0]
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return tuple(parameter for parameter in parameters if parameter.kind not in several)
 
 
 def _refused(function: ToolFunction, why: str) -> InputError:
     return InputError(
-        f"tool {function.__name__} cannot be offered to the model: {why}; give each argument a type "
-        "hint that JSON can hold"
+        f"tool {function.__name__} cannot be offered to the model: {why}; give each argument a "
+        "type hint that JSON can hold"
     )
 
 

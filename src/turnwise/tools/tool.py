@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeGuard
 from turnwise.core.json_types import JsonObject
 
 ToolFunction = Callable[..., object]
-"""A function that the model may call, sync or async, with type hints; its docstring describes it."""
+"""A function that the model may call, sync or async, with type hints."""
 
 
 @dataclass(frozen=True, slots=True)
