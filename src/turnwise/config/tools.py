@@ -75,8 +75,8 @@ class ToolConfig(Section):
     """Tools from one source; exactly one key is set."""
 
     use: str | None = None
-    """package.module:name of a function, a Tool, a toolset, or a class or function that makes a
-    toolset for each trajectory."""
+    """package.module:name of a function, a Tool, a toolset, a tool of openai-agents, pydantic-ai,
+    LangChain or smolagents, or a class or function that makes a toolset for each trajectory."""
     mcp: McpConfig | None = None
     """The tools of an MCP server."""
     python: CodeToolConfig | None = None

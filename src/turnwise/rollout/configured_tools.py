@@ -13,6 +13,7 @@ from turnwise.config.tools import ToolConfig
 from turnwise.errors import InputError
 from turnwise.rollout.environment import load_object
 from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.foreign import adopted
 from turnwise.tools.tool import is_toolset, is_toolset_factory
 
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
@@ -69,7 +70,7 @@ def _code(entry: ToolConfig) -> ToolSource:
 
 def _used(path: str) -> ToolSource:
     """Return the source of an object that users name."""
-    used: Any = load_object(path, "rollout.tools.use")
+    used: Any = adopted(load_object(path, "rollout.tools.use"))
     kind = used if isinstance(used, type) else type(used)
     makes, is_set = is_toolset_factory(kind), is_toolset(kind)
     if isinstance(used, type):

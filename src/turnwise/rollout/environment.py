@@ -57,8 +57,8 @@ class Environment:
     Attributes:
         problem: The messages that the model answers; a string is one message of the user. Read
             after `setup`.
-        tools: Functions, `Tool` objects, toolsets, or descriptions in OpenAI's format, which
-            `call_tool` answers. Read after `setup`.
+        tools: Functions, `Tool` objects, toolsets, tools of other frameworks, or descriptions in
+            OpenAI's format, which `call_tool` answers. Read after `setup`.
         players: The opening messages of each player by name, in place of `problem`, where the
             policy plays all sides of a game: the loop `self_play`. The first player begins.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.

@@ -20,6 +20,7 @@ from turnwise.errors import (
 from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollout.problems import Row
 from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.foreign import adopted
 from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import MAX_REWARD, Message
 
@@ -194,7 +195,7 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
         return [], []
     if not is_list(given):
         raise InputError(f"{name}.tools must be a list of functions, not {repr(given)[:80]}")
-    made = [_made(tool) for tool in given]
+    made = [_made(tool, environment) for tool in given]
     toolsets = [tool for tool in made if _is_toolset(tool)]
     tools = [_checked_tool(tool, environment) for tool in made if not _is_toolset(tool)]
     names = [tool.name if isinstance(tool, Tool) else tool.__name__ for tool in tools]
@@ -204,11 +205,11 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
     return tools, toolsets
 
 
-def _made(tool: object) -> object:
-    """Return the toolset that a factory makes, and any other tool unchanged."""
+def _made(tool: object, environment: object) -> object:
+    """Return the toolset that a factory makes, and other frameworks' tools as tools of ours."""
     if not isinstance(tool, type) and is_toolset_factory(tool):
         return tool.toolset()
-    return tool
+    return adopted(tool, environment)
 
 
 def _is_toolset(tool: object) -> TypeGuard[Toolset]:
@@ -225,8 +226,9 @@ def _checked_tool(tool: object, environment: object) -> ToolFunction | Tool:
     if callable(tool) and isinstance(getattr(tool, "__name__", None), str):
         return tool
     raise InputError(
-        f"a tool in {owner}.tools must be a function or method with type hints and a docstring, a "
-        f"turnwise.Tool, a toolset, or a description in OpenAI's format, not {repr(tool)[:80]}"
+        f"a tool in {owner}.tools must be a function or method with type hints, a turnwise.Tool, a "
+        f"toolset, a tool of openai-agents, pydantic-ai, LangChain or smolagents, or a description "
+        f"in OpenAI's format, not {repr(tool)[:80]}"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeGuard
 from turnwise.core.json_types import JsonObject
 
 ToolFunction = Callable[..., object]
-"""A function that the model may call, sync or async, with type hints and a docstring."""
+"""A function that the model may call, sync or async, with type hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,16 @@ class ToolsetFactory(Protocol):
         ...
 
 
-AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | Mapping[str, Any]
+class ForeignTool(Protocol):
+    """A tool of openai-agents, pydantic-ai, LangChain or smolagents, which is taken as it is."""
+
+    @property
+    def name(self) -> str:
+        """Its name, by which the model calls it."""
+        ...
+
+
+AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | ForeignTool | Mapping[str, Any]
 """A tool in any form; a mapping is a description in OpenAI's format, answered by
 the environment's `call_tool`."""
 

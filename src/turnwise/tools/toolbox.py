@@ -12,26 +12,27 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-from transformers.utils import get_json_schema
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, call_user_code
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
+from turnwise.tools.foreign import adopted
+from turnwise.tools.schema import MAX_MISTAKES, ArgumentsError, function_schema
 from turnwise.tools.tool import Tool, ToolFunction
 
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _MAX_COUNTED = 1_000_000
 """Maximum number of characters of a result's JSON that are generated only to count them."""
-_MAX_MISTAKES = 5
-"""Maximum number of mistakes in a call's arguments that its error names."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -58,28 +59,24 @@ class _Callable:
     schema: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
     call: Callable[[str], object]
-    """Calls the tool with its arguments, given as JSON; raises `_ArgumentsError`. The types of the
+    """Calls the tool with its arguments, given as JSON; raises `ArgumentsError`. The types of the
     arguments may be the user's own, so this is user code from the beginning."""
     turn: asyncio.Lock | None = None
     """Held during a call, if calls run one after another."""
-
-
-class _ArgumentsError(Exception):
-    """Arguments that do not fit the tool; the message names each mistake."""
 
 
 class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        tools: Plain functions, bound methods, or `Tool` objects. A function's type hints and a
-            docstring with an `Args:` section describe it to the model.
+        tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks. Type
+            hints and a docstring describe a function to the model.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
 
     Raises:
-        InputError: when an entry is no tool, an argument lacks a type hint or description, or two
-            tools have one name.
+        InputError: when an entry is no tool, an argument lacks a type hint or has a type that JSON
+            cannot hold, or two tools have one name.
 
     Example:
         toolbox = Toolbox([look_up], timeout=10.0, max_chars=4000)
@@ -139,7 +136,7 @@ class Toolbox:
             return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
         except TrajectoryError:  # not the model's affair
             raise
-        except _ArgumentsError as error:
+        except ArgumentsError as error:
             return self._failed(f"{name} cannot take these arguments: {error}", "bad_arguments")
         except Exception as error:
             message, unseen = await _message(error, self._max_chars)
@@ -202,7 +199,7 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
         return encodable(value[:longest]), _rest(len(value) - longest)
     text, length = "", 0
     # In parts: a single call would block the interpreter, and so the event loop, until its end.
-    for part in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+    for part in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(value):
         if length < longest:
             text += part[: longest - length]
         length += len(part)
@@ -211,12 +208,21 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
     return encodable(text), _rest(length - longest)
 
 
+def _jsonable(value: object) -> object:
+    """Return a value of a type that JSON lacks: objects with fields as objects, others as text."""
+    fielded = is_dataclass(value) and not isinstance(value, type)
+    if fielded or isinstance(value, BaseModel | Enum):
+        return to_jsonable_python(value, fallback=str)
+    return str(value)
+
+
 def _rest(count: int) -> str:
     return str(count) if count > 0 else ""
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
     """Return a tool's name, and the tool as the toolbox calls it."""
+    tool = adopted(tool)
     if isinstance(tool, Tool):
         return tool.name, _with_schema(tool)
     if not callable(tool) or not hasattr(tool, "__name__"):
@@ -224,30 +230,20 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
             f"a tool must be a function with type hints and a docstring, or a turnwise.Tool, not "
             f"{repr(tool)[:80]}"
         )
-    schema, model = _describe(getattr(tool, "__func__", tool))
-
-    def arguments_of(arguments_json: str) -> dict[str, object]:
-        try:
-            arguments = model.model_validate_json(arguments_json)
-        except ValidationError as error:
-            raise _ArgumentsError(
-                "; ".join(
-                    f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
-                    for e in error.errors()
-                )
-            ) from None
-        return {key: getattr(arguments, key) for key in type(arguments).model_fields}
+    schema = function_schema(getattr(tool, "__func__", tool))
 
     async def call_async(arguments_json: str) -> object:
-        answer = tool(**arguments_of(arguments_json))
+        arguments, keywords = schema.read(arguments_json)
+        answer = tool(*arguments, **keywords)
         assert inspect.isawaitable(answer)
         return await answer
 
     def call(arguments_json: str) -> object:
-        return tool(**arguments_of(arguments_json))
+        arguments, keywords = schema.read(arguments_json)
+        return tool(*arguments, **keywords)
 
     asynchronous = inspect.iscoroutinefunction(tool)
-    return tool.__name__, _Callable(schema, call_async if asynchronous else call)
+    return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
 
 
 def _with_schema(tool: Tool) -> _Callable:
@@ -263,15 +259,15 @@ def _with_schema(tool: Tool) -> _Callable:
             arguments = json.loads(arguments_json)
         except (json.JSONDecodeError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
-            raise _ArgumentsError(f"arguments: not JSON ({reason})") from None
+            raise ArgumentsError(f"arguments: not JSON ({reason})") from None
         if not isinstance(arguments, dict):
-            raise _ArgumentsError("arguments: must be a JSON object")
+            raise ArgumentsError("arguments: must be a JSON object")
         mistakes = [
             f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
-            for e in islice(validator.iter_errors(arguments), _MAX_MISTAKES)
+            for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
         ]
         if mistakes:
-            raise _ArgumentsError("; ".join(mistakes))
+            raise ArgumentsError("; ".join(mistakes))
         return tool.call(arguments)
 
     function = {
@@ -298,41 +294,3 @@ def _validator(schema: str) -> Any:  # of a module without types
     except jsonschema.SchemaError as error:
         raise InputError(error.message) from error
     return kind(parameters)
-
-
-@lru_cache(maxsize=1024)
-def _describe(function: ToolFunction) -> tuple[JsonObject, type[BaseModel]]:
-    """Return a function's description in OpenAI's format, and the model of its arguments."""
-    name = function.__name__
-    try:
-        schema = get_json_schema(_without_self(function))
-    except Exception as error:
-        raise InputError(
-            f"tool {name} cannot be offered to the model: {str(error).rstrip('.')}; give each "
-            "argument a type hint and a line under Args: in the docstring"
-        ) from error
-    hints = get_type_hints(function)
-    fields: dict[str, Any] = {  # as pydantic types them
-        key: (hints[key], ... if p.default is inspect.Parameter.empty else p.default)
-        for key, p in inspect.signature(function).parameters.items()
-        if key != "self"
-    }
-    model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
-    return schema, model
-
-
-def _without_self(function: ToolFunction) -> ToolFunction:
-    """Return the function without `self`, for which `get_json_schema` would require a type."""
-    signature = inspect.signature(function)
-    parameters = [p for key, p in signature.parameters.items() if key != "self"]
-    if len(parameters) == len(signature.parameters):
-        return function
-
-    def described(*args: object, **kwargs: object) -> object: ...
-
-    described.__name__, described.__doc__ = function.__name__, function.__doc__
-    described.__annotations__ = {
-        key: value for key, value in function.__annotations__.items() if key != "self"
-    }
-    described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return described

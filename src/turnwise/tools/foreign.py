@@ -1,0 +1,127 @@
+"""Tools of openai-agents, pydantic-ai, LangChain and smolagents, taken as they are.
+
+They are recognised by their attributes, and described by their own packages, so that the prompt is
+the one that these frameworks make. The packages are imported only for a tool of theirs.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeAlias, get_origin, get_type_hints
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from turnwise.core.json_types import JsonObject
+from turnwise.tools.schema import ArgumentsError, describe_mistakes
+from turnwise.tools.tool import Tool
+
+_Foreign: TypeAlias = Any
+"""An object whose package has no types here."""
+
+
+def adopted(tool: _Foreign, context: object = None) -> _Foreign:
+    """Return a tool of another framework as a `Tool`, and any other object as it is.
+
+    Args:
+        context: What the tool finds as `context` in openai-agents' context of a run, and as `deps`
+            in pydantic-ai's.
+
+    Example:
+        @agents.function_tool
+        def add(a: int, b: int) -> int:
+            return a + b
+
+        assert adopted(add).name == "add"
+    """
+    if isinstance(tool, type | Tool):
+        return tool
+    if inspect.isroutine(tool):
+        if not _takes_context(tool):
+            return tool
+        tool = import_module("pydantic_ai").Tool(tool)
+    for attributes, adopt in _FRAMEWORKS.items():
+        if all(hasattr(tool, name) for name in attributes):
+            return adopt(tool, context)
+    return tool
+
+
+def _from_openai_agents(tool: _Foreign, context: object) -> Tool:
+    """Return a `FunctionTool`."""
+
+    def call(arguments: JsonObject) -> object:
+        text = json.dumps(arguments)
+        kind = import_module("agents.tool_context").ToolContext
+        given = kind(
+            context=context, tool_name=tool.name, tool_call_id=_call_id(), tool_arguments=text
+        )
+        return tool.on_invoke_tool(given, text)
+
+    return Tool(tool.name, tool.description, tool.params_json_schema, call)
+
+
+def _from_pydantic_ai(tool: _Foreign, context: object) -> Tool:
+    """Return pydantic-ai's `Tool`."""
+    schema = tool.function_schema
+
+    def call(arguments: JsonObject) -> object:
+        text = json.dumps(arguments)
+        try:
+            values = schema.validator.validate_json(text)
+        except ValidationError as error:
+            raise ArgumentsError(describe_mistakes(error, text)) from None
+        package = import_module("pydantic_ai")
+        given = package.RunContext(
+            deps=context,
+            model=None,  # there is no agent
+            usage=package.RunUsage(),
+            tool_name=tool.name,
+            tool_call_id=_call_id(),
+        )
+        return schema.call(values, given)
+
+    description = tool.description or ""
+    return Tool(tool.name, description, schema.json_schema, call, in_order=tool.sequential)
+
+
+def _takes_context(function: Callable[..., object]) -> bool:
+    """Return whether a function's first argument is pydantic-ai's `RunContext`."""
+    if "pydantic_ai" not in sys.modules:
+        return False
+    try:
+        first = next(iter(inspect.signature(function).parameters))
+        hint = get_type_hints(function)[first]
+    except Exception:  # it is described, or refused, as any other function
+        return False
+    kind = get_origin(hint) or hint
+    return kind is import_module("pydantic_ai").RunContext
+
+
+def _from_langchain(tool: _Foreign, _: object) -> Tool:
+    """Return a `BaseTool`, such as `@tool` makes."""
+    calling = import_module("langchain_core.utils.function_calling")
+    function = calling.convert_to_openai_tool(tool)["function"]
+    plain = getattr(tool, "func", None) is not None and getattr(tool, "coroutine", None) is None
+    call = tool.invoke if plain else tool.ainvoke
+    return Tool(tool.name, function["description"], function["parameters"], call)
+
+
+def _from_smolagents(tool: _Foreign, _: object) -> Tool:
+    """Return smolagents' `Tool`."""
+    function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
+    return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
+
+
+def _call_id() -> str:
+    return f"call_{uuid4().hex}"
+
+
+_FRAMEWORKS: dict[tuple[str, ...], Callable[[_Foreign, object], Tool]] = {
+    ("name", "params_json_schema", "on_invoke_tool"): _from_openai_agents,
+    ("name", "function_schema", "takes_ctx"): _from_pydantic_ai,
+    ("name", "args_schema", "ainvoke"): _from_langchain,
+    ("name", "inputs", "output_type", "forward"): _from_smolagents,
+}
+"""The attributes by which a framework's tools are recognised, and what makes a `Tool` of them."""

@@ -1,0 +1,345 @@
+"""A function as a tool: its JSON schema, and the arguments of a call as the function's types.
+
+Pydantic reads the type hints, docstring_parser the docstring. A function of plain, described and
+required arguments gets the description that Transformers' `get_json_schema` and so TRL give it. In
+all other descriptions objects are closed, as OpenAI's strict mode asks.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import Parameter
+from itertools import islice
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import from_json
+
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.tools.tool import ToolFunction
+
+MAX_MISTAKES = 5
+"""Maximum number of mistakes in a call's arguments that its error names."""
+_PLAIN_KEYS = {"type", "enum", "items", "additionalProperties", "description"}
+"""Keywords of the types that Transformers describes as fully as pydantic does."""
+
+
+class ArgumentsError(Exception):
+    """Arguments that do not fit the tool; the message names each mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSchema:
+    """A function as the model knows it.
+
+    Example:
+        schema = function_schema(look_up)
+        arguments, keywords = schema.read('{"city": "Oslo"}')
+        print(schema.description["function"]["parameters"], look_up(*arguments, **keywords))
+    """
+
+    description: JsonObject
+    """Description in OpenAI's format: {"type": "function", "function": {...}}."""
+    _model: type[BaseModel]
+    _parameters: tuple[Parameter, ...]
+    """The function's parameters, in the order of the model's fields."""
+
+    def read(self, arguments_json: str) -> tuple[list[object], dict[str, object]]:
+        """Return a call's arguments as the function's types: by position, and by name.
+
+        Runs user code, because types may have validators.
+
+        Raises:
+            ArgumentsError: naming what is wrong, with its path.
+        """
+        try:
+            model = self._model.model_validate_json(arguments_json)
+        except ValidationError as error:
+            raise ArgumentsError(describe_mistakes(error, arguments_json)) from None
+        values = [getattr(model, field) for field in type(model).model_fields]
+        arguments, keywords = [], {}
+        for parameter, value in zip(self._parameters, values, strict=True):
+            if parameter.kind is Parameter.POSITIONAL_ONLY:
+                arguments.append(value)
+            else:
+                keywords[parameter.name] = value
+        return arguments, keywords
+
+
+@lru_cache(maxsize=1024)
+def function_schema(function: ToolFunction) -> FunctionSchema:
+    """Describe a function to the model, by its type hints and its docstring.
+
+    Docstrings are read in Google's, NumPy's and Sphinx's style. A description in `Annotated`, as a
+    text or a `Field`, counts more. `*args` and `**kwargs` are left out.
+
+    Raises:
+        InputError: naming the function, and the argument that has no type hint, or whose type is
+            none of JSON's.
+
+    Example:
+        schema = function_schema(look_up)
+        assert schema.description["function"]["name"] == "look_up"
+    """
+    parameters = _parameters_of(function)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception as error:
+        why = f"its type hints cannot be read ({_first_sentence(error)})"
+        raise _refused(function, why) from error
+    for parameter in parameters:
+        if parameter.name not in hints:
+            raise _refused(function, f"its argument {parameter.name} has no type hint")
+    read = docstring_parser.parse(inspect.getdoc(function) or "")
+    lines = {
+        name.strip(): _one_line(line.description)
+        for line in read.params
+        for name in line.arg_name.split(",")
+    }
+    fields: JsonObject = {  # as pydantic types them
+        # Not by their own names, which may be those of a model's attributes, such as `copy`.
+        f"argument_{number}": _field(parameter, hints[parameter.name], lines.get(parameter.name))
+        for number, parameter in enumerate(parameters)
+    }
+    try:
+        model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+        described = model.model_json_schema(schema_generator=_JsonSchema)
+    except Exception as error:
+        why = _untypable(parameters, hints) or _first_sentence(error)
+        raise _refused(function, why) from error
+    said = {
+        "name": function.__name__,
+        "description": (read.description or "").strip(),
+        "parameters": _parameters_schema(described),
+    }
+    if (returned := _returned(hints, read.returns)) is not None:
+        said["return"] = returned
+    return FunctionSchema({"type": "function", "function": said}, model, parameters)
+
+
+def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
+    """Return what is wrong with arguments in one line, with the path of each mistake."""
+    try:
+        given = from_json(arguments_json)
+    except ValueError:
+        given = None
+    found: dict[str, list[str]] = {}
+    for mistake in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _path(mistake["loc"], given, missing=mistake["type"] == "missing")
+        found.setdefault(path, []).append(mistake["msg"])
+    return "; ".join(
+        f"{path}: {_alternatives(messages)}"
+        for path, messages in islice(found.items(), MAX_MISTAKES)
+    )
+
+
+def _alternatives(messages: list[str]) -> str:
+    """Join what each member of a union says of one value."""
+    first, *others = dict.fromkeys(messages)
+    return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+
+
+def _path(location: tuple[int | str, ...], given: object, *, missing: bool) -> str:
+    """Return the keys and indices of a location, without pydantic's names of types."""
+    steps = []
+    for number, step in enumerate(location):
+        if isinstance(given, Mapping) and step in given:
+            given = given[step]
+        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+            given = given[step]
+        elif not missing or number < len(location) - 1:
+            continue
+        steps.append(str(step))
+    return ".".join(steps) or "arguments"
+
+
+def _parameters_of(function: ToolFunction) -> tuple[Parameter, ...]:
+    """Return the parameters that a model can fill."""
+    parameters = list(inspect.signature(function).parameters.values())
+    first = parameters[0] if parameters else None
+    if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
+        del parameters[0]
+    several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return tuple(parameter for parameter in parameters if parameter.kind not in several)
+
+
+def _refused(function: ToolFunction, why: str) -> InputError:
+    return InputError(
+        f"tool {function.__name__} cannot be offered to the model: {why}; give each argument a "
+        "type hint that JSON can hold"
+    )
+
+
+def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, object]) -> str | None:
+    """Return which argument has a type that pydantic cannot read; None if each can be read."""
+    for parameter in parameters:
+        try:
+            TypeAdapter(hints[parameter.name]).json_schema(schema_generator=_JsonSchema)
+        except Exception as error:
+            reason = _first_sentence(error)
+            return f"its argument {parameter.name} has a type that cannot be described ({reason})"
+    return None
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+
+
+def _field(parameter: Parameter, hint: object, line: str | None) -> object:
+    """Return an argument as a field of a pydantic model: its type, or its type and default."""
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    line = next((extra for extra in extras if isinstance(extra, str)), line)
+    # First, so that a `Field` of the user's own counts more.
+    known = Field(alias=parameter.name, description=line or None)
+    annotated: Any = Annotated  # with metadata that a type checker cannot know
+    annotation = annotated[(kind, known, *extras)]
+    return annotation if parameter.default is Parameter.empty else (annotation, parameter.default)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+class _JsonSchema(GenerateJsonSchema):
+    """Pydantic's JSON schema: keys as they come, anything for types that have none, no warnings."""
+
+    def emit_warning(self, kind: object, detail: str) -> None:
+        pass
+
+    def sort(self, value: JsonObject, parent_key: str | None = None) -> JsonObject:
+        return value
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+    def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> JsonObject:
+        return {}
+
+
+def _parameters_schema(described: JsonObject) -> JsonObject:
+    """Return the schema of a function's arguments from that of their model."""
+    tidy = _Tidy(described.get("$defs", {}))
+    properties = tidy.schema(described)["properties"]
+    parameters: JsonObject = {"type": "object", "properties": properties}
+    if "required" in described:
+        parameters["required"] = described["required"]
+    if not all("description" in schema and _is_plain(schema) for schema in properties.values()):
+        parameters["additionalProperties"] = False
+    return tidy.with_definitions(parameters)
+
+
+def _is_plain(schema: JsonObject) -> bool:
+    inner = [schema[key] for key in ("items", "additionalProperties") if key in schema]
+    return schema.keys() <= _PLAIN_KEYS and all(map(_is_plain, inner))
+
+
+def _returned(
+    hints: Mapping[str, object], line: docstring_parser.DocstringReturns | None
+) -> JsonObject | None:
+    """Return the schema of a function's result; None if it is not known."""
+    if "return" not in hints:
+        return None
+    try:
+        described = TypeAdapter(hints["return"]).json_schema(
+            mode="serialization", schema_generator=_JsonSchema
+        )
+    except Exception:  # a type of the user's own, which only its text describes
+        return None
+    tidy = _Tidy(described.pop("$defs", {}))
+    returned = tidy.with_definitions(tidy.schema(described))
+    description = _one_line(line.description if line else None)
+    return {**returned, "description": description} if description else returned
+
+
+class _Tidy:
+    """Pydantic's schemas in the words of chat templates and of OpenAI's strict mode.
+
+    No titles, no references except to types that contain themselves, `anyOf` for all unions,
+    `enum` for all choices, and objects with fields closed.
+
+    Args:
+        definitions: The schemas of `$defs`.
+    """
+
+    def __init__(self, definitions: JsonObject) -> None:
+        self._definitions = definitions
+        self._recursive: dict[str, None] = {}
+
+    def schema(self, schema: object, within: tuple[str, ...] = ()) -> Any:
+        """Return a schema tidied.
+
+        Args:
+            within: Names of the definitions that contain it.
+        """
+        if not isinstance(schema, dict):
+            return schema  # true or false
+        if "$ref" in schema:
+            return self._referred(schema, within)
+        tidy: JsonObject = {}
+        for key, value in schema.items():
+            match key:
+                case "title" | "discriminator":
+                    continue
+                case "const":
+                    tidy["enum"] = [value]
+                case "anyOf" | "oneOf":
+                    tidy["anyOf"] = [self.schema(each, within) for each in value]
+                case "prefixItems" | "allOf":
+                    tidy[key] = [self.schema(each, within) for each in value]
+                case "properties" | "patternProperties":
+                    tidy[key] = {name: self.schema(each, within) for name, each in value.items()}
+                case "items" | "additionalProperties" | "propertyNames":
+                    tidy[key] = self.schema(value, within)
+                case _:
+                    tidy[key] = value
+        return _in_order(_closed(_of_one_type(tidy)))
+
+    def _referred(self, schema: JsonObject, within: tuple[str, ...]) -> JsonObject:
+        """Return the schema that a reference means, or the reference inside that schema itself."""
+        name = schema["$ref"].removeprefix("#/$defs/")
+        if name not in self._definitions:
+            return schema
+        if name in within:
+            self._recursive[name] = None
+            return schema
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        meant: JsonObject = self.schema({**self._definitions[name], **beside}, (*within, name))
+        return meant
+
+    def with_definitions(self, schema: JsonObject) -> JsonObject:
+        """Return a schema with the definitions that its references need."""
+        definitions: JsonObject = {}
+        while missing := [name for name in self._recursive if name not in definitions]:
+            for name in missing:
+                definitions[name] = self.schema(self._definitions[name], (name,))
+        return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _of_one_type(schema: JsonObject) -> JsonObject:
+    """Write a tuple whose items are all alike as an array, which more servers take."""
+    first, *others = schema.get("prefixItems", [None])
+    if first is not None and all(other == first for other in others) and "items" not in schema:
+        del schema["prefixItems"]
+        schema["items"] = first
+    return schema
+
+
+def _closed(schema: JsonObject) -> JsonObject:
+    """Close an object with fields, unless its type takes others; leave out what says nothing."""
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    elif schema.get("additionalProperties") in (True, {}):
+        del schema["additionalProperties"]
+    if schema.get("items") in (True, {}):
+        del schema["items"]
+    return schema
+
+
+def _in_order(schema: JsonObject) -> JsonObject:
+    """Return a schema with its type first, as people write it, and description and default last."""
+    places = {"type": 0, "description": 2, "default": 3}
+    return dict(sorted(schema.items(), key=lambda item: places.get(item[0], 1)))
