@@ -73,6 +73,8 @@ def load_rows(
         if not listed:
             raise InputError(f"{path} has no rows")
         return listed[:limit]
+    if path == ENVIRONMENT:
+        raise InputError("rows that an environment makes are read by load_training(config)")
     check_data(path)
     file = Path(path).expanduser()
     if file.suffix in DATA_FILES and not file.is_dir():
