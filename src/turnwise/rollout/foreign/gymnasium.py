@@ -13,6 +13,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 _NAMED_ACTION = re.compile(r"^\s*[-*] (\d+): (.+?)\s*$", re.MULTILINE)
+_WORD = re.compile(r"[^\W\d_]+")
 _IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RULES = {
     "FrozenLakeEnv": "Cross the frozen lake from S to G over the ice (F). A hole (H) ends the game. "
@@ -204,24 +206,21 @@ def read_action(text: str, space: "Space", names: dict[int, str]) -> object:
         An action of the space; None if there is none.
     """
     bracketed = _IN_BRACKETS.findall(text)
-    numbers = re.findall(r"-?\d+", text)
-    for said in [bracketed[-1]] if bracketed else [text, *numbers[-1:]]:
-        words = re.findall(r"\w+", said.casefold())
-        meant = [
-            number
-            for number, name in names.items()
-            if words and f" {' '.join(words)} " in f" {' '.join(re.findall(r'\w+', name.casefold()))} "
-        ]
-        try:
-            value = meant[0] if len(meant) == 1 else json.loads(said)
-        except ValueError:
-            try:
-                value = json.loads(f"[{said}]")
-            except ValueError:
-                continue
-        if (action := _from_json(value, space)) is not None:
-            return action
+    for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
+        meant = [number for number, name in names.items() if _words(said) in _words(name)]
+        if len(meant) == 1:
+            return _from_json(meant[0], space)
+        for form in (said, f"[{said}]"):
+            with suppress(ValueError):
+                action = _from_json(json.loads(form), space)
+                if action is not None:
+                    return action
     return None
+
+
+def _words(text: str) -> str:
+    """Return the words of a text between spaces, so that whole ones are found in another's."""
+    return f" {' '.join(re.findall(_WORD, text.casefold()))} "
 
 
 def _from_json(value: object, space: "Space") -> object:
