@@ -19,7 +19,7 @@ from turnwise.errors import InputError
 from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollout.foreign.package import check_name, turn_rewards
 from turnwise.rollout.problems import Row
-from turnwise.rollout.reading import finite_number
+from turnwise.rollout.reading import finite_number, is_list
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SkyRLGym(Environment):
     def __init__(
         self, row: Row, name: str = "", *, max_turns: int | None = None, **config: object
     ) -> None:
-        if not isinstance(row.get("prompt"), Sequence):
+        if not is_list(row.get("prompt")):
             raise InputError("a row of SkyRL's data has a prompt, a list of messages")
         self._prompt = row["prompt"]
         self._extras = {key: value for key, value in row.items() if key != "prompt"}
@@ -72,9 +72,7 @@ class SkyRLGym(Environment):
         self.env = package.make(
             self._name, env_config=_configuration(kind, self._config), extras=self._extras
         )
-        prompt = self._prompt
-        messages = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-        self.problem, _ = self.env.init(messages)
+        self.problem, _ = self.env.init([dict(message) for message in self._prompt])
 
     def step(self, message: Message) -> Sequence[Message] | None:
         """Let the environment read an answer; reply with what it observes."""
