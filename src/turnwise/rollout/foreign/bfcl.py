@@ -4,8 +4,8 @@
     data: {eval_path: environment}
     rollout: {max_turns: 100}
 
-Its simulated systems are the tools, its checker the reward. The package is imported when it is first
-used, and its folders for results are kept out of Python's.
+Its simulated systems are the tools, its checker the reward. The package is imported when it is
+first used, and its folders for results are kept out of Python's.
 """
 
 import importlib
@@ -82,8 +82,8 @@ class Bfcl(Environment):
             rows += [{"id": id} for id in (ids[:first] if split == "train" else ids[first:])]
         if not rows:
             raise InputError(
-                f"bfcl has no {split} rows with environment_args.train {train:g}: that is the share "
-                "of its entries to train on; data.eval_path: environment evaluates the others"
+                f"bfcl has no {split} rows with environment_args.train {train:g}: that is the "
+                "share of its entries to train on; data.eval_path: environment has the others"
             )
         return rows
 
@@ -226,4 +226,6 @@ def _schema(function: JsonObject) -> JsonObject:
 def _module(name: str) -> ModuleType:
     folder = Path(tempfile.gettempdir(), f"turnwise-bfcl-{os.getuid()}")
     os.environ.setdefault("BFCL_PROJECT_ROOT", str(folder))  # it makes folders when it is imported
-    return required(f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", f"environment: bfcl ({name})")
+    return required(
+        f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", f"environment: bfcl ({name})"
+    )

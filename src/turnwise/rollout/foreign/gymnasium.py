@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as conversations: observations are texts, actions are read from answers.
+"""Environments of Gymnasium as conversations: the model reads texts, and its answers are actions.
 
     environment: gymnasium:FrozenLake-v1
     environment_args: {is_slippery: false}
@@ -36,14 +36,14 @@ _NAMED_ACTION = re.compile(r"^\s*[-*] (\d+): (.+?)\s*$", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d_]+")
 _IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RULES = {
-    "FrozenLakeEnv": "Cross the frozen lake from S to G over the ice (F). A hole (H) ends the game. "
-    "You are at the place in brackets.",
-    "CliffWalkingEnv": "Walk from the lower left corner to the target (T). You are at x. A step into "
-    "the cliff (C) takes you back to the start.",
-    "TaxiEnv": "Drive the taxi to the passenger, pick the passenger up, drive to the destination, and "
-    "drop the passenger off there. No step leads through a wall (|).",
-    "BlackjackEnv": "Play Blackjack: come closer to 21 than the dealer, but not above it. Cards of "
-    "picture count 10, an ace 1 or 11.",
+    "FrozenLakeEnv": "Cross the frozen lake from S to G over the ice (F). A hole (H) ends the "
+    "game. You are at the place in brackets.",
+    "CliffWalkingEnv": "Walk from the lower left corner to the target (T). You are at x. A step "
+    "into the cliff (C) takes you back to the start.",
+    "TaxiEnv": "Drive the taxi to the passenger, pick the passenger up, drive to the destination, "
+    "and drop the passenger off there. No step leads through a wall (|).",
+    "BlackjackEnv": "Play Blackjack: come closer to 21 than the dealer, but not above it. Picture "
+    "cards count 10, an ace 1 or 11.",
 }
 """Rules of the toy-text environments by class; others have their docstring's."""
 
@@ -257,7 +257,11 @@ def _how_to_answer(space: "Space") -> str:
 def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
     if space.shape == ():
         first = int(space.start)
-        kind: JsonObject = {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
+        kind: JsonObject = {
+            "type": "integer",
+            "minimum": first,
+            "maximum": first + int(space.n) - 1,
+        }
     else:
         kind = {"type": "array", "items": {"type": "number"}}
     kind["description"] = ", ".join(f"{n}: {name}" for n, name in names.items()) or str(space)
@@ -269,8 +273,8 @@ def _taxi(env: "Env", drawn: str, observation: object) -> str:
     places = "RGYB"
     waits = "is in the taxi" if passenger == 4 else f"waits at {places[passenger]}"
     return (
-        f"{drawn}\nThe taxi is in row {row}, column {column}, counted from 0. The passenger {waits}, "
-        f"and goes to {places[destination]}."
+        f"{drawn}\nThe taxi is in row {row}, column {column}, counted from 0. The passenger "
+        f"{waits}, and goes to {places[destination]}."
     )
 
 

@@ -111,7 +111,9 @@ class ReasoningGym(Environment):
     def score(self, text: str) -> float:
         """Return the dataset's score of a text with an answer, from 0 to 1."""
         answer = _package().utils.extract_answer(text)
-        return float(self._data.score_answer(text.strip() if answer is None else answer, self.entry))
+        return float(
+            self._data.score_answer(text.strip() if answer is None else answer, self.entry)
+        )
 
 
 def at(name: str) -> EnvironmentType:
