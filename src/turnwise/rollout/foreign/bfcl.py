@@ -132,7 +132,7 @@ class Bfcl(Environment):
             )
         finally:  # the checker keeps its own systems under that name for ever
             kept = vars(_module("eval_checker.multi_turn_eval.multi_turn_utils"))
-            for key in [key for key in kept if key.startswith(name)]:
+            for key in [key for key in list(kept) if key.startswith(name)]:  # others add theirs
                 del kept[key]
         self._valid = bool(verdict["valid"])
         return float(self._valid)
