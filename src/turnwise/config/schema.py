@@ -110,10 +110,10 @@ class Config(Section):
             return self
         fields = RowsConfig.model_fields.items()
         rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
-        for key in [*(["environment"] if self.environment is not None else []), *rows]:
+        if set_twice := [*(["environment"] if self.environment is not None else []), *rows]:
             raise ValueError(
-                f"environments has its own environments and rows, and {key} is set too: move it "
-                "into an entry of environments, or remove environments"
+                f"environments has its own environments and rows, and {set_twice[0]} is set too: "
+                "move it into an entry of environments, or remove environments"
             )
         for name, entry in self.environments.items():
             if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:

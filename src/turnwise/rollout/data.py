@@ -27,6 +27,7 @@ from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
 from turnwise.rollout.agents.worker import worker_tasks
+from turnwise.rollout.mixture import JoinedProblems
 from turnwise.rollout.problems import Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
@@ -127,14 +128,41 @@ def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str
     return data.eval_path, rows
 
 
-def load_training(config: Config) -> Problems:
-    """Return the problems of data.path."""
-    return Problems(*load_training_rows(config.data, config.rollout.agent_env))
+def load_training(config: Config) -> Problems | JoinedProblems:
+    """Return the problems of data.path, or of all `environments`.
+
+    Raises:
+        InputError: as `load_training_rows` does.
+    """
+    return _load(config, lambda part: load_training_rows(part.data, part.rollout.agent_env))
 
 
-def load_heldout(config: Config) -> Problems:
-    """Return the problems of data.eval_path, or of data.path if that is not set."""
-    return Problems(*load_eval_rows(config.data, config.rollout.agent_env))
+def load_heldout(config: Config) -> Problems | JoinedProblems:
+    """Return the problems of data.eval_path, or of data.path if that is not set.
+
+    Raises:
+        InputError: as `load_eval_rows` does.
+    """
+    return _load(config, lambda part: load_eval_rows(part.data, part.rollout.agent_env))
+
+
+def _load(
+    config: Config, load: Callable[[Config], tuple[str, Sequence[Row]]]
+) -> Problems | JoinedProblems:
+    """Return the problems of each environment, joined if the run may have several.
+
+    Args:
+        load: Returns the path and the rows of the configuration of one environment.
+    """
+    if not config.environments:
+        return Problems(*load(config))
+    parts = {}
+    for name, part in config.parts().items():
+        try:
+            parts[name] = Problems(*load(part), environment=name)
+        except InputError as error:
+            raise InputError(f"environments.{name}: {error}") from error
+    return JoinedProblems(parts)
 
 
 @contextmanager
