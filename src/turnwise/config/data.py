@@ -126,6 +126,10 @@ class RowsConfig(Section):
     eval_limit: PositiveInt | None = None
     """Number of rows to use from the start of data.eval_path; null uses all."""
 
+    def first(self, most: int) -> "Self":
+        """Return the same rows, but at most this number of training rows."""
+        return self.model_copy(update={"limit": min(self.limit or most, most)})
+
 
 class DataConfig(RowsConfig):
     """Rows for training and evaluation, and the order of the former.

@@ -2,7 +2,7 @@
 
 from pydantic import field_validator
 
-from turnwise.config.base import PositiveFloat, Section
+from turnwise.config.base import PositiveFloat, Section, Tree
 from turnwise.config.data import RowsConfig
 from turnwise.config.rollout import known_loop
 from turnwise.config.tools import ToolConfig
@@ -16,6 +16,8 @@ class EnvironmentConfig(Section):
     """
 
     environment: str
+    """As the key of the same name at the top."""
+    environment_args: Tree = {}
     """As the key of the same name at the top."""
     data: RowsConfig
     """Rows: the keys of `data` that name them (path, eval_path, subset, split, eval_split, limit,

@@ -1,6 +1,7 @@
 """The whole configuration: all sections, and the checks that involve several of them."""
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import field_validator, model_validator
@@ -45,8 +46,8 @@ class Config(Section):
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     environments: dict[str, EnvironmentConfig] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
-    each with environment, data (path, eval_path, ...), weight (its share of the groups, relative to
-    the others'; 1), and loop and tools where they are not those of rollout."""
+    each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
+    groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
@@ -142,12 +143,32 @@ class Config(Section):
             parts[name] = self.model_copy(
                 update={
                     "environment": entry.environment,
+                    "environment_args": entry.environment_args,
                     "environments": {},
                     "data": self.data.model_copy(update=rows),
                     "rollout": self.rollout.model_copy(update=changed),
                 }
             )
         return parts
+
+    def only(self, names: Collection[str]) -> "Config":
+        """Return the configuration with some of several environments."""
+        if not self.environments:
+            return self
+        kept = {name: entry for name, entry in self.environments.items() if name in names}
+        return self.model_copy(update={"environments": kept})
+
+    def with_row_limit(self, most: int) -> "Config":
+        """Return the configuration with at most this number of training rows per environment."""
+        return self.model_copy(
+            update={
+                "data": self.data.first(most) if not self.environments else self.data,
+                "environments": {
+                    name: entry.model_copy(update={"data": entry.data.first(most)})
+                    for name, entry in self.environments.items()
+                },
+            }
+        )
 
     @property
     def loops(self) -> set[str]:

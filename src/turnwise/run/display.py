@@ -146,7 +146,7 @@ class Display:
     def _line(self, metrics: StepMetrics) -> str:
         parts = [
             f"step {metrics.step or 0:>4}/{self._steps}",
-            f"reward {metrics.reward_mean:.3f}",
+            f"reward {metrics.reward_mean:.3f}{_of_each(metrics, 'reward_mean')}",
             f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
             f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
             f"stale {metrics.staleness_max}",
@@ -155,7 +155,8 @@ class Display:
         if left := self._time_left():
             parts.append(f"left {left}")
         if (accuracy := metrics.accuracy_heldout) is not None:
-            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}")
+            each = _of_each(metrics, "heldout", "accuracy")
+            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
         if why := why_untrained([metrics.to_json()]):
             parts.append(f"nothing trained: {why}")
         if metrics.dropped:
@@ -193,6 +194,17 @@ class Display:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())
         return table
+
+
+def _of_each(metrics: StepMetrics, *keys: str) -> str:
+    """Return a number of each of several environments in parentheses, "" if there are none."""
+    found = []
+    for name, value in (metrics.environments or {}).items():
+        for key in keys:
+            value = value.get(key, {})
+        if isinstance(value, float):
+            found.append(f"{name} {value:.3f}")
+    return f" ({', '.join(found)})" if found else ""
 
 
 def why_untrained(steps: Sequence[JsonObject]) -> str:
