@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -126,7 +126,7 @@ class RowsConfig(Section):
     eval_limit: PositiveInt | None = None
     """Number of rows to use from the start of data.eval_path; null uses all."""
 
-    def first(self, most: int) -> "Self":
+    def first(self, most: int) -> Self:
         """Return the same rows, but at most this number of training rows."""
         return self.model_copy(update={"limit": min(self.limit or most, most)})
 

@@ -66,9 +66,7 @@ class MixedStream:
         problem = await stream.take_one(120.0)
     """
 
-    def __init__(
-        self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]
-    ) -> None:
+    def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
         self._streams = streams
         total = sum(weights[name] for name in streams)
         self._shares = {name: weights[name] / total for name in streams}

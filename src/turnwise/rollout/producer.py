@@ -10,8 +10,8 @@ Every group that begins is returned once: in a step's batch, or among its `disca
 reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
 delay others.
 
-With `data.curriculum`, the stream of problems learns the outcomes of a batch's groups when the batch
-is taken, in the order in which they began: what begins next does not depend on which ended first.
+With `data.curriculum`, the stream of problems learns the outcomes of groups when their batch is
+taken, in the order in which they began: what begins next does not depend on which ended first.
 """
 
 import asyncio

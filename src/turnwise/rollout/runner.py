@@ -252,9 +252,7 @@ class Runner:
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return None
-                trajectory = Trajectory(
-                    run.problem.id, index, environment=run.problem.environment
-                )
+                trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
                 name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
                 failure = await self._try(run, trajectory, name)
                 if failure is None:

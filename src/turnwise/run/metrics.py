@@ -50,12 +50,12 @@ class StepMetrics:
     env: dict[str, float] | None = None
     """Mean of each number that the environments' `metrics` return, over those that return it."""
     environments: dict[str, JsonObject] | None = None
-    """In a run with several environments, of each by name: reward_mean, trajectories, dropped (their
-    number), groups, its `pools`, and in `heldout` its results of the evaluation."""
+    """In a run with several environments, by name: reward_mean, trajectories, dropped (their
+    number), groups, the environment's own `pools`, and in `heldout` its evaluation."""
     pools: dict[str, int] | None = None
-    """With data.curriculum, the rows whose last group gave a signal (mixed), or none because all was
-    right (mastered) or wrong (hopeless), those without a group so far (fresh), and how many of
-    mastered and hopeless rest."""
+    """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
+    because all was right (mastered) or wrong (hopeless), and of those without a group so far
+    (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
     trajectories: int = 0
     """Number of trajectories."""
     dropped: dict[str, int] | None = None
