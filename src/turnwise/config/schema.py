@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section
+from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.environments import EnvironmentConfig
 from turnwise.config.metrics import MetricsConfig
@@ -42,8 +42,11 @@ class Config(Section):
     """Reaction to a token that differs from the sampled one before training: end the run (stop), or
     only report it (warn)."""
     environment: Needed = None
-    """Environment that turns rows into problems, tools and rewards, as package.module:Class, or
+    """Environment that turns rows into problems, tools and rewards, as package.module:Class;
+    reasoning_gym:, gymnasium:, textarena:, skyrl_gym: or bfcl:NAME for one of these packages; or
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
+    environment_args: Tree = {}
+    """Keyword arguments with which the environment is made, such as {size: 1000}."""
     environments: dict[str, EnvironmentConfig] = {}
     """Several environments by name, in place of environment and data.path, whose groups are mixed:
     each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
@@ -111,7 +114,8 @@ class Config(Section):
             return self
         fields = RowsConfig.model_fields.items()
         rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
-        if set_twice := [*(["environment"] if self.environment is not None else []), *rows]:
+        own = [key for key in ("environment", "environment_args") if getattr(self, key)]
+        if set_twice := [*own, *rows]:
             raise ValueError(
                 f"environments has its own environments and rows, and {set_twice[0]} is set too: "
                 "move it into an entry of environments, or remove environments"

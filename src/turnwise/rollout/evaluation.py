@@ -128,6 +128,9 @@ class Evaluation:
     """Duration in seconds."""
     summary: dict[str, float]
     """Results as `Scores.summary` returns them."""
+    env: dict[str, float] = field(default_factory=dict)
+    """Mean of each number that the environments' `metrics` return, over the finished trajectories
+    that return it."""
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
     """The same of each environment by name, in a run with several; otherwise empty."""
 
@@ -248,6 +251,7 @@ async def evaluate(
     n, kept = config.eval.sampling.n, kept or KeptInMemory()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
     of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
+    measured = defaultdict[str, list[float]](list)
 
     async def keep(place: int, group: Group) -> None:
         nonlocal tokens
@@ -255,6 +259,9 @@ async def evaluate(
         if group.environment:
             of_each[group.environment].add(group)
         tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                measured[name].append(value)
         await kept.keep(place, group)
 
     at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
@@ -270,5 +277,6 @@ async def evaluate(
         tokens,
         seconds,
         scores.summary(),
+        {name: sum(values) / len(values) for name, values in sorted(measured.items())},
         {name: of_each[name].summary() for name in sorted(of_each)},
     )

@@ -7,7 +7,12 @@ from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.configured_tools import load_tools, with_configured
-from turnwise.rollout.environment import EnvironmentType, load_environment
+from turnwise.rollout.environment import (
+    EnvironmentType,
+    configured_environment,
+    name_of,
+    type_of,
+)
 from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.environment_processes import EnvironmentProcesses
 from turnwise.rollout.episode import Episode
@@ -48,9 +53,9 @@ class Stage:
         self.rollout = config.rollout
         """The section `rollout` as it holds for this environment."""
         self.loop = loop or load_loop(config.rollout.loop)
-        self._environment = environment or load_environment(config.environment)
-        given = getattr(environment, "__name__", environment)
-        self.name = f"the environment {config.environment if environment is None else given}"
+        self._environment = environment or configured_environment(config)
+        given = config.environment if environment is None else name_of(environment)
+        self.name = f"the environment {given}"
         """The environment in messages."""
         self._tools = load_tools(config.rollout.tools) if tools else []
         self.processes = (
@@ -96,7 +101,7 @@ class Stage:
     @property
     def knows_prompts(self) -> bool:
         """Whether the environment's class has a `prompt`."""
-        return own_method(self._environment, "prompt") is not None
+        return own_method(type_of(self._environment), "prompt") is not None
 
     def prompt(self, problem: Problem) -> list[Message] | None:
         """Return the messages that the class knows from a row alone; None if it does not.

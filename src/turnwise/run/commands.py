@@ -309,7 +309,7 @@ async def _playing(
             config,
             first_of_each(problems),
             progress=display,
-            environment=inputs.environment,
+            environment=inputs.environment_for(config),
             functions=inputs.functions,
         ) as runtime:
             display.phase(phase, len(problems))
@@ -355,7 +355,7 @@ async def _attempt(
         first_of_each(problems),
         folder=folder.path,
         progress=display,
-        environment=inputs.environment,
+        environment=inputs.environment_for(config),
         functions=inputs.functions,
     ) as runtime:
         loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
