@@ -42,7 +42,7 @@ class Play:
         )
         runner = Runner(config, self._tokenizer)
         if self._runner is not None:
-            runner._loop = self._runner._loop
+            runner._stages = self._runner._stages
         runner.server, self._runner = self._server, runner
         row = load_training(config)[0].row | {"behaviour": behaviour}
         engine = self._server._generator

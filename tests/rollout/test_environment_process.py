@@ -167,7 +167,7 @@ async def play(runner: Runner, row: dict[str, Any], n: int = 1) -> Group:
 
 
 def episode_of(runner: Runner, row: dict[str, Any]) -> Episode:
-    return runner._stage.episode(Problem("rows:1", row))
+    return runner._stages[""].episode(Problem("rows:1", row))
 
 
 def did(log: Path) -> Counter[str]:

@@ -159,10 +159,9 @@ async def _play(config: Config, console: Console) -> "Finding":
     from turnwise.run.doctor import Finding
     from turnwise.run.overview import Overview
 
-    limit = min(config.data.limit or _ROLLOUT_PROBLEMS, _ROLLOUT_PROBLEMS)
-    few = config.model_copy(update={"data": config.data.model_copy(update={"limit": limit})})
+    few = config.with_row_limit(_ROLLOUT_PROBLEMS)
     try:
-        async with deadline(_ROLLOUT_SECONDS, f"{limit} problems were not played"):
+        async with deadline(_ROLLOUT_SECONDS, "the first problems were not played"):
             trajectories, dropped = await commands.rollout(few, console, None)
     except TurnwiseError as error:
         return Finding("rollout", "broken", str(error))

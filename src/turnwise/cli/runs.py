@@ -353,6 +353,9 @@ async def _evaluate(config: Config) -> None:
     console, overview = Console(), Overview()
     evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
     show_trajectories(console, overview)
+    for name, summary in evaluation.environments.items():
+        accuracy, reward = summary["accuracy"], summary["reward_mean"]
+        _print(console, f"{name}: accuracy {accuracy:.4f}  reward {reward:.4f}")
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
     if several:
         _print(console, "  ".join(f"{k} {v:.4f}" for k, v in several.items()))

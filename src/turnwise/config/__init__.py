@@ -27,7 +27,8 @@ from turnwise.config.algorithm import (
 )
 from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
-from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel
+from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel, RowsConfig
+from turnwise.config.environments import EnvironmentConfig
 from turnwise.config.explain import (
     CHOICES,
     Key,
@@ -73,6 +74,7 @@ __all__ = [
     "Dpo",
     "DrGrpo",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "Gae",
     "Grpo",
@@ -92,6 +94,7 @@ __all__ = [
     "RewardConfig",
     "Rloo",
     "RolloutConfig",
+    "RowsConfig",
     "SamplingConfig",
     "Section",
     "ServingConfig",

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -117,11 +117,11 @@ class OtherModel(Section):
     """Precision of its forward passes, float32 or bfloat16; null uses model.dtype."""
 
 
-class DataConfig(Section):
-    """Rows for training and evaluation.
+class RowsConfig(Section):
+    """Rows for training and evaluation of one environment.
 
     Example:
-        DataConfig(path="train.jsonl", eval_path="test.jsonl")
+        RowsConfig(path="train.jsonl", eval_path="test.jsonl")
     """
 
     path: Needed = None
@@ -140,8 +140,27 @@ class DataConfig(Section):
     """Split of data.eval_path when it is a Hugging Face dataset."""
     limit: PositiveInt | None = None
     """Number of rows to use from the start of data.path; null uses all."""
+    eval_limit: PositiveInt | None = None
+    """Number of rows to use from the start of data.eval_path; null uses all."""
+
+    def first(self, most: int) -> Self:
+        """Return the same rows, but at most this number of training rows."""
+        return self.model_copy(update={"limit": min(self.limit or most, most)})
+
+
+class DataConfig(RowsConfig):
+    """Rows for training and evaluation, and the order of the former.
+
+    Example:
+        DataConfig(path="train.jsonl", eval_path="test.jsonl", curriculum=True)
+    """
+
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
     Null skips none: a prompt that does not fit model.max_length is then an error."""
-    eval_limit: PositiveInt | None = None
-    """Number of rows to use from the start of data.eval_path; null uses all."""
+    curriculum: bool = False
+    """Let rows rest whose groups give no signal, because all trajectories are right or all are
+    wrong: after 1, 2, 3 ... such groups in a row, a row comes back after 2, 4, 8 ... epochs. A
+    group with a signal brings it back to every epoch."""
+    max_rest: PositiveInt = 8
+    """With data.curriculum: the largest number of epochs after which a row comes back."""

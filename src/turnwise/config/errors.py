@@ -23,7 +23,8 @@ def explain_mistake(error: ErrorDetails) -> str:
         return _unknown(key, loc)
     if error["type"] == "missing":
         missing = [key, *(f"{key}.{name}" for name in _required(key))]
-        return "; ".join(explain_missing(k) for k in missing if k in known_keys())
+        explained = [explain_missing(k) for k in missing if k in known_keys()]
+        return "; ".join(explained or [f"{key} must be set"])
     value = error["input"]
     if error["type"] in ("model_type", "union_tag_not_found"):
         return f"{key} must be a section with its own keys, not {value!r}"

@@ -189,14 +189,22 @@ def _bounds(metadata: Sequence[object]) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    if isinstance(value, Section):
-        value = value.model_dump()
+    value = _plain(value)
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
     if value == NO_DEADLINE:
         value = None
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("...").strip()
+
+
+def _plain(value: object) -> object:
+    """Return a value with sections as mappings, also those in lists and mappings."""
+    if isinstance(value, Section):
+        return value.model_dump()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _describe(

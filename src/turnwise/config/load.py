@@ -76,14 +76,18 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
     Raises:
         InputError: with one sentence for each mistake.
     """
-    missing = [key for key in needed_keys() if _value(tree, key) is None and key not in optional]
+    several = ("environment", "data.path") if tree.get("environments") else ()
+    given = {*optional, *several}
+    missing = [key for key in needed_keys() if _value(tree, key) is None and key not in given]
     problems = [explain_missing(key) for key in missing]
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         problems += [explain_mistake(e) for e in error.errors(include_url=False)]
     else:
-        evaluates = config.data.eval_path is not None or "data.eval_path" in optional
+        evaluates = "data.eval_path" in optional or any(
+            part.data.eval_path is not None for part in config.parts().values()
+        )
         if config.eval.target is not None and not (config.eval.every and evaluates):
             problems.append(
                 "eval.target needs evaluations: set data.eval_path, and eval.every above 0"

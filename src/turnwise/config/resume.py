@@ -45,6 +45,9 @@ RULES: Mapping[str, OnResume] = {
     "exactness": _LIMIT,
     "environment": _yes("applies from now on; groups that were waiting keep their rewards"),
     "environment_args": _yes("applies from now on; see data.path where the rows depend on it"),
+    "environments": _yes(
+        "applies from now on, if their names and numbers of rows stay; weights count from now on"
+    ),
     "trackers": _SHOWN,
     "project": _SHOWN,
     "entity": _SHOWN,
@@ -71,6 +74,8 @@ RULES: Mapping[str, OnResume] = {
     "data.eval_split": _yes("applies to the next evaluation"),
     "data.eval_limit": _yes("applies to the next evaluation"),
     "data.max_prompt_tokens": _LIMIT,
+    "data.curriculum": _yes("applies from now on; false forgets what rest was due"),
+    "data.max_rest": _yes("applies to rests that begin from now on"),
     "rollout": _yes("applies to new groups"),
     "sampling": _yes("applies to new groups; those that were waiting keep their size"),
     "eval": _yes("applies to the next evaluation"),

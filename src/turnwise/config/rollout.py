@@ -198,8 +198,17 @@ class RolloutConfig(Section):
     @field_validator("loop")
     @classmethod
     def _known_loop(cls, loop: str) -> str:
-        if loop not in LOOP_NAMES and ":" not in loop:
-            raise ValueError(
-                f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
-            )
-        return loop
+        return known_loop(loop)
+
+
+def known_loop(loop: str) -> str:
+    """Return the name of an agent loop.
+
+    Raises:
+        ValueError: when there is no built-in one of this name, and it is no class.
+    """
+    if loop not in LOOP_NAMES and ":" not in loop:
+        raise ValueError(
+            f"loop must be {', '.join(LOOP_NAMES)}, or package.module:Class, not {loop!r}"
+        )
+    return loop

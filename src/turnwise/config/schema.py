@@ -1,6 +1,7 @@
 """The whole configuration: all sections, and the checks that involve several of them."""
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import field_validator, model_validator
@@ -9,7 +10,8 @@ from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
-from turnwise.config.data import DataConfig, ModelConfig
+from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
+from turnwise.config.environments import EnvironmentConfig
 from turnwise.config.metrics import MetricsConfig
 from turnwise.config.rollout import RolloutConfig
 from turnwise.config.sampling import EvalConfig, SamplingConfig
@@ -45,6 +47,10 @@ class Config(Section):
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
     environment_args: Tree = {}
     """Keyword arguments with which the environment is made, such as {size: 1000}."""
+    environments: dict[str, EnvironmentConfig] = {}
+    """Several environments by name, in place of environment and data.path, whose groups are mixed:
+    each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
+    groups, relative to the others'; 1), and loop and tools where they are not those of rollout."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
@@ -88,6 +94,90 @@ class Config(Section):
                 "and set output_dir for another place"
             )
         return name
+
+    @field_validator("environments")
+    @classmethod
+    def _plain_names(
+        cls, environments: dict[str, EnvironmentConfig]
+    ) -> dict[str, EnvironmentConfig]:
+        for name in environments:
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(
+                    f"the name {name!r} must have letters, digits, _ and - only: problems, metrics "
+                    "and files are named by it"
+                )
+        return environments
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "Config":
+        if not self.environments:
+            return self
+        fields = RowsConfig.model_fields.items()
+        rows = [f"data.{key}" for key, of in fields if getattr(self.data, key) != of.default]
+        own = [key for key in ("environment", "environment_args") if getattr(self, key)]
+        if set_twice := [*own, *rows]:
+            raise ValueError(
+                f"environments has its own environments and rows, and {set_twice[0]} is set too: "
+                "move it into an entry of environments, or remove environments"
+            )
+        for name, entry in self.environments.items():
+            if entry.loop == "chat_scheduler" and not self.rollout.chat_scheduler:
+                raise ValueError(
+                    f"environments.{name}.loop chat_scheduler needs rollout.chat_scheduler: "
+                    "package.module:Class"
+                )
+        return self
+
+    def parts(self) -> dict[str, "Config"]:
+        """Return the configuration of each environment by name, as if it were the only one.
+
+        A run with one environment has one part, under the name "".
+
+        Example:
+            for name, part in config.parts().items():
+                print(name, part.environment, part.data.path, part.rollout.loop)
+        """
+        if not self.environments:
+            return {"": self}
+        parts: dict[str, Config] = {}
+        for name, entry in self.environments.items():
+            rollout = {"loop": entry.loop, "tools": entry.tools}
+            changed = {key: value for key, value in rollout.items() if value is not None}
+            rows = {key: getattr(entry.data, key) for key in RowsConfig.model_fields}
+            parts[name] = self.model_copy(
+                update={
+                    "environment": entry.environment,
+                    "environment_args": entry.environment_args,
+                    "environments": {},
+                    "data": self.data.model_copy(update=rows),
+                    "rollout": self.rollout.model_copy(update=changed),
+                }
+            )
+        return parts
+
+    def only(self, names: Collection[str]) -> "Config":
+        """Return the configuration with some of several environments."""
+        if not self.environments:
+            return self
+        kept = {name: entry for name, entry in self.environments.items() if name in names}
+        return self.model_copy(update={"environments": kept})
+
+    def with_row_limit(self, most: int) -> "Config":
+        """Return the configuration with at most this number of training rows per environment."""
+        return self.model_copy(
+            update={
+                "data": self.data.first(most) if not self.environments else self.data,
+                "environments": {
+                    name: entry.model_copy(update={"data": entry.data.first(most)})
+                    for name, entry in self.environments.items()
+                },
+            }
+        )
+
+    @property
+    def loops(self) -> set[str]:
+        """Agent loops of the run: those of its environments."""
+        return {part.rollout.loop for part in self.parts().values()}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -28,6 +28,7 @@ from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, w
 from turnwise.errors import InputError, first_line
 from turnwise.rollout.agents.worker import worker_tasks
 from turnwise.rollout.environment import EnvironmentType, configured_environment, name_of
+from turnwise.rollout.mixture import JoinedProblems
 from turnwise.rollout.problems import Problems, Row
 from turnwise.rollout.reading import make_rows
 
@@ -131,37 +132,78 @@ def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str
     return data.eval_path, rows
 
 
-def load_training(config: Config, environment: EnvironmentType | None = None) -> Problems:
-    """Return the problems of data.path.
+def load_training(
+    config: Config, environment: EnvironmentType | None = None
+) -> Problems | JoinedProblems:
+    """Return the problems of data.path, or of all `environments`.
 
     Args:
         environment: Makes the rows if data.path is `environment`; None means the configured one.
+
+    Raises:
+        InputError: as `load_training_rows` does.
     """
-    if config.data.path == ENVIRONMENT:
-        return _made(config, environment, "train", config.data.limit)
-    return Problems(*load_training_rows(config.data, config.rollout.agent_env))
+    return _of_each(config, lambda part: _training_rows(part, environment))
 
 
-def load_heldout(config: Config, environment: EnvironmentType | None = None) -> Problems:
+def load_heldout(
+    config: Config, environment: EnvironmentType | None = None
+) -> Problems | JoinedProblems:
     """Return the problems of data.eval_path, or of data.path if that is not set.
 
     Args:
         environment: As in `load_training`.
+
+    Raises:
+        InputError: as `load_eval_rows` does.
     """
+    return _of_each(config, lambda part: _heldout_rows(part, environment))
+
+
+def _of_each(
+    config: Config, load: Callable[[Config], tuple[str, Sequence[Row]]]
+) -> Problems | JoinedProblems:
+    """Return the problems of each environment, joined if the run may have several.
+
+    Args:
+        load: Returns the path and the rows of the configuration of one environment.
+    """
+    if not config.environments:
+        return Problems(*load(config))
+    parts = {}
+    for name, part in config.parts().items():
+        try:
+            parts[name] = Problems(*load(part), environment=name)
+        except InputError as error:
+            raise InputError(f"environments.{name}: {error}") from error
+    return JoinedProblems(parts)
+
+
+def _training_rows(
+    config: Config, environment: EnvironmentType | None
+) -> tuple[str, Sequence[Row]]:
+    if config.data.path == ENVIRONMENT:
+        return "train", _made(config, environment, "train", config.data.limit)
+    return load_training_rows(config.data, config.rollout.agent_env)
+
+
+def _heldout_rows(
+    config: Config, environment: EnvironmentType | None
+) -> tuple[str, Sequence[Row]]:
     if config.data.eval_path is None:
-        return load_training(config, environment)
+        return _training_rows(config, environment)
     if config.data.eval_path == ENVIRONMENT:
-        return _made(config, environment, "eval", config.data.eval_limit)
-    return Problems(*load_eval_rows(config.data, config.rollout.agent_env))
+        return "eval", _made(config, environment, "eval", config.data.eval_limit)
+    return load_eval_rows(config.data, config.rollout.agent_env)
 
 
 def _made(
     config: Config, environment: EnvironmentType | None, split: str, limit: int | None
-) -> Problems:
-    """Return the problems of the rows that an environment makes, named `train:1` or `eval:1`."""
+) -> Sequence[Row]:
+    """Return the rows that an environment makes; their problems are named by the split."""
     environment = environment or configured_environment(config)
     name = f"{name_of(environment)}.rows({split!r})"
-    return Problems(split, checked_rows(make_rows(environment, split), name, limit))
+    return checked_rows(make_rows(environment, split), name, limit)
 
 
 def checked_rows(rows: Sequence[Mapping[str, Any]], name: str, limit: int | None) -> Sequence[Row]:

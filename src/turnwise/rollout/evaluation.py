@@ -11,13 +11,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from math import comb, isclose
+from math import comb
 from typing import Protocol
 
 from turnwise.config import Config
 from turnwise.core.aio import for_each
 from turnwise.errors import InputError
-from turnwise.rollout.group import TOO_LONG, Group, Outcomes
+from turnwise.rollout.group import TOO_LONG, Group, Outcomes, is_right
 from turnwise.rollout.problems import Problem, read_problem
 from turnwise.rollout.producer import RunGroup
 from turnwise.trajectory import Trajectory
@@ -103,9 +103,7 @@ def _right(group: Group, n: int, success_reward: float) -> list[bool]:
     """Return whether each attempt, by its index in the group, is correct."""
     right = [False] * n
     for trajectory in group.trajectories:
-        reward = trajectory.reward or 0.0
-        reached = reward >= success_reward or isclose(reward, success_reward)
-        right[trajectory.sample_index] = reached
+        right[trajectory.sample_index] = is_right(trajectory.reward or 0.0, success_reward)
     return right
 
 
@@ -133,6 +131,8 @@ class Evaluation:
     env: dict[str, float] = field(default_factory=dict)
     """Mean of each number that the environments' `metrics` return, over the finished trajectories
     that return it."""
+    environments: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same of each environment by name, in a run with several; otherwise empty."""
 
     @property
     def accuracy(self) -> float:
@@ -250,11 +250,14 @@ async def evaluate(
     """
     n, kept = config.eval.sampling.n, kept or KeptInMemory()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
+    of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
     measured = defaultdict[str, list[float]](list)
 
     async def keep(place: int, group: Group) -> None:
         nonlocal tokens
         scores.add(group)
+        if group.environment:
+            of_each[group.environment].add(group)
         tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
         for trajectory in group.trajectories:
             for name, value in trajectory.metrics.items():
@@ -275,4 +278,5 @@ async def evaluate(
         seconds,
         scores.summary(),
         {name: sum(values) / len(values) for name, values in sorted(measured.items())},
+        {name: of_each[name].summary() for name in sorted(of_each)},
     )

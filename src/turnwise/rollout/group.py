@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from math import isclose
 from typing import TYPE_CHECKING
 
 from turnwise.core.json_types import JsonObject
@@ -51,6 +52,13 @@ class Group:
     """Text of a prompt that was given as token ids, otherwise None."""
     appended: list[tuple[str, str]] = field(default_factory=list)
     """Names of files in the run folder, and texts for their ends, on the way to the driver."""
+    environment: str = ""
+    """Name of the environment in `environments`; "" if the run has one environment."""
+
+    @classmethod
+    def of(cls, problem: "Problem") -> "Group":
+        """Return an empty group of a problem."""
+        return cls(problem.id, environment=problem.environment)
 
     @property
     def left_out(self) -> bool:
@@ -83,6 +91,7 @@ class Group:
         """Build a group from the values that `to_dict` returned."""
         group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
         group.prompt = tree.get("prompt")
+        group.environment = tree.get("environment", "")
         group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
         for name in ("dropped", "retried", "dropped_tokens"):
             setattr(group, name, Counter(tree[name]))
@@ -110,7 +119,18 @@ class GroupRun:
         cls, engine: "Generator", problem: "Problem", sampling: "SamplingConfig", tag: str
     ) -> "GroupRun":
         """Begin an empty group; `tag` makes its name unique."""
-        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group(problem.id))
+        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group.of(problem))
+
+
+def is_right(reward: float, success_reward: float) -> bool:
+    """Return whether a reward is one of a correct trajectory (`eval.success_reward`), up to
+    rounding.
+
+    Example:
+        >>> is_right(0.1 + 0.2, success_reward=0.3)
+        True
+    """
+    return reward >= success_reward or isclose(reward, success_reward)
 
 
 def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:

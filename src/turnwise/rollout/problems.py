@@ -1,7 +1,7 @@
 """Problems, and an endless stream of them for training.
 
-The order depends only on the seed and the number of problems, so a restored stream continues
-exactly where the earlier one stopped.
+The order depends only on the seed and the number of problems, and with a curriculum on the groups
+that were reported, so a restored stream continues exactly where the earlier one stopped.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any, overload
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
+from turnwise.rollout.curriculum import Curriculum, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,18 @@ class Problem:
     """
 
     id: str
-    """File and number of the row: `train.jsonl:1`."""
+    """File and number of the row: `train.jsonl:1`, or with several environments
+    `NAME/train.jsonl:1`."""
     row: Row
+    environment: str = ""
+    """Name of its environment in `environments`; "" if the run has one environment."""
 
 
 class Problems(Sequence[Problem]):
     """A problem for each row, named by the last part of the data's path and the row's number.
+
+    Args:
+        environment: Name in `environments`, which the names then begin with.
 
     Example:
         >>> problems = Problems("data/train.jsonl", [{"question": "2 + 2?"}])
@@ -43,9 +50,10 @@ class Problems(Sequence[Problem]):
         'train.jsonl:1'
     """
 
-    def __init__(self, path: str, rows: Sequence[Row]) -> None:
-        self._name = Path(path).name
+    def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:
+        self._name = f"{environment}/{Path(path).name}" if environment else Path(path).name
         self._rows = rows
+        self._environment = environment
 
     @property
     def in_memory(self) -> bool:
@@ -67,7 +75,7 @@ class Problems(Sequence[Problem]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         number = range(len(self))[index]
-        return Problem(self.name(number), self._rows[number])
+        return Problem(self.name(number), self._rows[number], self._environment)
 
 
 async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
@@ -82,7 +90,7 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
         InputError: when the row cannot be read.
         DeadlineError: naming the row's number.
     """
-    if isinstance(problems, list) or (isinstance(problems, Problems) and problems.in_memory):
+    if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
     name, key = f"row {index + 1} of the data", "rollout.environment_timeout"
     problem: Problem = await call_user_code(
@@ -94,11 +102,12 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
 class ProblemStream:
     """All problems in an endless sequence of epochs, each shuffled differently.
 
-    Problems that are left out, and rows that cannot be read, are skipped.
+    Problems that are left out, rows that cannot be read, and those that rest are skipped.
 
     Args:
         problems: At least one; each is asked for when it is taken.
         seed: Together with the epoch's number it determines the order.
+        curriculum: Decides which problems rest; None lets none.
 
     Raises:
         InputError: when there are no problems.
@@ -109,11 +118,14 @@ class ProblemStream:
         (3, 1)
     """
 
-    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], seed: int, curriculum: Curriculum | None = None
+    ) -> None:
         if not problems:
             raise InputError("there are no problems to train on")
         self._problems = problems
         self._seed = seed
+        self._curriculum = curriculum
         self._epoch = self._position = 0
         self._order = self._shuffled(0)
         self._left_out: set[int] = set()
@@ -180,13 +192,15 @@ class ProblemStream:
             self._position += 1
 
     def _next(self) -> int:
-        """Return the index of the next problem that is not left out, without taking it."""
+        """Return the index of the next problem that is not skipped, without taking it."""
+        curriculum = self._curriculum
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
-            if index not in self._left_out:
+            rests = curriculum is not None and curriculum.rests(index, self._epoch)
+            if index not in self._left_out and not rests:
                 return index
             self._position += 1
 
@@ -207,21 +221,45 @@ class ProblemStream:
         if len(self._left_out) == len(self._problems):
             raise InputError(f"no row of the data can be used; the last one: {reason}")
 
+    def learn(self, name: str, pool: Pool) -> None:
+        """Note the outcome of a group of the problem with a name, for the curriculum.
+
+        Raises:
+            InputError: when the data does not have it.
+        """
+        if self._curriculum is not None:
+            self._curriculum.learn(self._index(name), pool, self._epoch)
+
+    def pools(self) -> dict[str, dict[str, int]]:
+        """Return the number of problems in each pool of the curriculum, under the name "" of the
+        run's only environment; nothing without a curriculum."""
+        if self._curriculum is None:
+            return {}
+        return {"": self._curriculum.pools(len(self._problems), self._left_out, self._epoch)}
+
     def state(self) -> JsonObject:
         """Return the position as plain values for `restore`."""
+        known = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
         return {
             "epoch": self._epoch,
             "position": self._position,
             "problems": len(self._problems),
             "left_out": sorted(self._left_out),
+            **known,
         }
 
     def restore(self, state: JsonObject) -> None:
         """Continue from the position that `state` returned.
 
         Raises:
-            InputError: when that stream had a different number of problems.
+            InputError: when that stream had a different number of problems, or several
+                environments.
         """
+        if "environments" in state:
+            raise InputError(
+                f"the run stopped with the environments {', '.join(state['environments'])}: give "
+                "it the same environments to resume"
+            )
         if state["problems"] != len(self._problems):
             raise InputError(
                 f"the run stopped with {state['problems']} problems and now has "
@@ -229,6 +267,8 @@ class ProblemStream:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._left_out = set(state.get("left_out", ()))
+        if self._curriculum is not None:
+            self._curriculum.restore(state.get("curriculum", {}))
         self._order = self._shuffled(self._epoch)
 
     def _shuffled(self, epoch: int) -> list[int]:

@@ -123,7 +123,7 @@ class RolloutProcesses(SchedulerProcesses):
             process.restarts = 0
             break
         else:
-            group = Group(problem.id)
+            group = Group.of(problem)
         for number, cause in enumerate(causes, 1):
             counts = group.dropped if number == _MAX_DEATHS else group.retried
             counts[DIED] += sampling.n

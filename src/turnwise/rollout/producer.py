@@ -9,6 +9,9 @@ synchronous training.
 Every group that begins is returned once: in a step's batch, or among its `discarded` with the
 reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
 delay others.
+
+With `data.curriculum`, the stream of problems learns the outcomes of groups when their batch is
+taken, in the order in which they began: what begins next does not depend on which ended first.
 """
 
 import asyncio
@@ -22,8 +25,10 @@ from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
-from turnwise.rollout.group import TOO_LONG, Group, check_failures
-from turnwise.rollout.problems import Problem, ProblemStream
+from turnwise.rollout.curriculum import Pool
+from turnwise.rollout.group import TOO_LONG, Group, check_failures, is_right
+from turnwise.rollout.mixture import Stream
+from turnwise.rollout.problems import Problem
 
 _MAX_ROUNDS = 10
 """Number of discarded groups, in multiples of a step's groups, after which a step fails."""
@@ -47,6 +52,8 @@ class Batch:
     prompt_too_long."""
     seconds: float = 0.0
     """Seconds from the first group's start, or from the previous batch, to the last group's end."""
+    pools: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number of problems in each pool of the curriculum, by environment; empty without one."""
 
     @property
     def discarded_by_reason(self) -> dict[str, int]:
@@ -76,7 +83,7 @@ class GroupProducer:
         run_group: Makes the group of a problem under a unique tag.
         stream: Source of the problems.
         has_signal: Returns whether a group can train anything; only called if
-            `algorithm.dynamic_sampling` is set.
+            `algorithm.dynamic_sampling` or `data.curriculum` is set.
         on_group: Called after each group that is ready.
 
     Example:
@@ -92,7 +99,7 @@ class GroupProducer:
         self,
         config: Config,
         run_group: RunGroup,
-        stream: ProblemStream,
+        stream: Stream,
         has_signal: Callable[[Group], Awaitable[bool]],
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
@@ -114,6 +121,8 @@ class GroupProducer:
         self._started: dict[int, _Started] = {}
         self._ready: dict[int, _Ready] = {}
         self._discarded: list[tuple[str, Group]] = []
+        self._outcomes: dict[int, tuple[str, Pool]] = {}
+        """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
         self._changed = asyncio.Condition()
         self._last_batch = 0.0
 
@@ -153,11 +162,14 @@ class GroupProducer:
             if is_cancelled():
                 raise
             # Something inside was cancelled, which a task group would treat as success.
-            group = Group(problem.id, causes={"cancelled": "something in it was cancelled"})
+            group = Group.of(problem)
+            group.causes["cancelled"] = "something in it was cancelled"
             group.dropped["cancelled"] = self._config.sampling.n
-        reason = "" if group.left_out else await self._discard_reason(group)
+        reason, outcome = ("", None) if group.left_out else await self._judge(group)
         async with self._changed:
             del self._started[number]
+            if outcome is not None:
+                self._outcomes[number] = problem.id, outcome
             if group.left_out:
                 self._counted -= 1
                 self._discarded.append((TOO_LONG, group))
@@ -170,13 +182,21 @@ class GroupProducer:
                 self._on_group()
             self._changed.notify_all()
 
-    async def _discard_reason(self, group: Group) -> str:
-        """Return the reason why a group cannot be trained on; "" if it can."""
+    async def _judge(self, group: Group) -> tuple[str, Pool | None]:
+        """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
         if len(group.trajectories) < min(2, self._config.sampling.n):
-            return "failed"
-        if self._config.algorithm.dynamic_sampling and not await self._has_signal(group):
-            return "no_signal"
-        return ""
+            return "failed", None
+        dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
+        if not (dynamic or curriculum):
+            return "", None
+        signal = await self._has_signal(group)
+        outcome: Pool = "mixed"
+        if not signal:
+            lowest = min(trajectory.reward or 0.0 for trajectory in group.trajectories)
+            right = is_right(lowest, self._config.eval.success_reward)
+            outcome = "mastered" if right else "hopeless"
+        reason = "no_signal" if dynamic and not signal else ""
+        return reason, outcome if curriculum else None
 
     def _discard(self, reason: str, group: Group) -> None:
         self._counted -= 1
@@ -205,17 +225,26 @@ class GroupProducer:
             ended = max(ready.ended for ready in taken)
             if self._ahead == 0:
                 self._end_spare()
+            self._teach()
             batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
+            batch.pools = self._stream.pools()
             self._discarded = []
             return batch
+
+    def _teach(self) -> None:
+        """Report the outcomes of the groups that are taken or discarded, in their order."""
+        for number in sorted(self._outcomes.keys() - self._ready.keys()):
+            self._stream.learn(*self._outcomes.pop(number))
 
     def _end_spare(self) -> None:
         """Discard the spare groups of a synchronous step: the next step must not train on them."""
         for started in self._started.values():
             started.task.cancel()
-            self._discarded.append(("oversampled", Group(started.problem.id)))
+            self._discarded.append(("oversampled", Group.of(started.problem)))
         self._discarded += [("oversampled", ready.group) for ready in self._ready.values()]
         self._counted -= len(self._started) + len(self._ready)
+        for number in self._ready:  # which of them ended in time is chance
+            self._outcomes.pop(number, None)
         self._started.clear()
         self._ready.clear()
 
@@ -241,6 +270,7 @@ class GroupProducer:
             "number": self._number,
             "under_way": [*self.waiting_for(), *(problem.id for problem in self._resumed)],
             "ready": [_to_dict(ready) for _, ready in sorted(self._ready.items())],
+            "outcomes": [[number, *known] for number, known in sorted(self._outcomes.items())],
         }
 
     def restore(self, state: JsonObject, trained: int) -> None:
@@ -260,6 +290,7 @@ class GroupProducer:
             group = Group.from_dict(entry["group"])
             number = entry["number"]
             self._ready[number] = _Ready(number, problems[entry["problem"]], group, now, now)
+        self._outcomes = {number: (name, pool) for number, name, pool in state.get("outcomes", ())}
         self._counted = trained * self._per_step + len(self._ready)
 
 

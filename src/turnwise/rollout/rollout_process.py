@@ -93,22 +93,16 @@ async def open_front(config: Config, runner: Runner, generator: Generator) -> As
         async with open_front(config, runner, scheduler):
             group = await runner.run_group(scheduler, problem, config.sampling, tag="demo")
     """
-    if config.rollout.loop == "agent":
-        server = (await import_server())(config, generator, port=0)
-        await server.start()
-        runner.server = server
-        try:
-            yield
-        finally:
-            await runner.close()
-            await server.stop()
-    elif config.rollout.loop == "chat_scheduler":
-        scheduler = await import_chat_scheduler(config)
-        runner.chats = chats = ChatBackend(config, generator, scheduler)
-        await chats.start()
-        try:
-            yield
-        finally:
-            await chats.stop()
-    else:
+    async with AsyncExitStack() as stack:
+        if "agent" in config.loops:
+            server = (await import_server())(config, generator, port=0)
+            await server.start()
+            stack.push_async_callback(server.stop)
+            stack.push_async_callback(runner.close)
+            runner.server = server
+        if "chat_scheduler" in config.loops:
+            scheduler = await import_chat_scheduler(config)
+            runner.chats = chats = ChatBackend(config, generator, scheduler)
+            await chats.start()
+            stack.push_async_callback(chats.stop)
         yield

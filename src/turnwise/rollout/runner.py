@@ -42,7 +42,7 @@ from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import TOO_LONG, Group, GroupRun
-from turnwise.rollout.loops import load_loop
+from turnwise.rollout.loops import load_loop, loop_name
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Makes groups, with one environment type and one agent loop.
+    """Makes groups; each environment has its own tools and agent loop.
 
     Args:
-        environment: None means the configured one.
+        environment: None means the configured ones.
         functions: Reward functions of a program, by their paths in `rollout.rewards`.
         files: None means those of the run's folder.
 
@@ -84,14 +84,19 @@ class Runner:
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
-        self._stage = Stage(config, environment)
+        loops = {name: load_loop(name) for name in config.loops}
+        self._stages = {
+            name: Stage(part, environment, loops[part.rollout.loop])
+            for name, part in config.parts().items()
+        }
+        """Stages by the environment's name; a single one has the name ""."""
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
-        self._shown = ShownPrompt(config, self.template)
+        self._shown = {
+            name: ShownPrompt(part, self.template) for name, part in config.parts().items()
+        }
         self._prompts = PromptCache(self.template)
         self._limit: PromptLimit | None = PromptLimit(config, self._prompts)
-        self._loop = load_loop(config.rollout.loop)
-        self._loop_name = f"the loop {config.rollout.loop}"
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
         """Files of the run folder that rollouts append to."""
@@ -123,15 +128,31 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stage = Stage(self._config, environment, tools=False)
-        other._loop, other._limit = loop, None
-        other._loop_name = f"the loop {type(loop).__name__}"
+        other._stages = {"": Stage(self._config, environment, loop, tools=False)}
+        other._shown = {"": ShownPrompt(self._config, self.template)}
+        other._limit = None
         return other
+
+    def _stage(self, problem: Problem) -> Stage:
+        """Return the stage of a problem's environment.
+
+        Raises:
+            InputError: when the problem belongs to none, as those of programs do in a run with
+                several environments.
+        """
+        stage = self._stages.get(problem.environment)
+        if stage is None:
+            raise InputError(
+                f"{problem.id} has no environment: environments has {', '.join(self._stages)}, and "
+                "only train, eval and rollout choose among several; set environment for one"
+            )
+        return stage
 
     async def close(self) -> None:
         """End what the loop keeps running between trajectories, such as an agent's worker."""
-        if isinstance(self._loop, HttpAgentLoop):
-            await self._loop.close()
+        for stage in self._stages.values():
+            if isinstance(stage.loop, HttpAgentLoop):
+                await stage.loop.close()
 
     @cached_property
     def tool_parser(self) -> ToolParser:
@@ -151,21 +172,22 @@ class Runner:
             InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
                 the first row, what the chat template leaves out of its prompt.
         """
-        limit = self._limit
+        limit, stage = self._limit, self._stage(problem)
         assert limit is not None
 
         def measure() -> int | None:
-            preview = self._stage.preview(problem)
+            preview = stage.preview(problem)
             if preview is None:
                 return None
             messages, schemas = preview
-            self._shown.check(problem.id, messages, schemas)
-            if not self._shown.measures:
+            shown = self._shown[problem.environment]
+            shown.check(problem.id, messages, schemas)
+            if not shown.measures:
                 return None
-            return limit.length(problem.id, messages, self._shown.offered(schemas))
+            return limit.length(problem.id, messages, shown.offered(schemas))
 
         length = call_and_wait(
-            measure, name=self._stage.name, seconds=self._config.rollout.environment_timeout
+            measure, name=stage.name, seconds=self._config.rollout.environment_timeout
         )
         if length is not None:
             limit.check(problem.id, length)
@@ -244,7 +266,7 @@ class Runner:
             for number in range(1, tries + 1):
                 if group.left_out:  # found by another of its trajectories
                     return None
-                trajectory = Trajectory(run.problem.id, index)
+                trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
                 name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
                 failure = await self._try(run, trajectory, name)
                 if failure is None:
@@ -261,18 +283,19 @@ class Runner:
 
     async def _known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
-        limit = self._limit
-        if limit is None or not (self._stage.knows_prompts and self._shown.measures):
+        limit, stage = self._limit, self._stage(problem)
+        measures = stage.knows_prompts and self._shown[problem.environment].measures
+        if limit is None or not measures:
             return "" if limit is None else limit.left_out.get(problem.id, "")
 
         def measure() -> int | None:
-            messages = self._stage.prompt(problem)
+            messages = stage.prompt(problem)
             return None if messages is None else limit.length(problem.id, messages, [])
 
         try:
             length = await call_user_code(
                 measure,
-                name=self._stage.name,
+                name=stage.name,
                 seconds=self._config.rollout.environment_timeout,
             )
             if length is not None:
@@ -287,7 +310,7 @@ class Runner:
         self, run: GroupRun, trajectory: Trajectory, name: str
     ) -> tuple[str, str] | None:
         """Fill the trajectory; if that fails, return the reason and its message."""
-        rollout = self._config.rollout
+        rollout = self._stage(run.problem).rollout
         clock, seconds = StallClock(rollout.stall_timeout), rollout.trajectory_timeout
         try:
             async with asyncio.timeout(seconds), clock.watching() as stall:
@@ -330,14 +353,14 @@ class Runner:
     async def _attempt(
         self, run: GroupRun, trajectory: Trajectory, name: str, clock: StallClock
     ) -> None:
-        problem = run.problem
+        problem, stage = run.problem, self._stage(run.problem)
 
         async def report(reason: str, error: Exception) -> None:
             trajectory.events[reason] += 1
             cause = error.__cause__
             await self._errors.write(reason, name, cause if isinstance(cause, Exception) else error)
 
-        async with playing(self._stage.episode(problem), clock, report) as episode:
+        async with playing(stage.episode(problem), clock, report) as episode:
             calls: list[TurnTimes] = []
             run.group.calls[trajectory.sample_index] = calls
             context = RolloutContext(
@@ -346,7 +369,7 @@ class Runner:
                 engine=run.engine,
                 template=self.template,
                 tool_parser=self.tool_parser,
-                rollout=self._config.rollout,
+                rollout=stage.rollout,
                 sampling=run.sampling,
                 max_length=self._config.model.max_length,
                 request_id=name,
@@ -361,9 +384,9 @@ class Runner:
                 prompts=self._prompts,
                 clock=clock,
             )
-            if self._limit is not None and self._shown.measures:
+            if self._limit is not None and self._shown[problem.environment].measures:
                 await self._admit(self._limit, episode, problem)
-            await self._play(episode.environment, context)
+            await self._play(stage.loop, episode.environment, context)
             with context.timed("reward"):
                 await self.rewards.judge(episode, trajectory, problem.row, clock)
             run.episodes[trajectory.sample_index] = episode
@@ -376,7 +399,8 @@ class Runner:
 
     async def _admit(self, limit: PromptLimit, episode: Episode, problem: Problem) -> None:
         """Leave out a problem whose prompt is too long."""
-        messages, schemas = episode.problem, self._shown.offered(episode.toolbox.schemas)
+        shown = self._shown[problem.environment]
+        messages, schemas = episode.problem, shown.offered(episode.toolbox.schemas)
         try:
             length = await in_thread_if_long(
                 messages, lambda: limit.length(problem.id, messages, schemas)
@@ -387,12 +411,14 @@ class Runner:
             raise TrajectoryError("template_refuses", str(error)) from error
         limit.admit(problem.id, length)
 
-    async def _play(self, environment: Environment, context: RolloutContext) -> None:
+    async def _play(
+        self, loop: AgentLoop, environment: Environment, context: RolloutContext
+    ) -> None:
         """Run the loop, which may be user code."""
         try:
             await run_abandonable(
-                lambda: self._loop.run(environment, context),
-                name=self._loop_name,
+                lambda: loop.run(environment, context),
+                name=f"the loop {loop_name(loop)}",
                 seconds=self._config.rollout.trajectory_timeout,
                 key="rollout.trajectory_timeout",
             )

@@ -1,10 +1,11 @@
-"""The stage of a run: its environment class, with the tools and processes of the configuration.
+"""The stage of an environment: its class, with the tools, processes and loop of the configuration.
 
 Makes episodes, and previews rows before they are played.
 """
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.configured_tools import load_tools, with_configured
 from turnwise.rollout.environment import (
     EnvironmentType,
@@ -15,6 +16,7 @@ from turnwise.rollout.environment import (
 from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.environment_processes import EnvironmentProcesses
 from turnwise.rollout.episode import Episode
+from turnwise.rollout.loops import load_loop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import known_prompt, naming_row, open_environment, own_method
 from turnwise.rollout.remote_episode import RemoteEpisode
@@ -28,10 +30,11 @@ class Stage:
 
     Args:
         environment: None means the configured one.
+        loop: None loads the configured one.
         tools: Whether episodes have the tools of `rollout.tools`.
 
     Raises:
-        InputError: when the environment or a tool cannot be loaded.
+        InputError: when the environment, the loop or a tool cannot be loaded.
 
     Example:
         stage = Stage(config)
@@ -40,9 +43,16 @@ class Stage:
     """
 
     def __init__(
-        self, config: Config, environment: EnvironmentType | None = None, *, tools: bool = True
+        self,
+        config: Config,
+        environment: EnvironmentType | None = None,
+        loop: AgentLoop | None = None,
+        *,
+        tools: bool = True,
     ) -> None:
-        self._rollout = config.rollout
+        self.rollout = config.rollout
+        """The section `rollout` as it holds for this environment."""
+        self.loop = loop or load_loop(config.rollout.loop)
         self._environment = environment or configured_environment(config)
         given = config.environment if environment is None else name_of(environment)
         self.name = f"the environment {given}"
@@ -58,8 +68,8 @@ class Stage:
     def episode(self, problem: Problem) -> Episode:
         """Return an episode of a problem, not yet open."""
         if self.processes is not None:
-            return RemoteEpisode(self.processes, problem, self._rollout, self._tools)
-        return Episode(self._environment, problem, self._rollout, self._tools)
+            return RemoteEpisode(self.processes, problem, self.rollout, self._tools)
+        return Episode(self._environment, problem, self.rollout, self._tools)
 
     def preview(self, problem: Problem) -> tuple[list[Message], list[JsonObject]] | None:
         """Return a row's messages and tools; None if they are known after `setup` only.
@@ -86,7 +96,7 @@ class Stage:
             tools, toolsets = with_configured(own, [], self._tools)
             if toolsets:
                 return None
-            return messages, [*remote, *make_toolbox(tools, self._rollout).schemas]
+            return messages, [*remote, *make_toolbox(tools, self.rollout).schemas]
 
     @property
     def knows_prompts(self) -> bool:

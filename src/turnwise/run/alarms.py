@@ -112,8 +112,8 @@ def _no_signal(rows: Sequence[JsonObject], config: Config) -> str:
     advice = (
         ""
         if config.algorithm.dynamic_sampling
-        else "; raise sampling.n, choose problems that the model solves sometimes, or set "
-        "algorithm.dynamic_sampling to replace such groups"
+        else "; raise sampling.n, choose problems that the model solves sometimes, set "
+        "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
     )
     return f"{mean:.0%} of the groups have no signal: all their rewards are equal{advice}"
 

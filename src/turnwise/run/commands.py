@@ -96,11 +96,7 @@ async def train(
         InputError: when anything that the user gave cannot be used.
         TurnwiseError: naming what failed.
     """
-    check_sources(
-        config,
-        None if inputs.rows is not None else config.data.path,
-        None if inputs.eval_rows is not None else config.data.eval_path,
-    )
+    check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
     with ExitStack() as stack, _display(config, console, config.training.steps) as display:
@@ -201,11 +197,19 @@ async def evaluate(
         InputError: when anything that the user gave cannot be used.
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
-    path = None
-    if inputs.eval_rows is None and not (path := config.data.eval_path or config.data.path):
-        raise InputError("data.eval_path or data.path must be set: there are no rows to evaluate")
+    paths = []
+    if inputs.eval_rows is None:
+        for name, part in config.parts().items():
+            if not (path := part.data.eval_path or part.data.path):
+                key = f"environments.{name}.data" if name else "data"
+                raise InputError(
+                    f"{key}.eval_path or {key}.path must be set: there are no rows to evaluate"
+                )
+            paths.append(path)
     sampling, show = config.eval.sampling, "evaluate"
-    async with _playing(config, console, inputs, path, heldout_problems, sampling, show) as playing:
+    async with _playing(
+        config, console, inputs, paths, heldout_problems, sampling, show
+    ) as playing:
         from turnwise.rollout.evaluation import evaluate as evaluate_problems
         from turnwise.run.group_log import GroupLog
         from turnwise.run.timeline import TIMELINE
@@ -240,9 +244,9 @@ async def rollout(
         InputError: when anything that the user gave cannot be used.
         StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
-    path, sampling = None if inputs.rows is not None else config.data.path, config.sampling
+    paths, sampling = inputs.paths(config, heldout=False), config.sampling
     async with _playing(
-        config, console, inputs, path, training_problems, sampling, "rollout"
+        config, console, inputs, paths, training_problems, sampling, "rollout"
     ) as playing:
         from turnwise.rollout.evaluation import KeptInMemory, groups_at_once, run_groups
         from turnwise.run.group_log import GroupLog
@@ -283,7 +287,7 @@ async def _playing(
     config: Config,
     console: Console,
     inputs: ProgramInputs,
-    path: str | None,
+    paths: Sequence[str | None],
     load: "Callable[[Config, ProgramInputs], Sequence[Problem]]",
     sampling: SamplingConfig,
     phase: str,
@@ -291,18 +295,19 @@ async def _playing(
     """Read the rows and start the engines, without a trainer.
 
     Args:
-        path: Of the rows, which is checked before anything slow; None for a program's own.
+        paths: Of the rows, which are checked before anything slow.
         phase: Name of the phase, for display.
     """
-    check_sources(config, path)
+    check_sources(config, *paths)
     with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
+            from turnwise.rollout.mixture import first_of_each
             from turnwise.run.runtime import open_runtime
 
             problems = await in_time(load, config, inputs)
         async with open_runtime(
             config,
-            problems[0],
+            first_of_each(problems),
             progress=display,
             environment=inputs.environment_for(config),
             functions=inputs.functions,
@@ -340,13 +345,14 @@ async def _attempt(
     inputs: ProgramInputs,
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
+    from turnwise.rollout.mixture import first_of_each
     from turnwise.run.prometheus import serving_metrics
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 
     async with open_runtime(
         config,
-        problems[0],
+        first_of_each(problems),
         folder=folder.path,
         progress=display,
         environment=inputs.environment_for(config),

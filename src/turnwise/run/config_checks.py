@@ -82,11 +82,13 @@ class ConfigChecks:
         """Check that the rows can be read."""
         from turnwise.rollout.data import load_heldout, load_training
 
-        for path in filter(None, (self.config.data.path, self.config.data.eval_path)):
-            check_data(path)
-        counts = [f"{len(load_training(self.config)):,} rows"]
-        if self.config.data.eval_path:
-            counts.append(f"{len(load_heldout(self.config)):,} held out")
+        counts = []
+        for name, part in self.config.parts().items():
+            for path in filter(None, (part.data.path, part.data.eval_path)):
+                check_data(path)
+            counts.append(f"{f'{name}: ' if name else ''}{len(load_training(part)):,} rows")
+            if part.data.eval_path:
+                counts.append(f"{len(load_heldout(part)):,} held out")
         return Finding("data", "ok", ", ".join(counts))
 
     @cached_property
@@ -121,16 +123,19 @@ class ConfigChecks:
         return Finding("chat template", "warning", said, see)
 
     def environment(self) -> Finding:
-        """Build the environment and prompt of the first row."""
+        """Build the environment and prompt of the first row of each environment."""
         from turnwise.rollout import Runner
         from turnwise.rollout.data import load_training
+        from turnwise.rollout.mixture import first_of_each
 
-        problem = load_training(self.config)[0]
-        length = Runner(self.config, self._tokenizer).check(problem)
-        self._prompt_tokens = length
-        prompt = "a prompt known later" if length is None else f"a prompt of {length} tokens"
-        name = self.config.environment
-        return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
+        runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
+        for problem in first_of_each(load_training(self.config)):
+            length = runner.check(problem)
+            if length is not None:
+                self._prompt_tokens = max(length, self._prompt_tokens or 0)
+            prompt = "a prompt known later" if length is None else f"a prompt of {length} tokens"
+            said.append(f"{parts[problem.environment].environment}: {problem.id}, {prompt}")
+        return Finding("environment", "ok", "; ".join(said))
 
     def algorithm(self) -> Finding:
         """Check that the parts of the algorithm fit each other, and the size of the groups."""
@@ -222,14 +227,14 @@ class ConfigChecks:
 
     def servers(self) -> Sequence[Finding]:
         """Check that the servers answer that the environment, the agent and the tools need."""
-        rollout, findings = self.config.rollout, list[Finding]()
-        named = {
-            "environment": (self.config.environment or "").partition(":")[2],
-            "rollout.agent": rollout.agent or "",
-        }
-        for number, tool in enumerate(rollout.tools):
-            if tool.mcp is not None and tool.mcp.url is not None:
-                named[f"rollout.tools.{number}.mcp.url"] = tool.mcp.url
+        findings, named = list[Finding](), {"rollout.agent": self.config.rollout.agent or ""}
+        for name, part in self.config.parts().items():
+            own = f"environments.{name}." if name else ""
+            named[f"{own}environment"] = (part.environment or "").partition(":")[2]
+            tools = own if part.rollout.tools is not self.config.rollout.tools else "rollout."
+            for number, tool in enumerate(part.rollout.tools):
+                if tool.mcp is not None and tool.mcp.url is not None:
+                    named[f"{tools}tools.{number}.mcp.url"] = tool.mcp.url
         for key, url in named.items():
             parts = urlsplit(url)
             if parts.scheme not in _PORTS or not parts.hostname:

@@ -144,9 +144,10 @@ class Display:
         return f" {self._done}/{self._total}" if self._total else ""
 
     def _line(self, metrics: StepMetrics) -> str:
+        environments = metrics.environments or {}
         parts = [
             f"step {metrics.step or 0:>4}/{self._steps}",
-            f"reward {metrics.reward_mean:.3f}",
+            f"reward {metrics.reward_mean:.3f}{_of_each(environments, 'reward_mean')}",
             f"rollout {metrics.rollout_tokens_per_s or 0:6,.0f} tok/s",
             f"train {metrics.train_tokens_per_s:6,.0f} tok/s",
             f"stale {metrics.staleness_max}",
@@ -155,7 +156,9 @@ class Display:
         if left := self._time_left():
             parts.append(f"left {left}")
         if (accuracy := metrics.accuracy_heldout) is not None:
-            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}")
+            heldout = {name: own.get("heldout", {}) for name, own in environments.items()}
+            each = _of_each(heldout, "accuracy")
+            parts.append(f"held-out accuracy ({self._success}) {accuracy:.3f}{each}")
         if why := why_untrained([metrics.to_json()]):
             parts.append(f"nothing trained: {why}")
         if metrics.dropped:
@@ -193,6 +196,12 @@ class Display:
             table.add_column(name, justify="right")
         table.add_row(*columns.values())
         return table
+
+
+def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:
+    """Return a number of each of several environments in parentheses; "" if none has it."""
+    found = [f"{name} {own[key]:.3f}" for name, own in environments.items() if key in own]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def why_untrained(steps: Sequence[JsonObject]) -> str:

@@ -36,6 +36,18 @@ class ProgramInputs:
     functions: "Mapping[str, RewardFunction] | None" = None
     """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
 
+    def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
+        """Return the paths of the rows that the configuration names.
+
+        Args:
+            heldout: Whether those for evaluation are among them.
+        """
+        found: list[str | None] = []
+        for part in config.parts().values():
+            found.append(part.data.path if self.rows is None else None)
+            found.append(part.data.eval_path if heldout and self.eval_rows is None else None)
+        return [path for path in found if path is not None]
+
     def environment_for(self, config: Config) -> "EnvironmentType | None":
         """Return `environment` with the configuration's `environment_args`; None if it is None.
 
@@ -75,13 +87,21 @@ def all_problems(
     config: Config, inputs: ProgramInputs
 ) -> "tuple[Sequence[Problem], Sequence[Problem]]":
     """Return training problems, and held-out ones if there are any."""
-    measured = inputs.eval_rows is not None or config.data.eval_path is not None
-    heldout = heldout_problems(config, inputs) if measured else []
+    measured = [name for name, part in config.parts().items() if part.data.eval_path is not None]
+    heldout: Sequence[Problem] = []
+    if inputs.eval_rows is not None or measured:
+        heldout = heldout_problems(config.only(measured), inputs)
     return training_problems(config, inputs), heldout
 
 
 def training_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
-    """Return the problems to train on."""
+    """Return the problems to train on.
+
+    Raises:
+        InputError: when they cannot be read, or the program has an environment or rows of its own
+            beside `environments`.
+    """
+    _check_one_source(config, inputs)
     from turnwise.rollout.data import checked_rows, load_training
     from turnwise.rollout.problems import Problems
 
@@ -91,7 +111,12 @@ def training_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Proble
 
 
 def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
-    """Return the problems to evaluate on."""
+    """Return the problems to evaluate on.
+
+    Raises:
+        InputError: as `training_problems` does.
+    """
+    _check_one_source(config, inputs)
     from turnwise.rollout.data import checked_rows, load_heldout
     from turnwise.rollout.problems import Problems
 
@@ -99,3 +124,12 @@ def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem
         return load_heldout(config, inputs.environment_for(config))
     rows = checked_rows(inputs.eval_rows, "eval_data", config.data.eval_limit)
     return Problems("eval_data", rows)
+
+
+def _check_one_source(config: Config, inputs: ProgramInputs) -> None:
+    own = (inputs.environment, inputs.rows, inputs.eval_rows)
+    if config.environments and any(each is not None for each in own):
+        raise InputError(
+            "environments has its own environments and rows, and the program gives one too: leave "
+            "out environment, data and eval_data, or environments"
+        )

@@ -49,6 +49,13 @@ class StepMetrics:
     """Mean of each part of the reward, by name, before weighting."""
     env: dict[str, float] | None = None
     """Mean of each number that the environments' `metrics` return, over those that return it."""
+    environments: dict[str, JsonObject] | None = None
+    """In a run with several environments, by name: reward_mean, trajectories, dropped (their
+    number), groups, the environment's own `pools`, and in `heldout` its evaluation."""
+    pools: dict[str, int] | None = None
+    """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
+    because all was right (mastered) or wrong (hopeless), and of those without a group so far
+    (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
     trajectories: int = 0
     """Number of trajectories."""
     dropped: dict[str, int] | None = None
@@ -174,9 +181,29 @@ class StepMetrics:
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
         self.turns_mean = mean([len(t.turns) for t in trajectories])
         self.sampled_tokens = sampled
+        self._add_environments(batch)
         self.rollout_seconds = batch.seconds
         self.rollout_tokens_per_s = sampled / batch.seconds if batch.seconds else 0.0
         self.worker_tokens_per_s = _speeds(groups)
+
+    def _add_environments(self, batch: "Batch") -> None:
+        pools = sum((Counter(each) for each in batch.pools.values()), Counter[str]())
+        self.pools = {name: pools[name] for each in batch.pools.values() for name in each} or None
+        for name in sorted({group.environment for group in batch.groups} - {""}):
+            groups = [group for group in batch.groups if group.environment == name]
+            rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
+            own = self._environment(name)
+            own["reward_mean"] = mean(rewards)
+            own["trajectories"] = len(rewards)
+            own["dropped"] = sum(group.dropped.total() for group in groups)
+            own["groups"] = len(groups)
+        for name in batch.pools.keys() - {""}:
+            self._environment(name)["pools"] = batch.pools[name]
+
+    def _environment(self, name: str) -> JsonObject:
+        """Return the metrics of one of several environments, to which some are added."""
+        self.environments = self.environments or {}
+        return self.environments.setdefault(name, {})
 
     def add_samples(self, batch: "SampleBatch") -> None:
         """Add the metrics of a step's samples."""
@@ -202,6 +229,8 @@ class StepMetrics:
         """Add an evaluation on held-out problems; None for a step without one."""
         self.accuracy_heldout = evaluation.accuracy if evaluation else None
         self.heldout = evaluation.summary if evaluation else {}
+        for name, summary in (evaluation.environments if evaluation else {}).items():
+            self._environment(name)["heldout"] = summary
 
     def to_json(self) -> JsonObject:
         """Return the metrics as written to metrics.jsonl."""

@@ -63,6 +63,7 @@ class Overview:
     _turns: _Numbers = field(default_factory=_Numbers)
     _tokens: _Numbers = field(default_factory=_Numbers)
     _parts: dict[str, _Numbers] = field(default_factory=dict)
+    _environments: dict[str, _Numbers] = field(default_factory=dict)
     _spreads: _Numbers = field(default_factory=_Numbers)
     _equal: int = 0
     _ended: Counter[str] = field(default_factory=Counter)
@@ -97,6 +98,8 @@ class Overview:
             self._tokens.add(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
                 self._parts.setdefault(name, _Numbers()).add(value)
+            if trajectory.environment:
+                self._environments.setdefault(trajectory.environment, _Numbers()).add(reward)
             self._ended[trajectory.status] += 1
             self._events.update(trajectory.events)
             self._forks.update(turn.fork_reason for turn in trajectory.turns if turn.fork_reason)
@@ -140,6 +143,12 @@ class Overview:
                 f"groups: spread of rewards {self._spreads.mean:.3f} on average, "
                 f"{self._equal:,} of {self._spreads.count:,} with equal rewards"
             )
+        if self._environments:
+            each = (
+                f"{name} {values.mean:.3f} ({counted(values.count, 'trajectory', 'trajectories')})"
+                for name, values in sorted(self._environments.items())
+            )
+            lines.append(f"environments: {', '.join(each)}")
         if len(self._parts) > 1:
             means = (f"{name} {values.mean:.3f}" for name, values in sorted(self._parts.items()))
             lines.append(f"reward parts: {', '.join(means)}")
@@ -153,8 +162,8 @@ class Overview:
             ("branches", self._forks),
         ):
             if counts:
-                each = ", ".join(f"{reason} {number:,}" for reason, number in counts.most_common())
-                lines.append(f"{name}: {each}")
+                shown = ", ".join(f"{reason} {number:,}" for reason, number in counts.most_common())
+                lines.append(f"{name}: {shown}")
         return lines
 
 

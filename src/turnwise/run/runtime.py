@@ -5,7 +5,7 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -80,7 +80,7 @@ class Runtime:
 @asynccontextmanager
 async def open_runtime(
     config: Config,
-    first: Problem | None,
+    first: Problem | Sequence[Problem] | None,
     *,
     folder: Path | None = None,
     progress: Progress = SILENT,
@@ -90,8 +90,8 @@ async def open_runtime(
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
     Args:
-        first: A problem of the run, which is checked before anything is started; None if the
-            problems are not known yet.
+        first: A problem of the run, or one of each environment, which are checked before anything
+            is started; None if the problems are not known yet.
         folder: Run folder for training; None starts no trainer.
         progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
@@ -161,8 +161,8 @@ async def open_runtime(
             starting.create_task(start_rewards())
             starting.create_task(start_policy())
             await asyncio.shield(parser)
-        if processes is None and (front := FRONTS.get(config.rollout.loop)):
-            with progress.part(front):
+        if processes is None and (fronts := config.loops & FRONTS.keys()):
+            with progress.part(" and ".join(FRONTS[loop] for loop in sorted(fronts))):
                 await stack.enter_async_context(open_front(config, runner, manager.scheduler))
         async with watching_ray(config.ray_address):
             yield Runtime(manager, runner, policy, processes)
@@ -181,13 +181,16 @@ def _check_trainable(config: Config) -> None:
 
 
 def _make_runner(
-    make: Callable[..., Runner], config: Config, first: Problem | None, training: bool
+    make: Callable[..., Runner],
+    config: Config,
+    first: Problem | Sequence[Problem] | None,
+    training: bool,
 ) -> Runner:
-    """Make the runner, and check the first problem, the algorithm and the transport, to find most
+    """Make the runner, and check the first problems, the algorithm and the transport, to find most
     mistakes before anything is started. Imports and calls user code."""
     runner = make(load_tokenizer(config))
-    if first is not None:
-        runner.check(first)
+    for problem in [first] if isinstance(first, Problem) else first or ():
+        runner.check(problem)
     if training:
         check_group_size(config, make_algorithm(config.algorithm))
         find_transport(config.weights.transport)

@@ -20,9 +20,10 @@ from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import Watchdog, waiting
-from turnwise.rollout import Batch, Group, GroupProducer, Problem, ProblemStream, check_failures
+from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
+from turnwise.rollout.mixture import make_stream
 from turnwise.run.alarms import Alarms
 from turnwise.run.metrics import StepMetrics, UpdateMetrics
 from turnwise.run.overview import Overview
@@ -35,7 +36,7 @@ from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import SampleBatch, samples_of
-from turnwise.trajectory import ExactnessReport
+from turnwise.trajectory import ExactnessReport, Trajectory
 
 _T = TypeVar("_T")
 
@@ -45,7 +46,7 @@ class TrainingLoop:
 
     Args:
         runtime: A runtime with a trainer.
-        problems: Problems to train on, shuffled by the seed for each epoch.
+        problems: Problems to train on, in the order of `make_stream`.
         heldout: Problems to evaluate on; may be empty.
         folder: Folder that everything is written to.
         progress: Shown each phase and step.
@@ -77,7 +78,7 @@ class TrainingLoop:
         self._producer = GroupProducer(
             config,
             runtime.group_runner(config.sampling),
-            ProblemStream(problems, config.seed),
+            make_stream(config, problems),
             self._gives_signal,
             progress.advance,
         )
@@ -334,8 +335,14 @@ class TrainingLoop:
         every = self._config.samples_every
         if not every or step % every:
             return
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        shown = Overview.of(trajectories).best_and_worst()
+        shown: dict[str, list[Trajectory]] = {}
+        for name in sorted({group.environment for group in batch.groups}):
+            overview = Overview()
+            for group in batch.groups:
+                if group.environment == name:
+                    overview.add_group(group)
+            for label, chosen in overview.best_and_worst().items():
+                shown[f"{label} of {name}" if name else label] = chosen
         self._progress.samples(shown)
         both = [trajectory for chosen in shown.values() for trajectory in chosen]
         await run_in_thread(self._folder.write_samples, step, both)

@@ -192,6 +192,8 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
         compares = f"algorithm.loss {parts.loss.name}"
     elif parts.dynamic_sampling:
         compares = "algorithm.dynamic_sampling"
+    elif config.data.curriculum:
+        compares = "data.curriculum"
     elif not _trains_alone(algorithm):
         compares = f"algorithm.advantage {parts.advantage.name}"
     else:

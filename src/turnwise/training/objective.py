@@ -37,7 +37,7 @@ class TrainingObjective:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         self._models = models
         self._ranks = ranks
-        turns = 1 if config.rollout.loop == "single_turn" else config.rollout.max_turns
+        turns = 1 if config.loops == {"single_turn"} else config.rollout.max_turns
         self._longest = config.sampling.max_tokens * turns
         self._penalised = bool(self._config.kl.coef) and self._config.kl.where == "reward"
         self._corrected = self._config.correction.name != "none"

@@ -149,6 +149,8 @@ class Trajectory:
     """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
     player_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
+    environment: str = ""
+    """Name of the environment, in a run with several; otherwise ""."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 

@@ -325,6 +325,7 @@ def summarise(tree: JsonObject) -> JsonObject:
     return {
         "problem": tree["problem_id"],
         "sample": tree.get("sample_index", 0),
+        "environment": tree.get("environment", ""),
         "reward": tree.get("reward"),
         "parts": tree.get("reward_parts", {}),
         "status": tree.get("status", ""),

@@ -18,7 +18,7 @@ _TYPES: tuple[type[AgentLoop], ...] = (
     ChatSchedulerLoop,
     SelfPlayLoop,
 )
-__all__ = ["LOOPS", "import_chat_scheduler", "load_loop"]
+__all__ = ["LOOPS", "import_chat_scheduler", "load_loop", "loop_name"]
 
 LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 
@@ -34,3 +34,17 @@ def load_loop(name: str) -> AgentLoop:
     """
     loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
     return loop
+
+
+def loop_name(loop: AgentLoop) -> str:
+    """Return the short name of a loop, or `package.module:Class`.
+
+    Example:
+        >>> loop_name(SingleTurnLoop())
+        'single_turn'
+    """
+    kind = type(loop)
+    return next(
+        (name for name, known in LOOPS.items() if known is kind),
+        f"{kind.__module__}:{kind.__qualname__}",
+    )
