@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
@@ -33,7 +34,7 @@ def load_tokenizer(config: Config) -> "Tokenizer":
         check_tokenizer(path)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=model.trust_remote_code
+            resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
         why = first_line(error)
@@ -61,7 +62,7 @@ def _stops_of(config: Config) -> list[int]:
     from transformers import GenerationConfig  # a second to import
 
     try:
-        stops = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        stops = GenerationConfig.from_pretrained(resolve_model(config.model.path)).eos_token_id
     except OSError:
         return []
     return stops if isinstance(stops, list) else [] if stops is None else [stops]

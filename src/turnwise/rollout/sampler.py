@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import for_each
 from turnwise.engine.protocol import Generator
@@ -31,7 +32,7 @@ class RolloutSampler:
             `n` is the number of trajectories of each prompt.
         config: Model, loop, environment and limits.
         tools: Plain functions for prompts that are texts or messages.
-        tokenizer: The model's tokenizer; None loads it from `model.path`.
+        tokenizer: The model's tokenizer; None loads the configured one.
 
     Raises:
         InputError: when a prompt has another type, or the environment, the loop or the tokenizer
@@ -55,11 +56,7 @@ class RolloutSampler:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if tokenizer is None:
-            from transformers import AutoTokenizer  # takes seconds to import
-
-            tokenizer = AutoTokenizer.from_pretrained(
-                config.model.path, trust_remote_code=config.model.trust_remote_code
-            )
+            tokenizer = load_tokenizer(config)
         self.groups: list[Group] = []
         """Each prompt's trajectories and failures, in the prompts' order."""
         self._llm = llm

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 import torch
 
 from turnwise.config import SamplingConfig
+from turnwise.core.gguf import resolve_tokenizer
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
@@ -231,7 +232,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         model = self._config.model
         tokenizer = AutoTokenizer.from_pretrained(
-            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+            resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
         )
         return load_template(self._config, tokenizer)
 
