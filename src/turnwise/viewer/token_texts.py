@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from turnwise.core.gguf import converted
 from turnwise.core.files import numbered
+from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
