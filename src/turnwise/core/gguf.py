@@ -27,7 +27,7 @@ _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _LAYOUT = 1
 """Number of the layout of converted folders; another one is converted anew."""
-_STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
