@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct on two cores: `python -m benchmarks.real [--quick]`.
 
 Rows of other benchmarks with a model that others made, which has 30 layers and a vocabulary of
-49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a bare
-PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights against
-a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its rank and of
-its engine, against what `turnwise plan` expects. A process's libraries count as its memory, and are
-not part of the plan.
+49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a
+bare PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights
+against a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its
+rank and of its engine, against what `turnwise plan` expects. A process's libraries count as its
+memory, and are not part of the plan.
 
 The model is that of `make real`: without it there are no rows.
 """
