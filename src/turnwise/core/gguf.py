@@ -160,9 +160,7 @@ def _write(file: Path, folder: Path) -> None:
     shape = read.config
     del shape.quantization_config
     known, _ = read_gguf_metadata(str(file))
-    stops = {
-        known[f"tokenizer.ggml.{name}"] for name in _STOPS if f"tokenizer.ggml.{name}" in known
-    }
+    stops = {known[key] for key in _STOPS if key in known}
     shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
     shape.eos_token_id = sorted(stops) if len(stops) > 1 else tokenizer.eos_token_id
     with torch.device("meta"):
