@@ -4,6 +4,7 @@ torch, vLLM and Ray are imported by the fixtures that need them, so that tests o
 at once: `tests/no_engines.py` has the tier of tests that need neither vLLM nor Ray.
 """
 
+import copy
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -111,6 +112,28 @@ def tokenizer(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture(scope="session")
+def bare_path(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tokenizer without a chat template, and with a BOS before plain texts; read only."""
+    from tokenizers.processors import TemplateProcessing
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template, bare.bos_token = None, "<|endoftext|>"
+    bare.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bare.bos_token_id)]
+    )
+    folder = tmp_path_factory.mktemp("bare")
+    bare.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def bare(bare_path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(bare_path)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from turnwise.config import (
     LOOP_NAMES,
     REPLACED_KEYS,
     EngineConfig,
+    ModelConfig,
     describe_keys,
     dump_config,
     explain_config,
@@ -243,6 +244,33 @@ def test_loops_of_ones_own_and_sections_without_keys_are_accepted(file: Path) ->
     assert load_config(file, ["training="]) == load_config(file)
     file.write_text(file.read_text() + "training:\n")
     assert load_config(file, ["training.steps=3"]).training.steps == 3
+
+
+def test_a_chat_template_is_a_name_a_file_or_a_text(file: Path, tmp_path: Path) -> None:
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(text)
+
+    def model(value: str) -> ModelConfig:
+        return load_config(file, settings={"model.chat_template": value}).model
+
+    assert load_config(file).model.template_text is None
+    assert model(text).template_text == text
+    own = model(str(tmp_path / "own.jinja"))
+    assert own.chat_template == own.template_text == text, "the file may change, or be elsewhere"
+    hermes = model("hermes")
+    assert hermes.chat_template == "hermes"
+    assert "<tool_call>" in (hermes.template_text or "")
+    (tmp_path / "no.jinja").write_text("Hello.")
+    for value, message in (
+        (
+            "hermez",
+            r"model\.chat_template: there is no template 'hermez': it may be chatml, hermes,",
+        ),
+        (str(tmp_path), r"there is no template '/"),
+        (str(tmp_path / "no.jinja"), r"no\.jinja is no chat template: it has neither \{\{ nor \{%"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model(value)
 
 
 def test_every_mistake_is_named_at_once(file: Path) -> None:

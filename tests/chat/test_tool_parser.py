@@ -1,3 +1,4 @@
+import json
 import logging
 import logging.config
 from typing import Any
@@ -5,7 +6,9 @@ from typing import Any
 import pytest
 
 from turnwise.chat.tool_parser import ToolCall, ToolParser
+from turnwise.config.chat_template import template_text
 from turnwise.errors import InputError
+from turnwise.trajectory import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -41,6 +44,22 @@ def test_a_call_that_cannot_be_read_is_malformed(parser: ToolParser, text: str) 
     assert parsed.malformed
     assert not parsed.calls
     assert parsed.content == text
+
+
+def test_the_calls_of_our_template_are_read(parser: ToolParser, tokenizer: Any) -> None:
+    calls = [{"name": "add", "arguments": {"a": n, "é": ['"', {}]}} for n in (1, 2)]
+    message = {
+        "role": "assistant",
+        "content": "So.",
+        "tool_calls": [{"function": c} for c in calls],
+    }
+    text = ChatTemplate(tokenizer, chat_template=template_text("hermes")).render_text(
+        [{"role": "user", "content": "Go."}, message], add_generation_prompt=False
+    )
+    said = text.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n")
+    parsed = parser.parse(said, [])
+    assert parsed.content.strip() == "So."
+    assert [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parsed.calls] == calls
 
 
 def test_it_logs_nothing_even_where_logging_was_set_up_since(

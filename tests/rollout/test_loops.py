@@ -123,6 +123,8 @@ def attempt(
         chat_template: str | None = None,
         **rollout: Any,
     ) -> Group:
+        if chat_template is not None:  # those below show no tools
+            rollout = {"tools_in_prompt": False, **rollout}
         config = make_config(
             environment=environment if ":" in environment else f"{__name__}:{environment}",
             rollout={"loop": "tool_calling", "tool_timeout": 300, **rollout},
@@ -410,6 +412,29 @@ async def test_a_tool_result_that_the_template_leaves_out_is_not_lost_in_silence
     assert group.dropped == {"message_dropped": 1}
     assert group.dropped_tokens["message_dropped"] > 0
     assert "the template leaves out, or moves," in group.causes["message_dropped"]
+
+
+async def test_tools_that_the_template_leaves_out_end_the_run(
+    attempt: Callable[..., Any],
+) -> None:
+    for loop in ("tool_calling", "interleaved"):
+        with pytest.raises(InputError, match=r"leaves out the tools.*tools_in_prompt to fal"):
+            await attempt(THOUGHTS, chat_template=HIDES_ANSWERS, tools_in_prompt=True, loop=loop)
+
+
+async def test_tools_described_by_hand_are_not_shown_by_the_template(
+    attempt: Callable[..., Any], template: ChatTemplate
+) -> None:
+    said = [call("double", x=4) + END, "It is 8." + END]
+    shown, by_hand = (
+        (await attempt(said, tools_in_prompt=in_prompt)).trajectories[0]
+        for in_prompt in (True, False)
+    )
+    prompts = [template.decode_all(t.prompt_token_ids(1)) for t in (shown, by_hand)]
+    assert ["Double a number" in prompt for prompt in prompts] == [True, False]
+    assert by_hand.events == {"tool_call": 1}
+    assert by_hand.turns[1].fork_reason is None
+    assert "<tool_response>\n8\n" in prompts[1]
 
 
 async def test_a_long_result_does_not_hold_up_the_event_loop(

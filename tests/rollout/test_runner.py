@@ -509,6 +509,133 @@ def test_without_a_limit_a_prompt_that_does_not_fit_is_an_error(
         runner.within_prompt_limit(rows(5, 2000))
 
 
+class Brief(Bench):
+    """A bench with a system message."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.problem = [{"role": "system", "content": "Be brief."}, *self.problem]
+
+
+QUESTION = Problem("rows.jsonl:1", {"question": "Twice 4?", "tries": itertools.count(1)})
+NO_SYSTEM = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+NO_RESULTS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "chat_template", "rollout", "message"),
+    [
+        ("Bench", "chatml", {}, r"leaves out the tools.*rollout\.tools_in_prompt"),
+        ("Bench", "chatml", {"loop": "interleaved"}, "leaves out the tools"),
+        ("Bench", "chatml", {"tools_in_prompt": False}, ""),
+        ("Bench", "chatml", {"loop": "single_turn"}, ""),
+        ("Bench", "chatml", {"loop": f"{HERE}:RoughLoop"}, ""),
+        ("Bench", "chatml", {"loop": "agent"}, ""),
+        ("Bench", "hermes", {}, ""),
+        ("Desk", "chatml", {}, ""),
+        ("Brief", NO_SYSTEM, {"loop": "single_turn"}, "leaves out messages of the role system"),
+        ("Bench", NO_RESULTS, {"tools_in_prompt": False}, "leaves out the results of tools"),
+    ],
+)
+def test_what_the_template_leaves_out_of_the_first_prompt_is_an_error(
+    make_config: Callable[..., Config],
+    model_path: str,
+    tokenizer: Any,
+    environment: str,
+    chat_template: str,
+    rollout: dict[str, Any],
+    message: str,
+) -> None:
+    config = make_config(
+        environment=f"{HERE}:{environment}",
+        model={"path": model_path, "max_length": 512, "chat_template": chat_template},
+        rollout=rollout,
+    )
+    runner = Runner(config, tokenizer)
+    if not message:
+        assert runner.check(QUESTION)
+        return
+    with pytest.raises(InputError, match=rf"^rows\.jsonl:1: .*{message}"):
+        runner.check(QUESTION)
+
+
+def test_tools_described_by_hand_are_no_part_of_a_prompts_length(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    shown, by_hand = (
+        Runner(
+            make_config(environment=f"{HERE}:Bench", rollout={"tools_in_prompt": in_prompt}),
+            tokenizer,
+        ).check(QUESTION)
+        for in_prompt in (True, False)
+    )
+    assert shown is not None
+    assert by_hand is not None
+    assert shown > by_hand + 20
+
+
+def test_a_template_whose_end_of_turn_is_no_stop_is_warned_of(
+    make_config: Callable[..., Config],
+    model_path: str,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    text = "{% for m in messages %}{{ m.role + m.content }}</think>{% endfor %}"
+    model = {"path": model_path, "max_length": 512, "chat_template": text}
+    for sampling, warns in (({}, True), ({"stop_token_ids": [end]}, False)):
+        config = make_config(environment=f"{HERE}:Desk", model=model, sampling=sampling)
+        caplog.clear()
+        runner = Runner(config, tokenizer)
+        for _ in range(2):
+            runner.check(QUESTION)
+        assert caplog.text.count(f"set sampling.stop_token_ids to [{end}]") == warns
+    model = {**model, "chat_template": text.replace("</think>", "END")}
+    Runner(make_config(environment=f"{HERE}:Desk", model=model), tokenizer).check(QUESTION)
+    assert 'ends turns with END, at which no answer ends: set sampling.stop to ["END"]' in (
+        caplog.text
+    )
+
+
+async def test_a_model_without_a_template_answers_texts(
+    make_config: Callable[..., Config], bare: Any
+) -> None:
+    config = make_config(environment=f"{HERE}:Desk", rollout={"loop": "single_turn"})
+    runner = Runner(config, bare)
+    expected = bare("Twice 4?")["input_ids"]
+    assert runner.check(QUESTION) == len(expected)
+    engine = SimulatedEngine(vocab_size=len(bare))
+    group = await runner.run_group(engine, QUESTION, SamplingConfig(n=2, max_tokens=8), "step1.0")
+    assert [t.prompt_token_ids(0) for t in group.trajectories] == [expected] * 2
+    assert all(
+        t.final_text == runner.template.decode(t.turns[0].completion_token_ids)
+        for t in group.trajectories
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "rollout"),
+    [
+        ("Bench", {}),
+        ("Bench", {"tools_in_prompt": False}),
+        ("Brief", {"loop": "single_turn"}),
+    ],
+)
+async def test_what_a_model_without_a_template_cannot_do_ends_the_run(
+    make_config: Callable[..., Config], bare: Any, environment: str, rollout: dict[str, Any]
+) -> None:
+    runner = Runner(make_config(environment=f"{HERE}:{environment}", rollout=rollout), bare)
+    with pytest.raises(InputError, match=r"^rows\.jsonl:1: the tokenizer of .* has no chat templ"):
+        runner.check(QUESTION)
+    if rollout.get("tools_in_prompt", True):
+        engine = SimulatedEngine(vocab_size=len(bare))
+        with pytest.raises(InputError, match="has no chat template"):
+            await runner.run_group(engine, QUESTION, SamplingConfig(n=1, max_tokens=8), "step1.0")
+
+
 async def test_a_lack_of_threads_costs_a_trajectory_and_not_the_run(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,47 @@ def test_a_configuration_that_can_be_loaded_is_ok(config: Config) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "state", "said", "mend"),
+    [
+        ({"chat_template": "hermes"}, "ok", "8 kinds of conversation: 8 exact", ""),
+        (
+            {"chat_template": "chatml"},
+            "ok",
+            "8 kinds of conversation: 8 exact; it leaves out tools",
+            "",
+        ),
+        (
+            {"chat_template": "{% for m in messages %}{{ m.content }}</think>{% endfor %}"},
+            "warning",
+            "it leaves out tools",
+            "set sampling.stop_token_ids to [",
+        ),
+        ({"tokenizer": "bare"}, "warning", "has no chat template", ""),
+    ],
+)
+def test_what_the_chat_template_leaves_out_is_said(
+    tmp_path: Path, bare_path: str, model: dict[str, Any], state: str, said: str, mend: str
+) -> None:
+    if "tokenizer" in model:
+        model = {"tokenizer": bare_path}
+    changed = tree(tmp_path)
+    changed["model"] |= model
+    found = ConfigChecks(parse_config(changed)).template()
+    assert (found.state, said in found.detail, mend in found.mend) == (state, True, True), found
+
+
+def test_tools_that_the_prompt_does_not_show_are_broken(tmp_path: Path) -> None:
+    changed = tree(tmp_path)
+    changed["model"] |= {"chat_template": "chatml"}
+    checks = ConfigChecks(parse_config(changed)).all
+    (found,) = examine([check for check in checks if check.name == "environment"])
+    assert found.state == "broken"
+    assert "rows.jsonl:1: the chat template leaves out the tools" in found.detail
+    by_hand = parse_config(changed | {"rollout": {"tools_in_prompt": False}})
+    assert ConfigChecks(by_hand).environment().state == "ok"
+
+
 def test_layouts_that_change_log_probs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

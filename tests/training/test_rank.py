@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
+from turnwise.config.chat_template import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import plan_micro_batches
@@ -290,6 +291,19 @@ def test_a_model_exported_loads_in_transformers(
     ids = tokenizer.encode("The answer is 7.")
     assert score(model.eval(), ids, 1) == pytest.approx(score(model_of(policy), ids, 1), abs=1e-6)
     assert tokenizer.chat_template
+
+
+def test_a_model_exported_has_the_configured_chat_template(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    model = {**make_config().model.model_dump(), "chat_template": "hermes"}
+    policy = TrainerRank(make_config(model=model, training={"threads": 1}))
+    folder = tmp_path / "step-0001"
+    policy.save(checkpoint.begin(folder))
+    checkpoint.commit(folder)
+    ours = template_text("hermes")
+    assert AutoTokenizer.from_pretrained(folder).chat_template == ours
+    assert (folder / "chat_template.jinja").read_text() == ours
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}], ids=str)

@@ -40,6 +40,22 @@ def test_the_command_shows_a_difference(
     assert "keeps    reasoning and an answer, then the user" in output
     assert "+I know it." in output
     assert "7 bridged; the template would rewrite earlier turns, the model sees its own" in output
+    assert output.endswith("\nleft out: earlier reasoning\n")
+
+
+def test_the_command_takes_the_templates_that_the_key_takes(
+    model_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([model_path, "--chat-template", "chatml"])
+    output = capsys.readouterr().out
+    assert "  8 bridged, and the text is the template's rendering\nleft out: tools\n" in output
+    with pytest.raises(SystemExit, match=r"^check_template: --chat-template: there is no templat"):
+        main([model_path, "--chat-template", "chatmi"])
+
+
+def test_a_model_without_a_template_is_one_sentence(bare_path: str) -> None:
+    with pytest.raises(SystemExit, match=r"^check_template: the tokenizer of .* has no chat templ"):
+        main([bare_path])
 
 
 def test_a_missing_model_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,19 @@ def test_a_history_that_the_template_rewrites_is_shown_with_a_note(tmp_path: Pat
     assert template.decode_all(compared["pieces"][0][2]) != "Tools."
 
 
+def test_the_runs_own_template_is_the_one_that_renders(template: ChatTemplate) -> None:
+    text = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    own = ChatTemplate(template.tokenizer, chat_template=text)
+    trajectory = Trajectory("rows:1")
+    question = {"role": "user", "content": "Question?"}
+    prompt = [*own.render([question]), *own.encode("<|im_start|>")]
+    said(trajectory, prompt, own.encode("Answer.<|im_end|>"))
+    trajectory.messages = [question, {"role": "assistant", "content": "Answer."}]
+    for model, identical in (({"chat_template": text}, True), ({}, False)):
+        compared = Renderer(MODEL / "tokenizer.json", model).compare(trajectory, 0)
+        assert (compared["error"], compared["identical"]) == (None, identical)
+
+
 def test_what_cannot_be_rendered_says_why(tmp_path: Path, template: ChatTemplate) -> None:
     trajectory = played(template, template.encode(f"{CALL}<|im_end|>"))
     missing = Renderer(None).compare(trajectory, 1)["error"]

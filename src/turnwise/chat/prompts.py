@@ -304,7 +304,7 @@ class PromptCache:
 def _key(messages: Sequence[Message], tools: Tools | None) -> bytes | None:
     """Return a conversation's key; None if it cannot be written as JSON."""
     try:
-        text = json.dumps([list(messages), tools])
+        text = json.dumps([list(messages), tools or None])
     except (TypeError, ValueError):
         return None
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,14 +1,16 @@
 """The configured model's chat template, and threads for long renderings."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from turnwise.config import Config
+from turnwise.config import Config, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory.seam import find_seam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,13 +21,11 @@ _LONG = 16_384
 
 
 def load_tokenizer(config: Config) -> "Tokenizer":
-    """Load the tokenizer of `model.path`, or of `model.tokenizer`.
+    """Load the tokenizer of `model.path`, or of `model.tokenizer`, with `model.chat_template`.
 
     Raises:
-        InputError: when it does not exist, or cannot be loaded.
+        InputError: when it does not exist, or cannot be loaded, or the template is not Jinja.
     """
-    from transformers import AutoTokenizer
-
     model = config.model
     check_model(model.path)
     key, path = "model.path", model.path
@@ -33,28 +33,81 @@ def load_tokenizer(config: Config) -> "Tokenizer":
         key, path = "model.tokenizer", model.tokenizer
         check_tokenizer(path)
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
-        )
+        tokenizer = read_tokenizer(model)
     except Exception as error:
         why = first_line(error)
         raise InputError(f"{key}: the tokenizer of {path} cannot be loaded: {why}") from error
+    if model.chat_template is not None:
+        _check_syntax(tokenizer)
     return tokenizer
 
 
-def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
-    """Return the model's template, with the stop tokens of the model and of the configuration.
+def read_tokenizer(model: ModelConfig) -> "Tokenizer":
+    """Load the tokenizer as `load_tokenizer` does, without its checks and sentences.
 
     Raises:
-        InputError: when the tokenizer has no template.
+        Exception: anything that Transformers raises.
     """
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+        resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
+    )
+    if model.template_text is not None:
+        tokenizer.chat_template = model.template_text
+    return tokenizer
+
+
+def _check_syntax(tokenizer: "Tokenizer") -> None:
+    """Raise an InputError for a template that is not Jinja as Transformers reads it."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"model.chat_template: line {error.lineno} is not Jinja: {error.message}"
+        ) from error
+    except Exception:  # it may ask for another conversation, or for tools
+        return
+
+
+def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
+    """Return the model's template, with the stop tokens of the model and of the configuration."""
     template = ChatTemplate(
         tokenizer,
+        chat_template=config.model.template_text,
         escape_special_tokens=config.model.escape_special_tokens,
         **config.model.template_args,
     )
     template.stop_token_ids |= {*config.sampling.stop_token_ids, *_stops_of(config)}
     return template
+
+
+def missing_stop(config: Config, template: ChatTemplate) -> str:
+    """Return a sentence if sampling does not stop where `model.chat_template` ends a turn, else "".
+
+    A tokenizer's own template fits the model's generation settings, and is not looked at.
+    """
+    if config.model.chat_template is None:
+        return ""
+    try:
+        end = find_seam(template, [{"role": "user", "content": ""}], None).turn_end
+    except Exception:  # a template may raise anything; `check_template` reports it
+        return ""
+    found = template.special_token_pattern.search(end)
+    if found is None:
+        mark = end.strip()
+        known = not mark or mark in config.sampling.stop
+        set_to = f"sampling.stop to [{json.dumps(mark)}]"
+    else:
+        mark = found.group()
+        token = next(index for index, text in template.special_tokens.items() if text == mark)
+        known = token in template.stop_token_ids or mark in config.sampling.stop
+        set_to = f"sampling.stop_token_ids to [{token}]"
+    if known:
+        return ""
+    return f"model.chat_template ends turns with {mark}, at which no answer ends: set {set_to}"
 
 
 def _stops_of(config: Config) -> list[int]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from turnwise.config.base import (
     Needed,
@@ -14,6 +14,7 @@ from turnwise.config.base import (
     Section,
     Tree,
 )
+from turnwise.config.chat_template import TEMPLATE_NAMES, template_text
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file that describes an adapter, in the adapter's folder."""
@@ -53,6 +54,10 @@ class ModelConfig(Section):
     folder or Hugging Face name; null for none."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's, also in exported models: hermes (ChatML with
+    tools), chatml (without), a Jinja file, or its text. The run keeps the text of a file. null uses
+    the tokenizer's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights, in the engine and in the trainer."""
     max_length: PositiveInt = 4096
@@ -65,6 +70,17 @@ class ModelConfig(Section):
     escape_special_tokens: bool = False
     """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
     tool result can end its turn and open another."""
+
+    @property
+    def template_text(self) -> str | None:
+        """The text of `chat_template`."""
+        return None if self.chat_template is None else template_text(self.chat_template)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _text_of_file(cls, value: str | None) -> str | None:
+        """Replace a file by its text: the file may change, or be missing on another machine."""
+        return value if value is None or value in TEMPLATE_NAMES else template_text(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -55,6 +55,7 @@ RULES: Mapping[str, OnResume] = {
     "model.path": _SAME_MODEL,
     "model.adapter": _no("training does not start from an adapter"),
     "model.tokenizer": _yes("for a copy of the same tokenizer elsewhere"),
+    "model.chat_template": _yes("applies to new groups, and to models that are saved"),
     "model.dtype": _yes("applies from now on; weights that learn are kept as they are"),
     "model.max_length": _LIMIT,
     "model.trust_remote_code": _SHOWN,

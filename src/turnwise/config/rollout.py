@@ -126,6 +126,10 @@ class RolloutConfig(Section):
     """Tools added to every environment's own. An entry has one key: `use`, the
     package.module:name of a function, a Tool, a toolset, or a class or function that makes one;
     `mcp`, an MCP server; or `python` or `shell`, a sandbox with its limits."""
+    tools_in_prompt: bool = True
+    """Give the environment's tools to the chat template, which must show them. If false, the
+    problem describes them in its own words, and a template that leaves out the tools of an agent's
+    requests is accepted."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0

@@ -162,6 +162,8 @@ class ProblemBuilder:
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:
             return self._template.render(messages)
+        except InputError as error:  # there is no template
+            raise InputError(f"{name}: {error}") from error
         except Exception as error:  # a template may raise anything
             raise InputError(
                 f"{name}: the chat template refuses the prompt: {describe_error(error)}"

@@ -17,7 +17,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Completion, Generator, Route, TurnTimes
-from turnwise.errors import TrajectoryError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.error_log import ErrorLog
@@ -26,6 +26,7 @@ from turnwise.serving.chat_backend import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.left_out import check_tools
 
 _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
@@ -160,10 +161,25 @@ class RolloutContext:
     async def first_prompt(
         self, messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int]:
-        """Return the ids of a new conversation, with generation prompt."""
-        prompts = self.prompts
-        render = self.template.render if prompts is None else prompts.render
-        return await in_thread_if_long(messages, lambda: render(messages, tools=tools))
+        """Return the ids of a new conversation, with generation prompt.
+
+        Args:
+            tools: Left out if `rollout.tools_in_prompt` is false.
+
+        Raises:
+            InputError: when the model has no chat template and needs one for this conversation, or
+                its template leaves out the tools.
+        """
+        shown = tools if self.rollout.tools_in_prompt else None
+
+        def render() -> list[int]:
+            if shown:
+                check_tools(self.template, messages, shown)
+            if self.prompts is None:
+                return self.template.render(messages, tools=shown)
+            return self.prompts.render(messages, shown)
+
+        return await in_thread_if_long(messages, render)
 
     async def next_prompt(
         self,
@@ -184,22 +200,28 @@ class RolloutContext:
             conversation: All messages; None means `trajectory.messages`.
 
         Raises:
+            InputError: when the model has no chat template.
             TrajectoryError: when the template raises or leaves out a message.
         """
+        if self.template.missing:
+            raise InputError(self.template.missing)
         ids, self.fork_reason = await next_prompt(
             self.template,
             prompt_token_ids=prompt_token_ids,
             completion_token_ids=completion_token_ids,
             new_messages=new_messages,
             conversation=self.trajectory.messages if conversation is None else conversation,
-            tools=tools,
+            tools=tools if self.rollout.tools_in_prompt else None,
             history=self.rollout.history,
         )
         return ids
 
-    async def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
-        return await in_thread_if_long([{"content": text}], lambda: self.template.encode(text))
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text; see `ChatTemplate.encode`."""
+        return await in_thread_if_long(
+            [{"content": text}],
+            lambda: self.template.encode(text, add_special_tokens=add_special_tokens),
+        )
 
     async def sample(
         self,

@@ -37,10 +37,12 @@ class PromptLimit:
         """Return the number of tokens of a first prompt.
 
         Raises:
-            InputError: naming `where`, when the chat template refuses the messages.
+            InputError: naming `where`, when the chat template refuses the messages, or is missing.
         """
         try:
             return len(self._prompts.render(messages, tools=schemas))
+        except InputError as error:  # there is no template
+            raise InputError(f"{where}: {error}") from error
         except Exception as error:  # a template may raise anything
             raise InputError(
                 f"{where}: the chat template refuses the environment's problem: "

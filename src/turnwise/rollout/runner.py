@@ -48,6 +48,7 @@ from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
 from turnwise.rollout.rewards import RewardManager
 from turnwise.rollout.run_files import RunFiles
+from turnwise.rollout.shown_prompt import ShownPrompt
 from turnwise.rollout.stage import Stage
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.trajectory import Trajectory
@@ -86,6 +87,7 @@ class Runner:
         self._stage = Stage(config, environment)
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
+        self._shown = ShownPrompt(config, self.template)
         self._prompts = PromptCache(self.template)
         self._limit: PromptLimit | None = PromptLimit(config, self._prompts)
         self._loop = load_loop(config.rollout.loop)
@@ -142,17 +144,25 @@ class Runner:
         Call this from a thread.
 
         Returns:
-            Tokens of the prompt; None if the environment has a `setup`, which is not called.
+            Tokens of the prompt; None if they are not known: the environment has a `setup`, which
+            is not called, or an agent writes the prompts of a model without a chat template.
 
         Raises:
-            InputError: naming the row with unusable fields or tools, or too long a prompt.
+            InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
+                the first row, what the chat template leaves out of its prompt.
         """
         limit = self._limit
         assert limit is not None
 
         def measure() -> int | None:
             preview = self._stage.preview(problem)
-            return None if preview is None else limit.length(problem.id, *preview)
+            if preview is None:
+                return None
+            messages, schemas = preview
+            self._shown.check(problem.id, messages, schemas)
+            if not self._shown.measures:
+                return None
+            return limit.length(problem.id, messages, self._shown.offered(schemas))
 
         length = call_and_wait(
             measure, name=self._stage.name, seconds=self._config.rollout.environment_timeout
@@ -252,7 +262,7 @@ class Runner:
     async def _known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
         limit = self._limit
-        if limit is None or not self._stage.knows_prompts:
+        if limit is None or not (self._stage.knows_prompts and self._shown.measures):
             return "" if limit is None else limit.left_out.get(problem.id, "")
 
         def measure() -> int | None:
@@ -351,7 +361,7 @@ class Runner:
                 prompts=self._prompts,
                 clock=clock,
             )
-            if self._limit is not None:
+            if self._limit is not None and self._shown.measures:
                 await self._admit(self._limit, episode, problem)
             await self._play(episode.environment, context)
             with context.timed("reward"):
@@ -366,12 +376,14 @@ class Runner:
 
     async def _admit(self, limit: PromptLimit, episode: Episode, problem: Problem) -> None:
         """Leave out a problem whose prompt is too long."""
-        messages, schemas = episode.problem, episode.toolbox.schemas
+        messages, schemas = episode.problem, self._shown.offered(episode.toolbox.schemas)
         try:
             length = await in_thread_if_long(
                 messages, lambda: limit.length(problem.id, messages, schemas)
             )
         except InputError as error:
+            if self.template.missing:
+                raise
             raise TrajectoryError("template_refuses", str(error)) from error
         limit.admit(problem.id, length)
 

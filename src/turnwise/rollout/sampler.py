@@ -32,7 +32,7 @@ class RolloutSampler:
             `n` is the number of trajectories of each prompt.
         config: Model, loop, environment and limits.
         tools: Plain functions for prompts that are texts or messages.
-        tokenizer: The model's tokenizer; None loads the configured one.
+        tokenizer: The model's tokenizer; None loads the configuration's.
 
     Raises:
         InputError: when a prompt has another type, or the environment, the loop or the tokenizer

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from turnwise.config import Config
+from turnwise.config.chat_template import TEMPLATE_NAMES
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError
@@ -96,18 +97,28 @@ class ConfigChecks:
         return load_tokenizer(self.config)
 
     def template(self) -> Finding:
-        """Check how the bridge works with the model's chat template."""
-        from turnwise.chat.template import load_template
-        from turnwise.trajectory.check_template import check_template
+        """Check how the bridge works with the model's chat template, and what it leaves out."""
+        from turnwise.chat.template import load_template, missing_stop
+        from turnwise.trajectory.check_template import TOOLS, check_template
+        from turnwise.trajectory.left_out import left_out
 
-        findings = check_template(load_template(self.config, self._tokenizer))
+        template = load_template(self.config, self._tokenizer)
+        if template.missing:
+            return Finding("chat template", "warning", template.missing)
+        findings = check_template(template)
         counts = Counter(finding.verdict for finding in findings)
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         said = f"{len(findings)} kinds of conversation: {said}"
+        if hidden := left_out(template, TOOLS):
+            said += f"; it leaves out {', '.join(hidden)}"
+        if stop := missing_stop(self.config, template):
+            return Finding("chat template", "warning", said, stop)
         if not counts["forks"] and not counts["refuses"]:
             return Finding("chat template", "ok", said)
         path = resolve_tokenizer(self.config.model)
         see = f"python -m turnwise.trajectory.check_template {path}"
+        if own := self.config.model.chat_template:
+            see += f" --chat-template {own if own in TEMPLATE_NAMES else 'FILE'}"
         return Finding("chat template", "warning", said, see)
 
     def environment(self) -> Finding:
@@ -118,7 +129,7 @@ class ConfigChecks:
         problem = load_training(self.config)[0]
         length = Runner(self.config, self._tokenizer).check(problem)
         self._prompt_tokens = length
-        prompt = "it has a setup" if length is None else f"a prompt of {length} tokens"
+        prompt = "a prompt known later" if length is None else f"a prompt of {length} tokens"
         name = self.config.environment
         return Finding("environment", "ok", f"{name}: {problem.id}, {prompt}")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 import torch
 
 from turnwise.config import SamplingConfig
-from turnwise.core.gguf import resolve_tokenizer
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
@@ -154,6 +153,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
     ) -> AsyncIterator[tuple[int, TextRow]]:
         """Complete texts, and yield each completion as soon as it is ready.
 
+        The texts are encoded as vLLM encodes prompts, with the tokenizer's BOS.
+
         Yields:
             The row's index, and its completion.
         """
@@ -161,7 +162,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         stops = _stop_strings(data.get("stop_strings"), len(prompts))
 
         async def one(index: int) -> TextRow:
-            prompt = template.encode(prompts[index])
+            prompt = template.encode(prompts[index], add_special_tokens=True)
             output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
             start, end = len(prompt), int(output["unpadded_sequence_lengths"])
             token_ids = output["output_ids"][0, start:end].tolist()
@@ -226,15 +227,9 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
     @cached_property
     def _template(self) -> "ChatTemplate":
-        from transformers import AutoTokenizer
+        from turnwise.chat.template import load_template, read_tokenizer
 
-        from turnwise.chat.template import load_template
-
-        model = self._config.model
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
-        )
-        return load_template(self._config, tokenizer)
+        return load_template(self._config, read_tokenizer(self._config.model))
 
 
 def _stop_strings(

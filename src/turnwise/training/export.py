@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -22,9 +22,10 @@ from transformers.utils import (
     cached_file,
 )
 
+from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.core.gguf import resolve_model, resolve_tokenizer
+from turnwise.core.gguf import resolve_model
 from turnwise.core.memory import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
@@ -123,10 +124,7 @@ def _save_rest(folder: Path, config: Config) -> None:
 
 
 def _save_tokenizer(folder: Path, config: Config) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve_tokenizer(config.model), trust_remote_code=config.model.trust_remote_code
-    )
-    tokenizer.save_pretrained(folder)
+    read_tokenizer(config.model).save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -57,7 +57,8 @@ class Tokenizer(Protocol):
 class ChatTemplate:
     """Renders conversations with one tokenizer and one Jinja template.
 
-    Safe to use from several threads at once.
+    Safe to use from several threads at once. Without a template, it renders a single text of a user
+    as the plain text, after the tokens with which the tokenizer begins texts, such as BOS.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
@@ -68,7 +69,7 @@ class ChatTemplate:
         **template_kwargs: Extra variables for the template.
 
     Raises:
-        InputError: when there is no chat template, or the tokenizer cannot escape.
+        InputError: when the tokenizer cannot escape.
 
     Example:
         >>> template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct"))
@@ -85,11 +86,13 @@ class ChatTemplate:
         escape_special_tokens: bool = False,
         **template_kwargs: object,
     ) -> None:
+        self.missing = ""
+        """Sentence that says that there is no template; "" if there is one."""
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
-            raise InputError(
-                f"the tokenizer of {name} has no chat template; save one with it "
-                "(tokenizer.chat_template = ...)"
+            self.missing = (
+                f"the tokenizer of {name} has no chat template, and without one a prompt is one "
+                "plain text, with no tools: set model.chat_template, for instance to hermes"
             )
         self.tokenizer = tokenizer
         self._kwargs: dict[str, object] = template_kwargs | (
@@ -102,6 +105,8 @@ class ChatTemplate:
         after loading."""
         self.seams: dict[tuple[object, ...], Seam] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
+        self.shows_tools: bool | None = None
+        """Result of `check_tools`; None before a prompt with tools."""
         self._control = _control_token_pattern(tokenizer) if escape_special_tokens else None
         if escape_special_tokens and not self._can_escape():
             raise InputError(
@@ -114,6 +119,7 @@ class ChatTemplate:
         other = copy.copy(self)
         other._kwargs = {**self._kwargs, **template_kwargs}
         other.seams = {}
+        other.shows_tools = None
         return other
 
     def render(
@@ -123,7 +129,13 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a whole conversation."""
+        """Return the ids of a whole conversation.
+
+        Raises:
+            Exception: as `render_text` does.
+        """
+        if self.missing and not tools and (text := _plain_text(messages)) is not None:
+            return self.encode(self.escape(text), add_special_tokens=True)
         return self.encode(
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
@@ -138,9 +150,12 @@ class ChatTemplate:
         """Return the text of a whole conversation.
 
         Raises:
+            InputError: when there is no template.
             Exception: anything that the template raises, such as jinja2's TemplateError for a role
                 that it refuses.
         """
+        if self.missing:
+            raise InputError(self.missing)
         return str(
             self.tokenizer.apply_chat_template(
                 [self._escaped(message) for message in messages],
@@ -151,11 +166,18 @@ class ChatTemplate:
             )
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without any added around it."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            add_special_tokens: Add those that the tokenizer puts around a text, such as BOS, as
+                vLLM does for plain prompts.
+        """
+        encode = self._encode_plain if add_special_tokens else self._encode
         if self._control is None or _GUARD not in text:
-            return self._encode(text)
-        return [token for part in text.split(_GUARD) for token in self._encode(part)]
+            return encode(text)
+        first, *rest = text.split(_GUARD)
+        return [*encode(first), *(token for part in rest for token in self._encode(part))]
 
     def escape(self, text: str) -> str:
         """Escape the control tokens in a text, if `escape_special_tokens` is set."""
@@ -201,6 +223,10 @@ class ChatTemplate:
         )
 
     @cached_property
+    def _encode_plain(self) -> Callable[[str], list[int]]:
+        return _encoder(self.tokenizer, add_special_tokens=True)
+
+    @cached_property
     def special_tokens(self) -> dict[int, str]:
         """The tokens that ordinary text never encodes to, by id: special and added ones."""
         added = {index: text for text, index in self.tokenizer.get_added_vocab().items()}
@@ -223,8 +249,16 @@ def _control_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Return a function from text to ids, without added tokens, that threads may share.
+def _plain_text(messages: Sequence[Message]) -> str | None:
+    """Return the text of a conversation that is a single text of the user; else None."""
+    content = messages[0].get("content") if len(messages) == 1 else None
+    return content if isinstance(content, str) and messages[0].get("role") == "user" else None
+
+
+def _encoder(
+    tokenizer: Tokenizer, *, add_special_tokens: bool = False
+) -> Callable[[str], list[int]]:
+    """Return a function from text to ids that threads may share.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
     not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
@@ -236,14 +270,16 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         backend.no_padding()
 
         def encode_fast(text: str) -> list[int]:
-            return list(backend.encode(text, add_special_tokens=False).ids)
+            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
         starts = segment_starts(backend.get_added_tokens_decoder())
-        return encode_fast if starts is None else SegmentEncoder(encode_fast, starts)
+        if starts is None or add_special_tokens:
+            return encode_fast
+        return SegmentEncoder(encode_fast, starts)
     lock = threading.Lock()
 
     def encode(text: str) -> list[int]:
         with lock:
-            return list(tokenizer.encode(text, add_special_tokens=False))
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     return encode

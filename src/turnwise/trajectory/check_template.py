@@ -1,10 +1,11 @@
 """Check how the bridge works with a model's chat template.
 
-    python -m turnwise.trajectory.check_template MODEL [--chat-template FILE]
+    python -m turnwise.trajectory.check_template MODEL [--chat-template NAME|FILE]
 
 MODEL is a folder or a Hugging Face name of a model or tokenizer. Each case is a conversation
 whose last turn is written as the template writes it. The bridge builds the next turn's prompt,
-and the result is compared with the template's rendering of the whole conversation.
+and the result is compared with the template's rendering of the whole conversation. The last line
+names what the template leaves out in silence.
 """
 
 import argparse
@@ -13,14 +14,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory.bridge import bridge
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
+from turnwise.trajectory.left_out import left_out
 from turnwise.trajectory.trajectory import Message
 
-_TOOLS = [
+TOOLS: Tools = [
     {
         "type": "function",
         "function": {
@@ -74,7 +75,12 @@ def check_template(template: ChatTemplate) -> list[Finding]:
     Example:
         template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
         print(report(check_template(template)))
+
+    Raises:
+        InputError: when there is no template.
     """
+    if template.missing:
+        raise InputError(template.missing)
     return [_try(template, case) for case in _cases()]
 
 
@@ -91,10 +97,10 @@ def _cases() -> list[_Case]:
         _Case("under a system message", [system, user], answer, [more]),
         _Case("reasoning and an answer, then the user", [user], thought, [more]),
         _Case("an answer cut off, then the user", [user], cut, [more], cut_off=True),
-        _Case("a tool call, then its result", [user], one, [result], _TOOLS),
-        _Case("two calls, then two results", [user], two, [result, other], _TOOLS),
-        _Case("a call, then its result and the user", [user], one, [result, more], _TOOLS),
-        _Case("an answer after a call, then the user", [user, one, result], answer, [more], _TOOLS),
+        _Case("a tool call, then its result", [user], one, [result], TOOLS),
+        _Case("two calls, then two results", [user], two, [result, other], TOOLS),
+        _Case("a call, then its result and the user", [user], one, [result, more], TOOLS),
+        _Case("an answer after a call, then the user", [user, one, result], answer, [more], TOOLS),
     ]
 
 
@@ -180,8 +186,12 @@ def _overlap(text: str, following: str) -> int:
     return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
 
 
-def report(findings: Sequence[Finding]) -> str:
-    """Return the findings as lines for people."""
+def report(findings: Sequence[Finding], hidden: Sequence[str] = ()) -> str:
+    """Return the findings as lines for people.
+
+    Args:
+        hidden: Result of `left_out`.
+    """
     lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:8} {finding.case}")
@@ -189,6 +199,8 @@ def report(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.verdict for finding in findings)
     lines += ["", f"{len(findings)} cases:"]
     lines += [f"{n:3d} {_VERDICTS[verdict]}" for verdict, n in counts.most_common()]
+    if hidden:
+        lines.append(f"left out: {', '.join(hidden)}")
     return "\n".join(lines)
 
 
@@ -201,21 +213,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja file to use instead."
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="Template to use instead, as model.chat_template names it.",
     )
     options = parser.parse_args(arguments)
     try:
         template = _load(options.model, options.chat_template)
+        findings = check_template(template)
     except InputError as error:
         sys.exit(f"check_template: {error}")
-    sys.stdout.write(report(check_template(template)) + "\n")
+    sys.stdout.write(report(findings, left_out(template, TOOLS)) + "\n")
 
 
-def _load(model: str, chat_template: Path | None) -> ChatTemplate:
+def _load(model: str, chat_template: str | None) -> ChatTemplate:
     from transformers import AutoTokenizer  # a second to import
 
+    from turnwise.config.chat_template import template_text  # imports the whole configuration
+
     try:
-        source = chat_template.read_text() if chat_template else None
+        source = None if chat_template is None else template_text(chat_template)
+    except ValueError as error:
+        raise InputError(f"--chat-template: {error}") from error
+    try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise InputError(f"{model} cannot be loaded: {first_line(error)}") from error

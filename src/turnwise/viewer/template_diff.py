@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from turnwise.config.chat_template import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
@@ -94,8 +95,10 @@ def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
         tokenizer = AutoTokenizer.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=False
         )
+        own = model.get("chat_template")
         return ChatTemplate(
             tokenizer,
+            chat_template=template_text(own) if own else None,
             escape_special_tokens=bool(model.get("escape_special_tokens")),
             **(model.get("template_args") or {}),
         )

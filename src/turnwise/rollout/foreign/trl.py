@@ -196,8 +196,7 @@ class TextLoop(SingleTurnLoop):
 
     async def prompt(self, context: RolloutContext) -> list[int]:
         """Return the ids of the row's `prompt`, after those that begin any text."""
-        opening = context.template.tokenizer.encode("", add_special_tokens=True)
-        return [*opening, *await context.encode(str(context.row["prompt"]))]
+        return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
 class _Calls:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from turnwise.chat.messages import Answer, Conversation, answer
+from turnwise.chat.messages import Answer, Conversation, answer, plain
 from turnwise.chat.prompts import (
     NextPrompt,
     RefusedParameter,
@@ -32,7 +32,7 @@ from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, TurnTimes
-from turnwise.errors import TrajectoryError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.serving.openai.on_policy import (
     bound_choices,
     choose_processors,
@@ -52,6 +52,7 @@ from turnwise.serving.openai.vllm_api import (
     VLLMValidationError,
 )
 from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory.left_out import check_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -77,6 +78,8 @@ class SessionHooks:
     def __init__(self, config: Config, remember: Callable[[str, Session], None]) -> None:
         self._config = config
         self._format = format_of(config.rollout.tool_parser)
+        self._warned = False
+        """Whether it was logged that the template leaves out tools."""
         self.remember = remember
 
     def attach(self, state: State, tokenizer: "Tokenizer") -> None:
@@ -199,8 +202,14 @@ class SessionHooks:
     async def exact_prompt(
         self, context: RequestContext, request: SamplingRequest
     ) -> list[int] | None:
-        """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`."""
+        """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
+
+        Raises:
+            RefusedParameter: when there is no chat template, or it leaves out the tools of a
+                training session.
+        """
         session, asked, template = context.session, context.asked, self._template(request)
+        await self._check_shown(template, asked, strict=session.sampling is not None)
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
             ids = token_ids_of({name: required}, name)
@@ -222,6 +231,28 @@ class SessionHooks:
         if must_escape(template, asked):
             return await in_thread_if_long(asked.messages, lambda: render(template, asked))
         return None
+
+    async def _check_shown(
+        self, template: ChatTemplate, asked: Conversation, *, strict: bool
+    ) -> None:
+        """Refuse a conversation if there is no template, and tools that the template leaves out.
+
+        Args:
+            strict: Whether the turn is trained; if not, such tools are logged once.
+        """
+        if template.missing:
+            raise RefusedParameter("messages", template.missing)
+        if template.shows_tools or not (asked.tools and self._config.rollout.tools_in_prompt):
+            return
+        tools, messages = asked.tools, [plain(message) for message in asked.messages]
+        try:
+            await in_thread_if_long(messages, lambda: check_tools(template, messages, tools))
+        except InputError as error:
+            if strict:
+                raise RefusedParameter("tools", str(error)) from error
+            if not self._warned:
+                logger.warning("a request has tools, and %s", error)
+            self._warned = True
 
     def _template(self, request: SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""

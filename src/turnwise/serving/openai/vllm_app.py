@@ -85,6 +85,7 @@ async def build(
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args.chat_template = config.model.template_text  # as an argument it could begin with a dash
     # vLLM copies the option here where it makes an engine's configuration, and reads it here only.
     args.structured_outputs_config.reasoning_parser = config.serving.reasoning_parser or ""
     silence(config.rollout.tool_parser)

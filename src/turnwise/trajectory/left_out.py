@@ -1,0 +1,139 @@
+"""What a chat template leaves out of a prompt in silence: tools, messages, reasoning.
+
+A template ignores what it has no place for, and a model cannot learn from what it never reads. Here
+conversations are rendered with and without a part, or with marks in place of their contents.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from turnwise.errors import InputError
+from turnwise.trajectory.bridge import bridge
+from turnwise.trajectory.chat_template import ChatTemplate, Tools
+from turnwise.trajectory.trajectory import Message
+
+TOOLS_LEFT_OUT = (
+    "the chat template leaves out the tools, so that the model never sees them: set "
+    "model.chat_template to one that shows them, such as hermes, or rollout.tools_in_prompt to "
+    "false if the prompt describes them in its own words"
+)
+_MARK = "content 4d3c2b1a"
+"""Content of messages while a template is probed, followed by their index."""
+_USER: Message = {"role": "user", "content": f"{_MARK} 0."}
+_RESULT: Message = {"role": "tool", "content": f"{_MARK} 1."}
+
+
+def check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> None:
+    """Check that a prompt shows its tools; only the first prompt of a template is rendered for it.
+
+    Raises:
+        InputError: when the prompt is the same without them; it names the keys.
+
+    Example:
+        >>> check_tools(template, [{"role": "user", "content": "How is it in Oslo?"}], schemas)
+    """
+    if template.shows_tools is None:
+        template.shows_tools = _shows_tools(template, messages, tools)
+    if not template.shows_tools:
+        raise InputError(TOOLS_LEFT_OUT)
+
+
+def check_messages(template: ChatTemplate, messages: Sequence[Message]) -> None:
+    """Check that a prompt shows each of its messages.
+
+    Raises:
+        InputError: naming the role of a message that the template leaves out.
+
+    Example:
+        >>> check_messages(template, [{"role": "system", "content": "Be brief."}, question])
+    """
+    if hidden := _hidden_roles(template, messages):
+        raise InputError(
+            f"the chat template leaves out messages of the role {hidden[0]}, so that the model "
+            "never sees them: set model.chat_template to one that shows them, or move their text "
+            "to another message"
+        )
+
+
+def check_results(template: ChatTemplate, tools: Tools | None) -> None:
+    """Check that a prompt after a tool call shows the call's result.
+
+    Raises:
+        InputError: when the template leaves it out, or there is no template.
+
+    Example:
+        >>> check_results(template, schemas)
+    """
+    if template.missing:
+        raise InputError(template.missing)
+    if not _shows_results(template, tools):
+        raise InputError(
+            "the chat template leaves out the results of tools, so that the model never sees them: "
+            "set model.chat_template to one that shows them, such as hermes"
+        )
+
+
+def left_out(template: ChatTemplate, tools: Tools) -> list[str]:
+    """Name all that a template leaves out of ordinary conversations.
+
+    Example:
+        >>> left_out(ChatTemplate(tokenizer, chat_template=template_text("chatml")), schemas)
+        ['tools']
+    """
+    said: Message = {"role": "assistant", "content": f"<think>\n{_MARK} 1.\n</think>\n\n4"}
+    found = []
+    if not _shows_tools(template, [_USER], tools):
+        found.append("tools")
+    if _hidden_roles(template, [{**_USER, "role": "system"}, _USER]):
+        found.append("system messages")
+    if not _shows_results(template, tools):
+        found.append("results of tools")
+    with suppress(Exception):  # a template may raise anything; `check_template` reports it
+        if f"{_MARK} 1." not in template.render_text([_USER, said, _USER]):
+            found.append("earlier reasoning")
+    return found
+
+
+def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
+    """Return whether tools change a prompt. True if the template raises: its prompt will, too."""
+    try:
+        return template.render_text(messages, tools=tools) != template.render_text(messages)
+    except Exception:  # a template may raise anything
+        return True
+
+
+def _hidden_roles(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
+    """Return the roles of messages with a content that the template leaves out."""
+    marks = [f"{_MARK} {index}." for index in range(len(messages))]
+    try:
+        text = template.render_text(
+            [
+                {**message, "content": _like(message["content"], mark)}
+                if message.get("content")
+                else message
+                for message, mark in zip(messages, marks, strict=True)
+            ]
+        )
+    except Exception:  # a template may raise anything, also for these contents only
+        return []
+    return [
+        str(message["role"])
+        for message, mark in zip(messages, marks, strict=True)
+        if message.get("content") and mark not in text
+    ]
+
+
+def _like(content: object, text: str) -> object:
+    """Return a text in the form of a content."""
+    return [{"type": "text", "text": text}] if isinstance(content, list) else text
+
+
+def _shows_results(template: ChatTemplate, tools: Tools | None) -> bool:
+    result = bridge(
+        template,
+        prompt_token_ids=[],
+        completion_token_ids=[],
+        new_messages=[_RESULT],
+        tools=tools,
+    )
+    return result.fork_reason != "message_dropped"

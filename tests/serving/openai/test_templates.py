@@ -1,0 +1,130 @@
+"""A configured chat template, one that leaves out tools, and a model without one, before a server.
+
+Before a simulated engine, without a socket.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.calculator.tool import TOOL_SCHEMA
+from turnwise.config import Config
+from turnwise.config.chat_template import template_text
+from turnwise.engine.protocol import Chunk
+from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.serving.openai.server import OpenAIServer
+from turnwise.trajectory import ChatTemplate
+
+QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
+HELLO = [{"role": "user", "content": "What is 12 plus 30?"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ELSEWHERE = {"frequency_penalty": 0.0}
+"""An option that changes nothing and that only vLLM's application has."""
+
+
+class Noting(SimulatedEngine):
+    """Notes the prompts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.prompts: list[list[int]] = []
+
+    async def stream(self, prompt_token_ids: Any, *call: Any) -> AsyncGenerator[Chunk, None]:
+        self.prompts.append(list(prompt_token_ids))
+        async for chunk in super().stream(prompt_token_ids, *call):
+            yield chunk
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(make_config: Callable[..., Config], model_path: str, tokenizer: Any) -> Serve:
+    """Serves with values of the section `model`; yields a client, the server and its engine."""
+
+    @asynccontextmanager
+    async def served(
+        rollout: dict[str, Any] | None = None, **model: Any
+    ) -> AsyncIterator[tuple[httpx.AsyncClient, OpenAIServer, Noting]]:
+        config = make_config(
+            model={"path": model_path, "max_length": 512, **model},
+            serving={"port": 0},
+            sampling={"max_tokens": 4},
+            rollout=rollout or {},
+        )
+        engine = Noting(vocab_size=len(tokenizer), latency=QUICK)
+        server = OpenAIServer(config, engine)
+        transport = httpx.ASGITransport(await server.application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            yield client, server, engine
+
+    return served
+
+
+async def test_prompts_are_those_of_the_configured_template(serve: Serve, tokenizer: Any) -> None:
+    """Answered by us and by vLLM's application alike."""
+    asked = {"messages": HELLO, "tools": [TOOL_SCHEMA]}
+    ours = ChatTemplate(tokenizer, chat_template=template_text("hermes"))
+    expected = ours.render(HELLO, tools=[TOOL_SCHEMA])
+    own = ChatTemplate(tokenizer, chat_template="{{ '-' + messages[0].content + '<|im_end|>' }}")
+    async with serve(chat_template="hermes") as (http, _, engine):
+        for more in ({}, ELSEWHERE):
+            answer = await http.post(CHAT, json={**asked, **more})
+            assert answer.status_code == 200, answer.text
+        assert engine.prompts == [expected, expected]
+    text = "{{ '-' + messages[0].content + '<|im_end|>' }}"
+    async with serve(chat_template=text) as (http, _, engine):
+        for more in ({}, ELSEWHERE):
+            assert (await http.post(CHAT, json={"messages": HELLO, **more})).status_code == 200
+        assert engine.prompts == [own.render(HELLO)] * 2
+
+
+async def test_tools_that_are_left_out_are_logged_once_and_refused_where_turns_are_trained(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"messages": HELLO, "tools": [TOOL_SCHEMA]}
+    async with serve(chat_template="chatml") as (http, server, engine):
+        with caplog.at_level(logging.WARNING, logger="turnwise"):
+            for more in ({}, {}, ELSEWHERE):
+                assert (await http.post(CHAT, json={**asked, **more})).status_code == 200
+        assert (
+            caplog.text.count("a request has tools, and the chat template leaves out the to") == 1
+        )
+        session = server.sessions.open(training=True)
+        for more in ({}, ELSEWHERE):
+            answer = await http.post(f"/sessions/{session.id}{CHAT}", json={**asked, **more})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert "rollout.tools_in_prompt" in error["message"]
+            assert error["param"] == "tools"
+        assert len(engine.prompts) == 3
+    async with serve({"tools_in_prompt": False}, chat_template="chatml") as (http, server, _):
+        session = server.sessions.open(training=True)
+        answer = await http.post(f"/sessions/{session.id}{CHAT}", json=asked)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_a_model_without_a_template_completes_texts_and_refuses_chats(
+    serve: Serve, bare_path: str, bare: Any
+) -> None:
+    async with serve(tokenizer=bare_path) as (http, _, engine):
+        answer = await http.post(TEXT, json={"prompt": "2 + 2 ="})
+        assert answer.status_code == 200, answer.text
+        answer = await http.post(TEXT, json={"prompt": [5, 6, 7]})
+        assert answer.status_code == 200, answer.text
+        plain = ChatTemplate(bare).render([{"role": "user", "content": "2 + 2 ="}])
+        assert engine.prompts == [plain, [5, 6, 7]]
+        for path, body in (
+            (CHAT, {"messages": HELLO}),
+            (CHAT, {"messages": HELLO, **ELSEWHERE}),
+            ("/v1/responses", {"input": "Hello."}),
+            ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "model": "any"}),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            assert "has no chat template" in answer.text, path
+        assert len(engine.prompts) == 2
