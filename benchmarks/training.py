@@ -38,6 +38,8 @@ from turnwise.training.scoring import score_hidden
 CPU = torch.device("cpu")
 LAYOUTS: tuple[Layout, ...] = ("padded", "shared")
 SEQUENCES = {"0.7 M": 96, "5 M": 24}
+BUDGET = 8192
+"""Tokens of a micro-batch."""
 VOCABULARY = 512
 GROUP = 8
 PROMPT, MEAN = 48, 170
@@ -65,13 +67,13 @@ def make_samples(count: int, group: int = 1) -> list[Sample]:
     return samples
 
 
-def configuration(path: Path, layout: Layout) -> Config:
+def configuration(path: Path, layout: Layout, budget: int = BUDGET) -> Config:
     return parse_config(
         {
             "environment": "none:None",
             "model": {"path": str(path)},
             "data": {"path": "none"},
-            "training": {"learning_rate": 1e-5, "micro_batch_tokens": 8192, "packing": layout},
+            "training": {"learning_rate": 1e-5, "micro_batch_tokens": budget, "packing": layout},
         }
     )
 
@@ -79,12 +81,12 @@ def configuration(path: Path, layout: Layout) -> Config:
 class Bare:
     """A training loop as one writes it by hand."""
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, budget: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-5, weight_decay=0.0, betas=(0.9, 0.95)
         )
-        self.budget = config.training.micro_batch_tokens
+        self.budget = budget
 
     def prepare(self, samples: list[Sample]) -> list[tuple[torch.Tensor, ...]]:
         (((share),),) = plan_micro_batches(samples, 1, 1, self.budget, "padded")
@@ -109,15 +111,22 @@ class Bare:
         self.optimizer.zero_grad()
 
 
-def measure(size: str, rounds: int, folder: Path, group: int = 1) -> Claim:
-    """Measure the tokens per second of one size, with so many samples of each prompt."""
-    path = make_model(size, folder)
+def measure(
+    name: str, path: Path, count: int, rounds: int, group: int = 1, budget: int = BUDGET
+) -> Claim:
+    """Measure the tokens per second of a model.
+
+    Args:
+        name: Its name in the claim.
+        count: Sequences of a step.
+        group: Number of sequences of each prompt.
+        budget: Tokens of a micro-batch.
+    """
     layout: Layout = "padded" if group == 1 else "shared"
-    config = configuration(path, layout)
-    policy, bare = TrainerRank(config), Bare(path, config)
+    policy, bare = TrainerRank(configuration(path, layout, budget)), Bare(path, budget)
     ours, theirs = [], []
     for number in range(rounds + 1):
-        samples = make_samples(SEQUENCES[size], group)
+        samples = make_samples(count, group)
         tokens = sum(sample.length for sample in samples)
         batches = bare.prepare(samples)
         for way in random.sample(("policy", "bare"), 2):
@@ -125,14 +134,12 @@ def measure(size: str, rounds: int, folder: Path, group: int = 1) -> Claim:
             if way == "bare":
                 bare.step(batches)
             else:
-                (shares,) = plan_micro_batches(
-                    samples, 1, 1, config.training.micro_batch_tokens, layout
-                )
+                (shares,) = plan_micro_batches(samples, 1, 1, budget, layout)
                 policy.train(shares)
             if number:  # the first round warms up
                 (theirs if way == "bare" else ours).append(tokens / (time.perf_counter() - started))
     return Claim(
-        f"training, {size} parameters" + (f", groups of {group}" if group > 1 else ""),
+        f"training, {name} parameters" + (f", groups of {group}" if group > 1 else ""),
         "tokens/s",
         ours,
         "bare PyTorch loop",
@@ -142,25 +149,26 @@ def measure(size: str, rounds: int, folder: Path, group: int = 1) -> Claim:
     )
 
 
-def measure_trl(size: str, rounds: int, folder: Path, layout: Layout) -> Claim:
-    """Measure the tokens per second of one size beside TRL's trainer."""
+def measure_trl(
+    name: str, path: Path, count: int, rounds: int, layout: Layout, budget: int = BUDGET
+) -> Claim:
+    """Measure the tokens per second of a model beside TRL's trainer; arguments as `measure`'s."""
     from benchmarks.peers import trl_training  # imports TRL, which takes seconds
 
-    path = make_model(size, folder)
-    config = configuration(path, layout)
+    config = configuration(path, layout, budget)
     policy = TrainerRank(config)
-    steps = [make_samples(SEQUENCES[size], GROUP) for _ in range(rounds + 1)]
+    steps = [make_samples(count, GROUP) for _ in range(rounds + 1)]
     ours = []
 
     def train(number: int) -> None:
         started = time.perf_counter()
-        (shares,) = plan_micro_batches(
-            steps[number], 1, 1, config.training.micro_batch_tokens, layout
-        )
+        (shares,) = plan_micro_batches(steps[number], 1, 1, budget, layout)
         policy.train(shares)
         ours.append(time.perf_counter() - started)
 
-    theirs = trl_training.train(path, steps, config.training.learning_rate, GROUP, train)
+    rows = trl_training.ROWS * budget // BUDGET
+    rate = config.training.learning_rate
+    theirs = trl_training.train(path, steps, rate, GROUP, train, rows)
     tokens = [sum(sample.length for sample in samples) for samples in steps]
     # The first round warms up.
     rates = [
@@ -168,7 +176,7 @@ def measure_trl(size: str, rounds: int, folder: Path, layout: Layout) -> Claim:
         for seconds in (ours, theirs)
     ]
     return Claim(
-        f"training, {size} parameters, groups of {GROUP}, {layout}",
+        f"training, {name} parameters, groups of {GROUP}, {layout}",
         "tokens/s",
         rates[0],
         "TRL's trainer",
@@ -233,12 +241,9 @@ def main() -> None:
     np.random.seed(seed)
     sizes, rounds = (["0.7 M"], 1) if options.quick else (list(SEQUENCES), options.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        claims = [
-            measure(size, rounds, Path(folder), group) for size in sizes for group in (1, GROUP)
-        ]
-        claims += [
-            measure_trl(size, rounds, Path(folder), layout) for size in sizes for layout in LAYOUTS
-        ]
+        models = [(size, make_model(size, Path(folder)), SEQUENCES[size]) for size in sizes]
+        claims = [measure(*model, rounds, group) for model in models for group in (1, GROUP)]
+        claims += [measure_trl(*model, rounds, layout) for model in models for layout in LAYOUTS]
     report([*claims, measure_loss(options.quick)], options)
 
 

@@ -20,6 +20,7 @@ TIER = (
     "core/test_children.py",
     "core/test_foreign_lines.py",
     "core/test_forking.py",
+    "core/test_gguf.py",
     "core/test_interrupt.py",
     "core/test_stacks.py",
     "core/test_untrusted.py",

@@ -69,6 +69,7 @@ def train(
     learning_rate: float,
     group: int,
     between: Callable[[int], None],
+    most: int = ROWS,
 ) -> list[float]:
     """Train on the samples of each step; return the steps' seconds.
 
@@ -78,9 +79,10 @@ def train(
         learning_rate: Learning rate, constant.
         group: Number of samples of a prompt.
         between: Called after each step with its number, from 0; its time does not count.
+        most: Sequences of a forward pass.
     """
     count, clock = len(steps[0]), _Clock(between)
-    rows = min(ROWS, count)
+    rows = min(most, count)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             **SETTINGS,

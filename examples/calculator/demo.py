@@ -38,12 +38,10 @@ def main() -> int:
     rows = [json.loads(line) for line in (BUILD / "heldout.jsonl").open()]
 
     name = free_name(f"calculator-seed{seed}", RUNS)
-    command = ["turnwise", "train", str(CONFIG), f"seed={seed}", f"name={name}", *options.keys]
-    print(f"\n2. It learns the rest by trying: {' '.join(command)}", flush=True)
-    with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *command[1:]]) as training:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training; wait for it
-        if code := training.wait():
-            return code
+    command = ["train", str(CONFIG), f"seed={seed}", f"name={name}", *options.keys]
+    print(f"\n2. It learns the rest by trying: turnwise {' '.join(command)}", flush=True)
+    if code := run_turnwise(command):
+        return code
 
     print_results(RUNS / name, rows)
     print(f"   picture      {RUNS / name / 'reward.png'}")
@@ -51,21 +49,26 @@ def main() -> int:
     return 0
 
 
+def run_turnwise(arguments: list[str]) -> int:
+    """Run a command of turnwise as a user would; returns its exit code."""
+    with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *arguments]) as command:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command; wait for it
+        return command.wait()
+
+
 def print_results(run: Path, rows: list[dict[str, Any]]) -> None:
     """Print the model's results before and after, from the run's files."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [step for step in steps if step["accuracy_heldout"] is not None]
-    evaluations = [_evaluation(run, step["step"]) for step in measured]
+    evaluations = [evaluation(run, step["step"]) for step in measured]
     trained = sum(step.get("sampled_tokens", 0) for step in steps)
     evaluated = sum(t.sampled_tokens for e in evaluations for t in e)
     first, last = (step["accuracy_heldout"] for step in (measured[0], measured[-1]))
 
-    learnt = _newly_solved(evaluations[0], evaluations[-1])
-    if learnt is not None:
-        before, after = learnt
+    for before, after in newly_solved(evaluations[0], evaluations[-1])[:1]:
         answer = rows[int(before.problem_id.rpartition(":")[2]) - 1]["answer"]
-        print(f"\n3. A held-out problem, whose answer is {answer}, before:\n\n{_as_text(before)}")
-        print(f"\n   and after:\n\n{_as_text(after)}")
+        print(f"\n3. A held-out problem, whose answer is {answer}, before:\n\n{as_text(before)}")
+        print(f"\n   and after:\n\n{as_text(after)}")
     print(f"\n4. On {len(rows)} held-out problems (numbers never trained on, half in phrasings")
     print("   that the teacher never used):")
     print(f"   accuracy before RL {first:.3f}, after RL {last:.3f}")
@@ -74,20 +77,22 @@ def print_results(run: Path, rows: list[dict[str, Any]]) -> None:
     print(f"   trajectories {run / 'trajectories'}")
 
 
-def _evaluation(run: Path, step: int) -> list[Trajectory]:
+def evaluation(run: Path, step: int) -> list[Trajectory]:
+    """Return the trajectories of the evaluation after a step of a run."""
     return list(read_jsonl(run / "trajectories" / f"eval-{step:04d}.jsonl"))
 
 
-def _newly_solved(
+def newly_solved(
     before: list[Trajectory], after: list[Trajectory]
-) -> tuple[Trajectory, Trajectory] | None:
-    """Return both attempts at the first problem that was missed before and is solved after."""
+) -> list[tuple[Trajectory, Trajectory]]:
+    """Return both attempts at each problem that was missed before and is solved after."""
     solved = {t.problem_id: t for t in after if t.reward == 1}
     missed = (t for t in before if t.reward != 1)
-    return next(((t, solved[t.problem_id]) for t in missed if t.problem_id in solved), None)
+    return [(t, solved[t.problem_id]) for t in missed if t.problem_id in solved]
 
 
-def _as_text(trajectory: Trajectory) -> str:
+def as_text(trajectory: Trajectory) -> str:
+    """Return a conversation, a line for each message and each call."""
     lines = []
     for message in trajectory.messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]

@@ -45,7 +45,7 @@ def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
         samples,
         training.updates_per_step,
         1,
-        training.micro_batch_tokens,
+        training.micro_batch(on_gpu=False),
         layout_of(training, torch.device("cpu")),
     )
     return merge([policy.train(shares[0])])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.config import Config, ModelConfig
 from turnwise.core.aio import run_in_thread
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
@@ -50,7 +51,7 @@ def read_tokenizer(model: ModelConfig) -> "Tokenizer":
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-        model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+        resolve_tokenizer(model), trust_remote_code=model.trust_remote_code
     )
     if model.template_text is not None:
         tokenizer.chat_template = model.template_text
@@ -114,7 +115,7 @@ def _stops_of(config: Config) -> list[int]:
     from transformers import GenerationConfig  # a second to import
 
     try:
-        stops = GenerationConfig.from_pretrained(config.model.path).eos_token_id
+        stops = GenerationConfig.from_pretrained(resolve_model(config.model.path)).eos_token_id
     except OSError:
         return []
     return stops if isinstance(stops, list) else [] if stops is None else [stops]

@@ -46,8 +46,9 @@ class ModelConfig(Section):
     """
 
     path: str
-    """Folder or Hugging Face name of the model to start from, tokenizer included. A folder of a
-    LoRA adapter (PEFT) stands for its base model with model.adapter."""
+    """Folder or Hugging Face name of the model to start from, tokenizer included, or a GGUF file,
+    which is converted once (to float32, below ~/.cache/turnwise). A folder of a LoRA adapter (PEFT)
+    stands for its base model with model.adapter."""
     adapter: str | None = None
     """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
     folder or Hugging Face name; null for none."""

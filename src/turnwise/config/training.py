@@ -11,6 +11,9 @@ from turnwise.config.base import (
     Section,
 )
 
+_GPU_TOKENS, _CPU_TOKENS = 16384, 2048
+"""Tokens of a micro-batch where training.micro_batch_tokens is null."""
+
 
 class TrainingConfig(Section):
     """Training steps, ranks, optimizer and checkpoints.
@@ -70,9 +73,10 @@ class TrainingConfig(Section):
     """AdamW's decoupled weight decay; norms and biases do not decay, as in Transformers."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    micro_batch_tokens: PositiveInt = 16384
+    micro_batch_tokens: PositiveInt | None = None
     """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
-    the ranks that share sequences."""
+    the ranks that share sequences, unless one sequence is longer; null is 16384 on a GPU, and 2048
+    on a CPU, which is no faster with more and would only need more memory."""
     threads: NonNegativeInt = 0
     """Number of CPU threads of each rank; 0 uses one per core."""
     step_timeout: Seconds = 1800.0
@@ -90,6 +94,10 @@ class TrainingConfig(Section):
     max_skipped: PositiveInt = 3
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
     each such update is skipped."""
+
+    def micro_batch(self, on_gpu: bool) -> int:
+        """Return `micro_batch_tokens`, or the number that null stands for on such a device."""
+        return self.micro_batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
 
 
 class TrajectoriesConfig(Section):

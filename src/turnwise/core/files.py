@@ -75,7 +75,7 @@ def put_in_place(folder: Path, *, flush: bool = True) -> None:
     """
     new, old = temporary(folder), _aside(folder)
     if flush:
-        _sync_tree(new)
+        sync_tree(new)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -101,7 +101,8 @@ def recover(folder: Path, is_whole: Callable[[Path], bool]) -> None:
             (new if is_whole(new) else old).rename(folder)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder and all files in it are on the disk."""
     for place, _, files in os.walk(folder):
         for name in files:
             _sync(Path(place, name), os.O_RDONLY)

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -28,16 +29,24 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_model(path: str, key: str = "model.path") -> None:
-    """Check that a key names a model's folder, or a model that the Hub or its cache may have.
+    """Check that a key names a model's folder or GGUF file, or a model that the Hub may have.
+
+    A GGUF file is converted here, once, before other processes need it.
 
     Raises:
-        InputError: when it is neither.
+        InputError: when it is none of them, or cannot be converted.
     """
-    _check(path, "config.json", key, "model", "config.json, weights and tokenizer")
+    if find_gguf(path) is not None:
+        resolve_model(path, key)
+        return
+    _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
 
 
 def check_tokenizer(path: str) -> None:
     """Check `model.tokenizer` in the same way; raises as `check_model` does."""
+    if find_gguf(path) is not None:
+        resolve_model(path, "model.tokenizer")
+        return
     own = "tokenizer_config.json"
     _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core import fork_server
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
 from turnwise.engine.logits_processors import ADAPTER, SETTINGS, load_processor
@@ -87,8 +88,8 @@ def engine_arguments(
     classes, callables = _processors(engine.logits_processors)
     adapted = bool(callables or engine.logits_processors_allowed is not None)
     arguments: JsonObject = {
-        "model": model.path,
-        "tokenizer": model.tokenizer,
+        "model": resolve_model(model.path),
+        "tokenizer": resolve_tokenizer(model),
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": engine.tensor_parallel_size,

@@ -253,7 +253,7 @@ class RewardModelActor:
             lambda: RewardModel(
                 path,
                 # The shape of a batch changes the last bits of a score.
-                batch_tokens=0 if config.deterministic else config.training.micro_batch_tokens,
+                batch_tokens=0 if config.deterministic else config.training.micro_batch(gpu),
                 gpu=gpu,
                 trust_remote_code=config.model.trust_remote_code,
                 dtype=dtypes.get(path, "auto"),

@@ -17,6 +17,7 @@ import psutil
 
 from turnwise.config import Config
 from turnwise.config.chat_template import TEMPLATE_NAMES
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError
 from turnwise.run.doctor import Check, Finding, State, size
@@ -55,7 +56,7 @@ class ConfigChecks:
     def all(self) -> list[Check]:
         """The checks, in the order of the report."""
         return [
-            Check("model", self.model),
+            Check("model", self.model, 120.0),
             Check("data", self.data),
             Check("chat template", self.template, 60.0),
             Check("environment", self.environment, 60.0),
@@ -116,7 +117,7 @@ class ConfigChecks:
             return Finding("chat template", "warning", said, stop)
         if not counts["forks"] and not counts["refuses"]:
             return Finding("chat template", "ok", said)
-        path = self.config.model.tokenizer or self.config.model.path
+        path = resolve_tokenizer(self.config.model)
         see = f"python -m turnwise.trajectory.check_template {path}"
         if own := self.config.model.chat_template:
             see += f" --chat-template {own if own in TEMPLATE_NAMES else 'FILE'}"
@@ -276,5 +277,5 @@ def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding
 
 def _weight_bytes(config: Config) -> int:
     """Return the size of the model's weights on this disk; 0 if they are not in a folder."""
-    folder = Path(config.model.path).expanduser()
+    folder = Path(resolve_model(config.model.path)).expanduser()
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

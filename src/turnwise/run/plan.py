@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from turnwise.config import Config, OtherModel
 from turnwise.core.actor import CPU_SHARE
+from turnwise.core.gguf import resolve_model
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.run.fleet import gpu_share
@@ -173,7 +174,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     """
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
+        resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
     )
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
@@ -195,7 +196,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     changes: list[str] = []
     tree = config.model_dump()
     for alternative in _ALTERNATIVES:
-        for change in _steps(config, alternative):
+        for change in _steps(config, alternative, machine.gpus > 0):
             key, _, text = change.partition("=")
             changed = _changed(tree, key, text)
             if changed is None:
@@ -214,10 +215,10 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     return None
 
 
-def _steps(config: Config, alternative: str) -> Iterator[str]:
+def _steps(config: Config, alternative: str, on_gpu: bool) -> Iterator[str]:
     """Yield the values of an alternative, the mildest first."""
     if "{shorter}" in alternative:
-        tokens = config.training.micro_batch_tokens // 2
+        tokens = config.training.micro_batch(on_gpu) // 2
         while tokens >= 256:
             yield alternative.format(shorter=tokens)
             tokens //= 2
@@ -273,13 +274,13 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         count = _parameters(config, value, size.parameters)
         more = learning_dtype(config, value).itemsize * count
         others, learning = others + more, learning + more
-    fullest = max(training.micro_batch_tokens, model.max_length)
+    fullest = max(training.micro_batch(on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)
 
     def activations(tokens: int, length: int) -> int:
         return activation_bytes(
-            model.path,
+            resolve_model(model.path),
             model.trust_remote_code,
             model.dtype,
             ranks > 1 or kept < 4,

@@ -25,6 +25,7 @@ from transformers.utils import (
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
+from turnwise.core.gguf import resolve_model
 from turnwise.core.memory import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
@@ -106,7 +107,7 @@ def export_adapter(folder: Path, rank: int, config: Config, model: nn.Module) ->
     if rank:
         return
     with translate_disk_full(folder):
-        write_adapter(folder, adapter_config(model, config.model.path), whole)
+        write_adapter(folder, adapter_config(model, resolve_model(config.model.path)), whole)
         _save_tokenizer(folder, config)
 
 
@@ -114,7 +115,9 @@ def _save_rest(folder: Path, config: Config) -> None:
     """Add the tokenizer, and the generation settings of the model, such as the ids of its stops."""
     _save_tokenizer(folder, config)
     settings = cached_file(
-        config.model.path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+        resolve_model(config.model.path),
+        GENERATION_CONFIG_NAME,
+        _raise_exceptions_for_missing_entries=False,
     )
     if settings is not None:
         shutil.copyfile(settings, folder / GENERATION_CONFIG_NAME)

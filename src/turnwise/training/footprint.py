@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.gguf import resolve_model
 from turnwise.training.layers import backbone_of, decoder_layers, recompute
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.scoring import score_hidden
@@ -58,7 +59,7 @@ def model_size(config: Config, roles: tuple[Role, ...]) -> ModelSize:
     Args:
         roles: Roles of its adapters; none without LoRA.
     """
-    path, trust = config.model.path, config.model.trust_remote_code
+    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
     if not roles:
         return _plain_size(path, trust)
     with torch.device("meta"):

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from turnwise.config import Config, OtherModel
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import check_divisible
@@ -47,7 +48,7 @@ def shared_roles(
     def shared(other: OtherModel | None) -> bool:
         return (
             other is not None
-            and path_of(config, other) == config.model.path
+            and path_of(config, other) == path_of(config, POLICY)
             and other.dtype in (None, config.model.dtype)
         )
 
@@ -150,15 +151,15 @@ def _size(config: Config, other: OtherModel, roles: Sequence[Role] = ()) -> tupl
 
 def _tokens(config: Config) -> int:
     """Return the size of the policy's tokenizer; a model's vocabulary is often a bit larger."""
-    path = config.model.tokenizer or config.model.path
+    path = resolve_tokenizer(config.model)
     trust = config.model.trust_remote_code
     with _refusals(path):
         return len(AutoTokenizer.from_pretrained(path, trust_remote_code=trust))
 
 
 def path_of(config: Config, other: OtherModel) -> str:
-    """Return the path of a model beside the policy: its own, or the policy's."""
-    return other.path or config.model.path
+    """Return from where a model beside the policy is loaded: its own path, or the policy's."""
+    return resolve_model(other.path or config.model.path)
 
 
 def dtype_of(config: Config, other: OtherModel) -> torch.dtype:

@@ -90,7 +90,7 @@ class TrainerGroup:
         trainer.kill()
     """
 
-    def __init__(self, config: Config, ranks: Sequence[ActorHandle]) -> None:
+    def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
         self.pids: list[int] = []
         self.version = 0
         self.layout: Layout = "padded"
@@ -98,6 +98,7 @@ class TrainerGroup:
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
         self._ranks = list(ranks)
+        self._on_gpu = on_gpu
         self._timeout = config.training.step_timeout
 
     @classmethod
@@ -148,7 +149,7 @@ class TrainerGroup:
             )
             for rank in range(training.ranks)
         ]
-        trainer = cls(config, ranks)
+        trainer = cls(config, ranks, num_gpus > 0)
         with killed_on_failure(*ranks):
             address = await trainer._open_rendezvous() if len(ranks) > 1 else ""
             places = [RankInfo(rank, len(ranks), address) for rank in range(len(ranks))]
@@ -190,7 +191,7 @@ class TrainerGroup:
             samples,
             updates,
             training.ranks // size,
-            training.micro_batch_tokens,
+            training.micro_batch(self._on_gpu),
             self.layout,
         )
         return [share for share in planned for _ in range(size)]

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import NoReturn
 
+from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import optional
 from turnwise.errors import InputError
 
@@ -61,7 +62,9 @@ def _targets(fields: Mapping[str, object], model: str, trust_remote_code: bool) 
     if given is None:
         from transformers import AutoConfig
 
-        kind = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).model_type
+        kind = AutoConfig.from_pretrained(
+            resolve_model(model), trust_remote_code=trust_remote_code
+        ).model_type
         table = optional("peft.utils.constants", "lora", "peft_config")
         given = table.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
         if given is None:

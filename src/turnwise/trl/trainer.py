@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from rich.console import Console
 
 from turnwise.config import Config, make_config
+from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollout.data import given_rows
@@ -346,7 +347,7 @@ def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
     wanted = max(_CONTEXT, 2 * (args.max_completion_length or 0))
     try:
         model = AutoConfig.from_pretrained(
-            values["model.path"], trust_remote_code=args.trust_remote_code
+            resolve_model(str(values["model.path"])), trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError):  # named when the run starts
         return wanted

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from turnwise.core.files import numbered
+from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -62,7 +63,8 @@ def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
     folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:
-        folders += [Path(name), run.resolve().parent.parent / name]
+        own = converted(name)
+        folders += [Path(name), run.resolve().parent.parent / name, *([own] if own else [])]
     for folder in folders:
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"

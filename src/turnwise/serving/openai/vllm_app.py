@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from turnwise.chat.session import Session
 from turnwise.chat.tool_parser import silence
 from turnwise.config import Config
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.serving.openai.adapters import serve_adapters
@@ -73,8 +74,8 @@ async def build(
         >>> app = await build(config, engine, lambda: True, store.remember_completion, ["policy"])
     """
     arguments = [
-        *("--model", config.model.path),
-        *("--tokenizer", config.model.tokenizer or config.model.path),
+        *("--model", resolve_model(config.model.path)),
+        *("--tokenizer", resolve_tokenizer(config.model)),
         *("--served-model-name", *names),
         *("--tool-call-parser", config.rollout.tool_parser, "--enable-auto-tool-choice"),
         "--enable-offline-docs",  # /docs with the scripts that it needs, from vLLM's own files

@@ -1,0 +1,159 @@
+"""SmolLM2-135M-Instruct on two cores: `python -m benchmarks.real [--quick]`.
+
+Rows of other benchmarks with a model that others made, which has 30 layers and a vocabulary of
+49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a
+bare PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights
+against a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its
+rank and of its engine, against what `turnwise plan` expects. A process's libraries count as its
+memory, and are not part of the plan.
+
+The model is that of `make real`: without it there are no rows.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+
+from benchmarks import rollouts, training, updates
+from benchmarks.models import as_in_a_worker
+from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.weights import make_tensors, plain_copy
+from examples.smollm2.run import CONFIG, MODEL, prepare
+from turnwise.config import Config, load_config, parse_config
+from turnwise.core.aio import run as run_loop
+from turnwise.core.gguf import resolve_model
+from turnwise.core.ray import start_ray
+from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.run.fleet import make_manager
+from turnwise.run.plan import GIB, Machine, make_plan
+from turnwise.weights import BACKEND, WORKER_EXTENSION
+
+ROOT = Path(__file__).parent.parent
+NAME, PARAMETERS = "SmolLM2-135M", 134_515_008
+BUDGET = 2048
+SEQUENCES = 16
+CONCURRENCY = 32
+PROMPT_TOKENS = 400
+"""About the length of a prompt of `make real`."""
+
+
+def rollout_config(path: Path) -> Config:
+    tree = rollouts.configuration(path, 4).model_dump()
+    tree["model"] |= {"max_length": 1024, "chat_template": "hermes"}
+    tree["rollout"]["concurrency"] = CONCURRENCY
+    tree["engine"] |= {"max_num_seqs": CONCURRENCY, "kv_cache_gib": 1}
+    return parse_config(tree)
+
+
+async def rollout_claim(config: Config, quick: bool) -> Claim:
+    """Measure rollouts with tools that answer at once."""
+    bare = VllmEngine(
+        config.model, config.engine, worker_extension=WORKER_EXTENSION, weight_backend=BACKEND
+    )._llm
+    runs = []
+    async with make_manager(config, 0).running() as manager:
+        bench = rollouts.Bench(config, manager, bare, None)
+        await bench.instant(rollouts.GROUP)  # warms up
+        for _ in range(1 if quick else 3):
+            runs.append(await bench.instant(rollouts.GROUP if quick else CONCURRENCY))
+    bare.shutdown()
+    ours, theirs = zip(*runs, strict=True)
+    return rollouts.against_bare(
+        f"rollouts, {NAME}, {CONCURRENCY} at a time",
+        "trajectories/s",
+        [run.rate for run in ours],
+        [run.rate for run in theirs],
+        at_least=0.95,
+    )
+
+
+def update_claim(config: Config, rounds: int) -> Claim:
+    """Measure updates of an idle engine."""
+    alone = asyncio.run(updates.large_updates(config, rounds))
+    tensors = make_tensors(PARAMETERS, torch.float32)
+    copied = [plain_copy(tensors, 2) * 1e3 for _ in alone]
+    name = f"update of {NAME} by shm, repacking included"
+    return Claim(name, "ms", alone, "a plain copy", copied, quotients(alone, copied), at_most=3.0)
+
+
+def memory_claims() -> list[Claim]:
+    """Measure the peak memory of one step of `make real`."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [f"output_dir={folder}", "name=real", "training.steps=1", "eval.every=0"]
+        command = [sys.executable, "-m", "turnwise.cli", "train", str(CONFIG), *keys]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
+            engine = 0
+            while run.poll() is None:
+                engine = max(engine, engine_bytes(run.pid))
+                time.sleep(0.2)
+        if run.returncode:
+            raise SystemExit(f"{' '.join(command)} failed")
+        lines = Path(folder, "real", "metrics.jsonl").read_text().splitlines()
+    rank = json.loads(lines[-1])["train_memory_gib"]
+    plan = make_plan(load_config(CONFIG), Machine.here(), PROMPT_TOKENS)
+    figures = (
+        ("a rank", rank, plan.rank.expected_peak),
+        ("an engine", engine / GIB, plan.engine.expected_peak),
+    )
+    return [
+        Claim(
+            f"peak memory of {who}, {NAME}",
+            "GiB",
+            [held],
+            "turnwise plan",
+            [planned / GIB],
+            [held / planned * GIB],
+            at_most=1.3,
+        )
+        for who, held, planned in figures
+    ]
+
+
+def engine_bytes(pid: int) -> int:
+    """Return the resident memory of vLLM's engine process below a process."""
+    found = 0
+    try:
+        for process in psutil.Process(pid).children(recursive=True):
+            if "EngineCor" in process.name():
+                found = max(found, process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        pass
+    return found
+
+
+def main() -> None:
+    """Run the benchmark and print its claims."""
+    options = parser("real", __doc__).parse_args()
+    if not prepare(0):
+        print("the model is not installed: make real")
+        report([], options)
+        return
+    as_in_a_worker()
+    rounds = 1 if options.quick else 3
+    path = Path(resolve_model(str(MODEL)))
+    start_ray(None)
+    claims = [
+        run_loop(rollout_claim(rollout_config(path), options.quick)),
+        update_claim(updates.configuration(path), rounds),
+    ]
+    ray.shutdown()
+    torch.set_num_threads(2)
+    model = NAME, path, SEQUENCES
+    if not options.quick:
+        claims += [training.measure(*model, rounds, group, BUDGET) for group in (1, training.GROUP)]
+        claims += [
+            training.measure_trl(*model, rounds, layout, BUDGET) for layout in training.LAYOUTS
+        ]
+    report([*claims, *memory_claims()], options)
+
+
+if __name__ == "__main__":
+    main()

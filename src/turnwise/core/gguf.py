@@ -1,0 +1,169 @@
+"""Models in GGUF files, converted once into a folder of a cache that everything loads from.
+
+The folder is in Transformers' usual format: float32 weights in safetensors, configuration, stops,
+tokenizer and chat template. It is below `TURNWISE_CACHE`, or `turnwise` in `XDG_CACHE_HOME`, or
+`~/.cache/turnwise`.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from turnwise.config import ModelConfig
+from turnwise.core.files import sync_tree
+from turnwise.core.optional import optional
+from turnwise.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_LAYOUT = 1
+"""Number of the layout of converted folders; another one is converted anew."""
+_STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+"""Keys of a GGUF file with tokens that end a text, a turn, or a message."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+def resolve_model(path: str, key: str = "model.path") -> str:
+    """Return the folder or Hugging Face name from which libraries load a model.
+
+    It is the path itself, or the folder of a converted GGUF file. The first call for a file
+    converts it, which takes seconds to minutes.
+
+    Args:
+        path: Value of a key with a model.
+        key: The key, for errors.
+
+    Raises:
+        InputError: when a GGUF file does not exist or cannot be converted.
+
+    Example:
+        AutoConfig.from_pretrained(resolve_model("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    """
+    file = find_gguf(path)
+    if file is None:
+        return path
+    folder = _folder_of(file)
+    if not folder.is_dir():
+        _check(file, f"{key}: {path}")
+        logger.warning("converting %s, once, into %s", path, folder)
+        _convert(file, folder)
+    return str(folder)
+
+
+def resolve_tokenizer(model: ModelConfig) -> str:
+    """Return the folder or Hugging Face name from which libraries load the model's tokenizer.
+
+    Raises:
+        InputError: as `resolve_model` does.
+
+    Example:
+        AutoTokenizer.from_pretrained(resolve_tokenizer(config.model))
+    """
+    return resolve_model(model.tokenizer or model.path)
+
+
+def find_gguf(path: str) -> Path | None:
+    """Return the GGUF file that a path stands for: itself, or the only one in its folder.
+
+    Returns:
+        None for anything else, such as a folder with a config.json or a Hugging Face name.
+
+    Example:
+        >>> find_gguf("Qwen/Qwen3-0.6B")
+    """
+    place = Path(path).expanduser()
+    if place.suffix == _SUFFIX and not place.is_dir():
+        return place
+    if place.is_dir() and not (place / "config.json").is_file():
+        files = [*place.glob(f"*{_SUFFIX}")]
+        return files[0] if len(files) == 1 else None
+    return None
+
+
+def converted(path: str) -> Path | None:
+    """Return the folder of a GGUF file that was converted before; None if there is none."""
+    file = find_gguf(path)
+    folder = _folder_of(file) if file is not None and file.is_file() else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _check(file: Path, where: str) -> None:
+    """Check that a file is a GGUF file, and that what reads it is installed."""
+    if not file.is_file():
+        raise InputError(f"{where}: there is no such file")
+    with file.open("rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise InputError(f"{where} is not in the GGUF format")
+    for package in ("gguf", "accelerate"):
+        optional(package, "gguf", where)
+
+
+def _folder_of(file: Path) -> Path:
+    """Return the folder of a file: another one if the file's place, size or time is another."""
+    where, found = file.resolve(), file.stat() if file.exists() else None
+    stamp = (_LAYOUT, str(where), found and (found.st_size, found.st_mtime_ns))
+    digest = hashlib.blake2b(repr(stamp).encode(), digest_size=6).hexdigest()
+    return _cache() / "gguf" / f"{file.stem}-{digest}"
+
+
+def _cache() -> Path:
+    if own := os.environ.get("TURNWISE_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(shared).expanduser().absolute() / "turnwise"
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write the folder of a file; of several processes that do, one puts it in place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
+        new = Path(temporary, "model")
+        try:
+            _write(file, new)
+        except OSError as error:
+            if error.errno is not None:  # of the disk; Transformers' own have no number
+                raise InputError(f"{file} cannot be converted into {folder}: {error}") from error
+            raise _unreadable(file, error) from error
+        except Exception as error:  # Transformers raises anything
+            raise _unreadable(file, error) from error
+        sync_tree(new)
+        try:
+            new.rename(folder)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+
+
+def _unreadable(file: Path, error: Exception) -> InputError:
+    return InputError(f"{file} cannot be read as a model: {first_line(error)}")
+
+
+def _write(file: Path, folder: Path) -> None:
+    import torch  # seconds to import
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # As Transformers reads it, the model counts as quantized and cannot be written, and its stops
+    # are those of its architecture.
+    shape = read.config
+    del shape.quantization_config
+    known, _ = read_gguf_metadata(str(file))
+    stops = {known[key] for key in _STOPS if key in known}
+    shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    shape.eos_token_id = sorted(stops) if len(stops) > 1 else tokenizer.eos_token_id
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    model.save_pretrained(folder, state_dict=read.state_dict())
+    tokenizer.save_pretrained(folder)
