@@ -37,6 +37,7 @@ from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, digits, parser, quotients, report
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.trajectory import Trajectory, audit
 from turnwise.weights import BACKEND, WORKER_EXTENSION
@@ -126,7 +127,7 @@ async def replay(model: Path, rounds: Sequence[Sequence[Trajectory]]) -> list[fl
                 tokens = len(turn.completion_token_ids)
                 sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
                 prompt = trajectory.prompt_token_ids(index)
-                await engine.generate(prompt, sampling, f"r{next(names)}")
+                await generate(engine, Request(prompt, sampling, f"r{next(names)}"))
 
     for trajectories in (rounds[0], *rounds):
         await engine.reset_prefix_cache()

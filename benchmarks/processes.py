@@ -15,7 +15,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.ray import start_ray
-from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
+from turnwise.engine.protocol import Chunk, Engine, Request
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.processes import RolloutProcesses
 from turnwise.rollout.producer import RunGroup
@@ -56,22 +56,12 @@ class FreeEngine:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        count = sampling.max_tokens
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        count = request.sampling.max_tokens
         assert count is not None
         await asyncio.sleep(0)
         tokens = [random.randrange(10, 200) for _ in range(count)]
         yield Chunk(tokens, [-1.0] * count, [0] * count, "length")
-
-    async def generate(self, *arguments: Any, **keywords: Any) -> Completion:
-        return await collect(self.stream(*arguments, **keywords), self.name)
 
 
 class FreeEngines:

@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import SamplingConfig, ServingConfig
-from turnwise.engine import Chunk, Route
+from turnwise.engine import Chunk, Request, Route, generate
 from turnwise.serving.scheduler import Scheduler
 
 UPSTREAMS = 4
@@ -139,17 +139,8 @@ class HttpEngine:
         self._pool = pool
         self._chunk = Chunk([*range(24)], [0.0] * 24, [0] * 24, "length")
 
-    generate: Any = None
-
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Any,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        await self._pool.ask(route.session if route else "")
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        await self._pool.ask(request.route.session)
         yield self._chunk
 
 
@@ -166,7 +157,7 @@ def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
 
     async def scheduled(session: str) -> None:
         name = f"r{next(names)}"
-        await scheduler.generate(prompt, SAMPLING, name, route=Route(session))
+        await generate(scheduler, Request(prompt, SAMPLING, name, route=Route(session)))
 
     return {"direct": direct, "turnwise": scheduled, "vllm-router": through.ask}
 

@@ -24,15 +24,16 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report import Claim, parser, quotients, report, spread
+from tests.simulated import Latency, SimulatedEngine
+from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig
-from turnwise.engine import Generator, Route
-from turnwise.engine.simulated import Latency, SimulatedEngine
-from turnwise.engine.virtual_time import run_virtually
+from turnwise.engine import Chunk, Generator, Request, Route, generate
 from turnwise.serving.scheduler import Scheduler
 
 SAMPLING = SamplingConfig(max_tokens=32)
@@ -61,8 +62,8 @@ class RoundRobin:
     def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
         self._engines = itertools.cycle(engines)
 
-    async def generate(self, *request: Any, route: Route) -> Any:
-        return await next(self._engines).generate(*request)
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        return next(self._engines).stream(request)
 
 
 class Processes:
@@ -80,12 +81,15 @@ class Processes:
         self._busy = [0] * count
         self._places: dict[str, int] = {}
 
-    async def generate(self, *request: Any, route: Route) -> Any:
-        if (place := self._places.get(route.group)) is None:
-            place = self._places[route.group] = self._busy.index(min(self._busy))
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        group = request.route.group
+        if (place := self._places.get(group)) is None:
+            place = self._places[group] = self._busy.index(min(self._busy))
         self._busy[place] += 1
         try:
-            return await self.schedulers[place].generate(*request, route=route)
+            async with aclosing(self.schedulers[place].stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             self._busy[place] -= 1
 
@@ -151,7 +155,7 @@ async def run_sessions(
             route = Route(f"s{index}", f"g{group}")
             for turn, pause in enumerate((*tools, None)):
                 name = f"{index}-{turn}"
-                completion = await generator.generate(prompt, SAMPLING, name, route=route)
+                completion = await generate(generator, Request(prompt, SAMPLING, name, route=route))
                 turns += 1
                 if pause is not None:
                     prompt = [*prompt, *completion.token_ids, *[5] * 16]

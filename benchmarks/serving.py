@@ -32,7 +32,7 @@ from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.ray import start_ray
-from turnwise.engine import Generator
+from turnwise.engine import Generator, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.run.fleet import make_manager
 from turnwise.serving.openai.server import OpenAIServer
@@ -83,7 +83,7 @@ async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
         number = next(numbers)
         prompt = [5 + (number * 31 + i) % 200 for i in range(PROMPT_TOKENS)]
         sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
-        await generator.generate(prompt, sampling, f"long-{number}")
+        await generate(generator, Request(prompt, sampling, f"long-{number}"))
 
     async def short_ones() -> float:
         started = time.perf_counter()
@@ -111,7 +111,7 @@ async def of_statistics(config: Config, rounds: int, seconds: float) -> list[Cla
         for engine, into in zip(engines, spent, strict=True):
 
             async def ask(prompt: list[int], name: str, engine: VllmEngine = engine) -> None:
-                await engine.generate(prompt, SAMPLING, name)
+                await generate(engine, Request(prompt, SAMPLING, name))
 
             measured, before = Measured(), sum(cpu_seconds(os.getpid()).values())
             await measure(ask, 64, seconds, measured)
@@ -139,10 +139,10 @@ async def run(
         async with aiohttp.ClientSession(connector=connector) as http:
 
             async def engine(prompt: list[int], name: str) -> None:
-                await bare.generate(prompt, SAMPLING, name)
+                await generate(bare, Request(prompt, SAMPLING, name))
 
             async def scheduler(prompt: list[int], name: str) -> None:
-                await manager.scheduler.generate(prompt, SAMPLING, name)
+                await generate(manager.scheduler, Request(prompt, SAMPLING, name))
 
             async def over_http(url: str, prompt: list[int]) -> None:
                 body = {

@@ -33,7 +33,7 @@ from benchmarks.report import Claim, parser, quotients, report, spread
 from benchmarks.weights import SIZES, make_tensors, plain_copy
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.ray import start_ray
-from turnwise.engine.protocol import Engine, InFlight
+from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
 from turnwise.weights.manifest import Publication
 from turnwise.weights.sync import UpdateResult, WeightSync
@@ -109,7 +109,7 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
             await asyncio.sleep(random.random())
             while True:
                 prompt = [random.randrange(5, 500) for _ in range(PROMPT_TOKENS)]
-                await manager.scheduler.generate(prompt, sampling, f"r{next(numbers)}")
+                await generate(manager.scheduler, Request(prompt, sampling, f"r{next(numbers)}"))
 
         async def window(update: bool) -> tuple[int, float]:
             started, before, took = time.perf_counter(), worker.tokens, 0.0
@@ -127,7 +127,10 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
                 for _ in range(CALLERS)
             ]
             await asyncio.gather(
-                *(manager.scheduler.generate(p, one, f"r{next(numbers)}") for p in prompts)
+                *(
+                    generate(manager.scheduler, Request(p, one, f"r{next(numbers)}"))
+                    for p in prompts
+                )
             )
             return (time.perf_counter() - started) * 1e3
 

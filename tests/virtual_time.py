@@ -4,9 +4,12 @@ import asyncio
 import functools
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
+_REAL_SECONDS = 30.0
+"""Time for threads to finish, when no timer is left."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -29,10 +32,22 @@ class _Selector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> Any:
-        if timeout is not None:
+        ready = super().select(_REAL_SECONDS if timeout is None else 0.0)
+        if not ready:
+            if timeout is None:
+                raise TimeoutError("every task waits, and no timer is set")
             self._loop.now += max(0.0, timeout)
-            timeout = 0.0
-        return super().select(timeout)
+        return ready
+
+
+def run_virtually(work: Coroutine[object, object, _T]) -> _T:
+    """Run a coroutine in virtual time.
+
+    Raises:
+        TimeoutError: when the work waits for an event that can never happen.
+    """
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(work)
 
 
 def virtual_time(
@@ -42,8 +57,7 @@ def virtual_time(
 
     @functools.wraps(test)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            runner.run(test(*args, **kwargs))
+        run_virtually(test(*args, **kwargs))
 
     return run
 

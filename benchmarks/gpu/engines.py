@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.device import GIB, Place, require
 from benchmarks.gpu.training import configuration, make_rank, samples, take_step
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Completion
+from turnwise.engine.protocol import Completion, Request
 from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
@@ -54,7 +54,9 @@ async def _engine(place: Place) -> AsyncIterator[str]:
         prompts = [[(7 * n + i) % 500 + 2 for i in range(PROMPT)] for n in range(place.size(64, 4))]
 
         async def generate(name: str) -> list[Completion]:
-            asked = (llm.generate(p, sampling, f"{name}-{n}") for n, p in enumerate(prompts))
+            asked = (
+                generate(llm, Request(p, sampling, f"{name}-{n}")) for n, p in enumerate(prompts)
+            )
             return await asyncio.gather(*asked)
 
         await generate("warm")
@@ -79,12 +81,12 @@ async def _engine(place: Place) -> AsyncIterator[str]:
             yield f"{clock() - started:.2f} s, {figure}"
 
         greedy = SamplingConfig(max_tokens=8, temperature=0.0, ignore_eos=True)
-        before = await llm.generate(prompts[0], greedy, "before")
+        before = await generate(llm, Request(prompts[0], greedy, "before"))
         awake = place.used()
         await llm.sleep()
         freed = awake - place.used()
         await llm.wake_up()
-        after = await llm.generate(prompts[0], greedy, "after")
+        after = await generate(llm, Request(prompts[0], greedy, "after"))
         require(after.token_ids == before.token_ids, "other tokens after a sleep")
         took = awake - used
         require(not place.gpu or freed > 0.5 * took, f"{freed} bytes are free of {took}")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from examples.calculator.tool import TOOL_SCHEMA
+from tests.simulated import SimulatedEngine
 from turnwise.chat import prompts as prompts_module
 from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import Runner
 from turnwise.rollout.data import load_training
 from turnwise.trajectory import ChatTemplate

@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 
 from tests.engine.callables import BANNED
 from turnwise.config import Config, EngineConfig, ModelConfig, SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.engine.logits_adapter import CallableProcessors, take_failure
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
 from turnwise.engine.vllm_start import engine_arguments
@@ -70,7 +71,7 @@ async def client(worker: WorkerHandle, config: Config) -> AsyncIterator[AsyncOpe
 
 async def test_without_statistics_an_engine_has_none_to_show(worker: WorkerHandle) -> None:
     """C38: `engine.metrics: false` keeps vLLM from counting."""
-    await worker.generate(PROMPT, chosen(), "uncounted")
+    await generate(worker, Request(PROMPT, chosen(), "uncounted"))
     assert await worker.metrics() == []
 
 
@@ -91,7 +92,7 @@ async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sam
     counting = [{"qualname": named("Count"), "args": [200], "kwargs": {"step": 3}}]
     samplings += [chosen(*counting), chosen("Count"), chosen("Count", "even", max_tokens=1)]
     completions = await asyncio.gather(  # in one batch: each row has its own
-        *(worker.generate(PROMPT, s, f"a5-{i}") for i, s in enumerate(samplings))
+        *(generate(worker, Request(PROMPT, s, f"a5-{i}")) for i, s in enumerate(samplings))
     )
     even, plain, again, by_three, by_one, both = completions
     for completion, banned in ((even, lambda t: t % 2 or t == BANNED), (plain, BANNED.__eq__)):
@@ -124,11 +125,13 @@ async def test_a_callable_that_fails_ends_its_request_alone(
 ) -> None:
     """A5: one sentence names the function; the engine and the requests beside it go on."""
     beside = asyncio.create_task(
-        worker.generate(PROMPT, chosen("Count", max_tokens=40), f"beside-{name}-{temperature}")
+        generate(
+            worker, Request(PROMPT, chosen("Count", max_tokens=40), f"beside-{name}-{temperature}")
+        )
     )
     sampling = chosen(name, temperature=temperature, top_k=5 if temperature else 0)
     with pytest.raises(TrajectoryError, match=said) as caught:
-        await worker.generate(PROMPT, sampling, f"{name}-{temperature}")
+        await generate(worker, Request(PROMPT, sampling, f"{name}-{temperature}"))
     assert caught.value.reason == reason
     assert (await beside).token_ids == [100 + i for i in range(40)]
     await worker.check_health()
@@ -150,7 +153,7 @@ async def test_only_names_that_match_are_imported(
 ) -> None:
     """A6: the engine checks by itself, whatever stands before it, and so does the server."""
     with pytest.raises((InputError, TrajectoryError), match=said):
-        await worker.generate(PROMPT, chosen(name), f"refused {name}")
+        await generate(worker, Request(PROMPT, chosen(name), f"refused {name}"))
     with pytest.raises(openai.APIStatusError, match=said) as caught:
         await client.completions.create(
             model="m", prompt=PROMPT, extra_body={"logits_processors": [name]}

@@ -8,12 +8,12 @@ and checks the results.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from turnwise.engine.protocol import Generator
+from turnwise.engine.protocol import Chunk, Generator, Request
 from turnwise.errors import TurnwiseError
 from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.pipeline.outputs import RequestOutput
@@ -49,9 +49,9 @@ class Recorder:
         self._model = model
         self.calls = 0
 
-    async def generate(self, *arguments: Any) -> Any:
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.calls += 1
-        return await self._model.generate(*arguments)
+        return self._model.stream(request)
 
 
 class OwnModel(VLLMModule):

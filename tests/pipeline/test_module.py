@@ -10,9 +10,10 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, dump_config
 from turnwise.core.loop_thread import EventLoopThread
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.pipeline.outputs import RequestOutput, request_outputs
@@ -470,7 +471,7 @@ async def test_an_engine_runs_what_a_flat_model_file_asks_for(
             said = await client.chat.completions.create(
                 model="any", messages=[{"role": "user", "content": "one"}], max_tokens=4
             )
-        completion = await engine.generate(prompt, config.sampling, "long")
+        completion = await generate(engine, Request(prompt, config.sampling, "long"))
         rows = engine.actor.generate_text_async.remote({"prompts": ["one and two"]})
         text = [await row async for row in rows]
     finally:

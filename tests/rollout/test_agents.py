@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from examples.calculator.tool import calculate
 from tests import plain_agents
 from tests.blocking import new_gate, tick
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config
 from turnwise.core.deadlines import StallClock
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.agents.command import Command

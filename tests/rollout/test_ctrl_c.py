@@ -20,17 +20,18 @@ from transformers import AutoTokenizer
 from tests.rollout.test_ctrl_c import Desk
 from turnwise.cli import command as running
 from turnwise.config import Config
-from turnwise.engine.simulated import SimulatedEngine
+from tests.simulated import SimulatedEngine
 from turnwise.rollout import Problem, Runner
 
 class Thinking(SimulatedEngine):
     waiting = 0
 
-    async def generate(self, *call):
+    async def stream(self, request):
         Thinking.waiting += 1
         if Thinking.waiting == 64:
             print("begun", flush=True)
         await asyncio.Event().wait()
+        yield
 
 async def command():
     config = Config.model_validate_json(open(sys.argv[1]).read())

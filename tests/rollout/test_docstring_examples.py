@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import turnwise
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import AgentLoop, Environment, Problem, RolloutContext, Runner
 from turnwise.rollout.reading import open_environment
 from turnwise.tools.toolbox import Toolbox

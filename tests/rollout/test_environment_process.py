@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import pytest
 import turnwise
 from tests.rollout.test_episode import Talking
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Completion
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner
 from turnwise.rollout.episode import Episode
@@ -260,14 +259,8 @@ async def test_a_process_that_ends_in_a_tool_is_a_crash_of_the_environment(
     said = [*template.encode(call), template.tokenizer.eos_token_id]
 
     class Calling(Talking):
-        async def generate(self, *call: Any) -> Completion:
-            completion = await super().generate(*call)
-            return replace(
-                completion,
-                token_ids=said,
-                logprobs=[-1.0] * len(said),
-                weight_versions=[0] * len(said),
-            )
+        async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+            yield Chunk(said, [-1.0] * len(said), [0] * len(said), "stop")
 
     row = {"log": str(tmp_path / "log"), "tool": "die"}
     sampling = SamplingConfig(n=1, max_tokens=64)

@@ -8,16 +8,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import turnwise
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Completion
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
 from turnwise.rollout import Group, GroupProducer, Problem, ProblemStream, Runner
 from turnwise.rollout.episode import Episode
@@ -38,8 +38,9 @@ def _no_calls() -> None:
 class Talking(SimulatedEngine):
     """Ends every turn, as a model would, instead of being cut off."""
 
-    async def generate(self, *call: Any) -> Completion:
-        return replace(await super().generate(*call), finish_reason="stop")
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().stream(request):
+            yield replace(chunk, finish_reason=chunk.finish_reason and "stop")
 
 
 class Guess(turnwise.Environment):

@@ -16,9 +16,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.chat.session import Session
 from turnwise.config import Config
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.rollout import Problem, Runner
 from turnwise.rollout.rollout_process import open_front
 from turnwise.serving.openai.server import OpenAIServer

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from ray.actor import ActorHandle
 
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, RolloutConfig
 from turnwise.core.actor import ActorHandle as Handle
-from turnwise.engine.protocol import Engine
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.protocol import Engine, Request, generate
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollout import Problem, RolloutContext
 from turnwise.rollout.data import load_training
@@ -239,7 +239,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     for name in ("worker-0", "worker-1"):
         await process.remove(name)
     with pytest.raises(EngineError, match="no worker is left"):
-        await process.scheduler.generate([1, 2], config.sampling, "request")
+        await generate(process.scheduler, Request([1, 2], config.sampling, "request"))
     assert await process.stop()
 
 
@@ -273,11 +273,13 @@ async def test_two_clients_of_a_worker_have_requests_of_their_own(
     other = WorkerHandle.attach(engine.actor, "worker-0", config)
     sampling = config.sampling.model_copy(update={"max_tokens": 400, "ignore_eos": True})
     short = config.sampling
-    long = asyncio.ensure_future(other.generate(list(range(5, 30)), sampling, "same name"))
+    long = asyncio.ensure_future(
+        generate(other, Request(list(range(5, 30)), sampling, "same name"))
+    )
     async with asyncio.timeout(SECONDS):
         while not await engine.num_in_flight():
             await asyncio.sleep(0.01)
-        completion = await engine.generate(list(range(5, 30)), short, "another name")
+        completion = await generate(engine, Request(list(range(5, 30)), short, "another name"))
         assert completion.token_ids
         assert not long.done()
         other.fail("the client is gone")

@@ -11,20 +11,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.blocking import NeverIdle, gate, new_gate, tick
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
 from turnwise.core.calls import stuck_calls
 from turnwise.core.watchdog import Watchdog
-from turnwise.engine.protocol import Completion
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollout import runner as runner_module
@@ -135,12 +135,11 @@ class Listening(SimulatedEngine):
         self.asked: list[tuple[str, int | None, str, str]] = []
         self.refuses = refuses
 
-    async def generate(self, *call: Any) -> Completion:
-        _, _, request_id, seed, route = call
-        self.asked.append((request_id, seed, route.session, route.group))
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.asked.append((request.id, request.seed, request.route.session, request.route.group))
         if len(self.asked) <= self.refuses:
             raise EngineError("out of order")
-        return await super().generate(*call)
+        return super().stream(request)
 
 
 @pytest.fixture
@@ -173,11 +172,12 @@ class Crowd(SimulatedEngine):
 
     running = most = 0
 
-    async def generate(self, *call: Any) -> Completion:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            return await super().generate(*call)
+            async for chunk in super().stream(request):
+                yield chunk
         finally:
             self.running -= 1
 
@@ -292,9 +292,10 @@ async def test_a_watchdog_hears_who_a_trajectory_waits_for(
                 event.set()
 
     class Patient(SimulatedEngine):
-        async def generate(self, *call: Any) -> Completion:
+        async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
             assert await asyncio.to_thread(heard[answers].wait, 300), told
-            return await super().generate(*call)
+            async for chunk in super().stream(request):
+                yield chunk
 
     async with Watchdog(0.2, hear):
         assert (await run({"until": heard[rewards]}, n=2)).dropped == {}, told

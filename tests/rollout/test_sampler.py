@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import turnwise
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.engine.protocol import Request
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollout.sampler import RolloutSampler
 
@@ -109,7 +110,7 @@ async def test_failures_are_counted_and_most_of_them_are_an_error(
     """A2: none is lost in silence."""
 
     class Failing(SimulatedEngine):
-        async def generate(self, *args: Any, **options: Any) -> Any:
+        def stream(self, request: Request) -> Any:
             raise EngineError("it is broken")
 
     sampler = RolloutSampler(Failing(), ROWS, config=config, tokenizer=tokenizer)

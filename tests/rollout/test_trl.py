@@ -3,16 +3,16 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.simulated import SimulatedEngine
 from tests.trl_maze import CALLS, MADE, PROMPT, Maze, Odd, Quiet, few
 from turnwise.config import Config, RewardConfig, SamplingConfig
-from turnwise.engine.protocol import Completion
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError
 from turnwise.rollout import Problem, Runner
 from turnwise.rollout.environment import load_environment
@@ -47,14 +47,14 @@ class Saying(SimulatedEngine):
         self._turns = Counter[str]()
         self.prompts: list[str] = []
 
-    async def generate(self, prompt: Any, sampling: Any, *given: Any) -> Completion:
-        session = given[-1].session
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        session = request.route.session
         text = self._texts[min(self._turns[session], len(self._texts) - 1)]
         self._turns[session] += 1
-        self.prompts.append(self._tokenizer.decode(prompt))
+        self.prompts.append(self._tokenizer.decode(request.prompt))
         ids = [*self._tokenizer.encode(text, add_special_tokens=False)]
         ids.append(self._tokenizer.eos_token_id)
-        return Completion(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
+        yield Chunk(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
 
 
 Play = Callable[..., Any]

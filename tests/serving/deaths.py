@@ -18,10 +18,11 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.simulated import SimulatedEngine
 from turnwise.config import SamplingConfig, parse_config
 from turnwise.core import logs
 from turnwise.core.ray import start_ray, watching_ray
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine import Request, generate
 from turnwise.errors import TurnwiseError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.worker import VllmAsyncGenerationWorker
@@ -69,7 +70,9 @@ class Load:
         for number in range(10**6):
             prompt = [index + 1, number + 1, *range(1, 40)]
             try:
-                completion = await self._generator.generate(prompt, SAMPLING, f"{index}-{number}")
+                completion = await generate(
+                    self._generator, Request(prompt, SAMPLING, f"{index}-{number}")
+                )
                 if completion.token_ids != reference.expected(prompt, SAMPLING.max_tokens):
                     self.wrong.append(f"{index}-{number}: other tokens")
             except TurnwiseError as error:

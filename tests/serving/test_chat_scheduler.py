@@ -13,8 +13,8 @@ import torch
 
 from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_completion
 from examples.calculator.tool import TOOL_SCHEMA
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, ServingConfig, parse_config
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.pipeline import LLMServerManager
 from turnwise.rollout import Runner

@@ -23,7 +23,7 @@ from tests.serving.test_fleet import engine_process
 from tests.training.test_routing import assert_chosen_by, loaded
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig, WeightsConfig
-from turnwise.engine import Completion
+from turnwise.engine import Completion, Request, generate
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.server import OpenAIServer
@@ -52,7 +52,9 @@ class Fleet:
 
     async def _sample(self, number: int, name: str) -> None:
         prompt = [5 + number, *range(6, 30)]
-        completion = await self.manager.scheduler.generate(prompt, LONG, f"{name}-{number}")
+        completion = await generate(
+            self.manager.scheduler, Request(prompt, LONG, f"{name}-{number}")
+        )
         self.check(prompt, completion)
 
     def check(self, prompt: list[int], completion: Completion) -> None:

@@ -19,7 +19,7 @@ from tests.plain_scoring import token_logprobs
 from tests.weights.links import state_dict_info
 from tests.weights.trainer import OneRank, version_runs
 from turnwise.config import Config, SamplingConfig, WeightsConfig
-from turnwise.engine.protocol import Chunk, collect
+from turnwise.engine.protocol import Chunk, Request, collect, generate
 from turnwise.errors import EngineError, WeightUpdateError
 from turnwise.rollout import Group, Runner
 from turnwise.rollout.data import load_training
@@ -99,7 +99,9 @@ async def test_metrics_show_every_engines_own_statistics(
             waits = await values(http, "vllm:inter_token_latency_seconds", names)
             for engine, count in zip(manager.engines, (7, 45), strict=True):
                 exact = SamplingConfig(max_tokens=count, ignore_eos=True)
-                counted = await engine.generate([5, 6, 7], exact, f"counted-{engine.name}")
+                counted = await generate(
+                    engine, Request([5, 6, 7], exact, f"counted-{engine.name}")
+                )
                 assert counted.queued is not None
                 assert counted.queued >= 0
             after = await values(http, "vllm:generation_tokens", names)
@@ -180,7 +182,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
         while psutil.pid_exists(victim.pid):
             await asyncio.sleep(0.1)
     assert len(manager.engines) == 2
-    completion = await manager.engines[0].generate([5, 6, 7], SAMPLING, "back")
+    completion = await generate(manager.engines[0], Request([5, 6, 7], SAMPLING, "back"))
     assert completion.token_ids
 
 
@@ -192,15 +194,17 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
     poison = SamplingConfig(max_tokens=8, logits_processor_args={"poison": True})
     long = SamplingConfig(max_tokens=200, ignore_eos=True)
     honest = [
-        asyncio.create_task(manager.scheduler.generate([5 + i, 6, 7], long, f"honest-{i}"))
+        asyncio.create_task(
+            generate(manager.scheduler, Request([5 + i, 6, 7], long, f"honest-{i}"))
+        )
         for i in range(8)
     ]
     await asyncio.sleep(0.1)
     async with asyncio.timeout(500):
         with pytest.raises(EngineError, match=r"poison crashed [23] workers \(.*not retried"):
-            await manager.scheduler.generate([5, 6, 7], poison, "poison")
+            await generate(manager.scheduler, Request([5, 6, 7], poison, "poison"))
         with pytest.raises(EngineError, match=r"again is refused for another \d+ s"):
-            await manager.scheduler.generate([5, 6, 7], poison, "again")
+            await generate(manager.scheduler, Request([5, 6, 7], poison, "again"))
         assert [len(c.token_ids) for c in await asyncio.gather(*honest)] == [200] * 8
         while len(manager.engines) < 2:
             await asyncio.sleep(0.1)
@@ -232,7 +236,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
         while not done:
             prompt = [5 + index, *range(6, 40), 5 + turn % 90]
             name = f"{in_flight}-{index}-{turn}"
-            stream = manager.scheduler.stream(prompt, sampling, name)
+            stream = manager.scheduler.stream(Request(prompt, sampling, name))
             completions.append((prompt, await collect(noted(stream), name)))
             turn += 1
 
@@ -280,7 +284,9 @@ async def serve(manager: AsyncLLMServerManager, trainer: OneRank, version: int) 
     expected = trainer.model.logprobs(trainer.model.canary, 1)
     for engine in manager.engines:
         await check_canary(engine, trainer.model.canary, expected, 1e-4, version)
-        completion = await engine.generate([5, 6, 7], SAMPLING, f"{engine.name}-v{version}")
+        completion = await generate(
+            engine, Request([5, 6, 7], SAMPLING, f"{engine.name}-v{version}")
+        )
         assert set(completion.weight_versions) == {version}
 
 
@@ -352,7 +358,7 @@ async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
     sizes: list[int] = []
     for number in range(100):
         turns = [
-            manager.scheduler.generate([5 + i, 6, 7, 8], SAMPLING, f"round{number}-{i}")
+            generate(manager.scheduler, Request([5 + i, 6, 7, 8], SAMPLING, f"round{number}-{i}"))
             for i in range(8)
         ]
         assert len(await asyncio.gather(*turns)) == 8

@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError
 
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.actor import ActorHandle
-from turnwise.engine import Chunk, Completion
+from turnwise.engine import Chunk, Completion, Request, generate
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
@@ -64,14 +64,13 @@ class Worker:
 
         channel.send = send_unless_frozen  # type: ignore[method-assign]
 
-    async def _run(
-        self, mailbox: Mailbox, request_id: str, prompt: list[int], sampling: Any, *_: Any
-    ) -> None:
-        begun = len(prompt) - 1  # the prompt of these tests is one token
-        for token in range(begun + 1, begun + sampling.max_tokens + 1):
+    async def _run(self, mailbox: Mailbox, request: Request) -> None:
+        begun = len(request.prompt) - 1  # the prompt of these tests is one token
+        end = begun + request.sampling.max_tokens
+        for token in range(begun + 1, end + 1):
             await asyncio.sleep(self.pause)
-            last = token == begun + sampling.max_tokens
-            mailbox.add(request_id, Chunk([token], [-0.5], [0], "length" if last else None))
+            last = token == end
+            mailbox.add(request.id, Chunk([token], [-0.5], [0], "length" if last else None))
 
     async def _call(self, method: str, *_: object) -> int:
         while self.frozen:
@@ -162,7 +161,7 @@ class Fleet:
 
     async def turn(self, scheduler: Scheduler, name: str) -> Completion:
         async with asyncio.timeout(SECONDS):
-            return await scheduler.generate([0], SamplingConfig(max_tokens=TOKENS), name)
+            return await generate(scheduler, Request([0], SamplingConfig(max_tokens=TOKENS), name))
 
     async def turn_with_cuts(self, scheduler: Scheduler, name: str, cuts: int) -> Completion:
         """A turn, each of whose channels is cut in its middle, up to `cuts` times."""
@@ -342,10 +341,10 @@ async def test_a_request_that_a_worker_cannot_read_fails_alone() -> None:
     handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())
     plain = SamplingConfig(max_tokens=TOKENS)
     async with asyncio.timeout(SECONDS):
-        running = asyncio.create_task(handle.generate([0], plain, "running"))
+        running = asyncio.create_task(generate(handle, Request([0], plain, "running")))
         await asyncio.sleep(0)  # it goes in one message with the other
         with pytest.raises(EngineError, match="request unreadable cannot be read: ImportError"):
-            await handle.generate([0], Unreadable(max_tokens=3), "unreadable")
+            await generate(handle, Request([0], Unreadable(max_tokens=3), "unreadable"))
         assert len((await running).token_ids) == TOKENS
         assert len(worker.channels) == 1
     handle.fail("the test is over")
@@ -359,7 +358,7 @@ async def test_an_error_of_any_kind_while_a_channel_opens_ends_its_requests() ->
     handle = WorkerHandle(LocalActor(Odd("worker-0"), "worker-0", EngineError), make_config())
     async with asyncio.timeout(SECONDS):
         with pytest.raises(EngineError, match="can't start new thread"):
-            await handle.generate([0], SamplingConfig(max_tokens=1), "request")
+            await generate(handle, Request([0], SamplingConfig(max_tokens=1), "request"))
         with pytest.raises(EngineError, match="can't start new thread"):
             await handle.check_health()
     handle.fail("the test is over")
@@ -376,13 +375,13 @@ class TwoArgumentsError(EngineError):
 
 async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> None:
     class Failing:
-        async def stream(self, *_: Any) -> AsyncIterator[Chunk]:
+        async def stream(self, request: Request) -> AsyncIterator[Chunk]:
             yield Chunk([1], [-0.5], [0])
             raise TwoArgumentsError(1, 2)
 
     class Real(Worker):
-        async def _run(self, *arguments: Any) -> None:
-            await engine_worker._run(*arguments)
+        async def _run(self, mailbox: Mailbox, request: Request) -> None:
+            await engine_worker._run(mailbox, request)
 
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(TwoArgumentsError(1, 2)))
@@ -392,7 +391,7 @@ async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> N
     handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())
     async with asyncio.timeout(SECONDS):
         with pytest.raises(EngineError, match=r"worker-0: TwoArgumentsError\('1 of 2'\)"):
-            await handle.generate([0], SamplingConfig(max_tokens=3), "request")
+            await generate(handle, Request([0], SamplingConfig(max_tokens=3), "request"))
     assert len(worker.channels) == 1
     assert not worker.channels[0].closed.done()
     handle.fail("the test is over")

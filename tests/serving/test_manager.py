@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.simulated import SimulatedEngine
+from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
-from turnwise.engine.simulated import SimulatedEngine
-from turnwise.engine.virtual_time import run_virtually
+from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.weights.manifest import Manifest, Publication
@@ -119,7 +120,7 @@ def test_a_lost_worker_comes_back_with_the_current_weights(
             await update(manager, 3)
             turns = [
                 asyncio.create_task(
-                    manager.scheduler.generate(list(range(1, 90 + i)), SAMPLING, f"r{i}")
+                    generate(manager.scheduler, Request(list(range(1, 90 + i)), SAMPLING, f"r{i}"))
                 )
                 for i in range(64)
             ]
@@ -156,7 +157,7 @@ def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_oft
         async with simulated(1, start, max_restarts=2).running() as manager:
             manager.engines[0].die()
             with pytest.raises(EngineError, match="no worker left: worker-0 failed: worker-0"):
-                await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")
+                await generate(manager.scheduler, Request([1, 2, 3], SAMPLING, "r"))
             assert manager.given_up == {"worker-0": "no memory left"}
             assert len(starts) == 3
             while not manager.engines:
@@ -164,17 +165,17 @@ def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_oft
             waits = [after - before - 5 for before, after in pairwise(starts[2:])]
             assert waits == pytest.approx([60, 120, 240, 480, 600, 600])
             assert manager.given_up == {}
-            assert (await manager.scheduler.generate([1, 2, 3], SAMPLING, "r2")).token_ids
+            assert (await generate(manager.scheduler, Request([1, 2, 3], SAMPLING, "r2"))).token_ids
 
     run_virtually(work())
 
 
 def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptureFixture) -> None:
     class Fragile(Managed):
-        async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
-            if 666 in prompt_token_ids:
+        async def stream(self, request: Request) -> Any:
+            if 666 in request.prompt:
                 asyncio.get_running_loop().call_later(0.001, self.die)
-            async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+            async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -184,8 +185,10 @@ def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptu
             for index in range(5):
                 poison = [666, index + 1, *range(1, 200)]
                 with pytest.raises(EngineError, match="crashed 2 workers"):
-                    await manager.scheduler.generate(poison, SAMPLING, f"poison{index}")
-                assert (await manager.scheduler.generate([1, 2, 3], SAMPLING, "r")).token_ids
+                    await generate(manager.scheduler, Request(poison, SAMPLING, f"poison{index}"))
+                assert (
+                    await generate(manager.scheduler, Request([1, 2, 3], SAMPLING, "r"))
+                ).token_ids
             assert len(manager.failures) == 10
             assert manager.given_up == {}
 
@@ -196,21 +199,21 @@ def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptu
 
 def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
     class Choosy(Managed):
-        async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
-            if 667 in prompt_token_ids:
+        async def stream(self, request: Request) -> Any:
+            if 667 in request.prompt:
                 await asyncio.sleep(1.0)
                 raise DeadlineError(f"{self.name} did not finish request bomb in 1 s")
-            async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+            async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     async def work() -> None:
         async with simulated(2, lambda name: Choosy(name=name)).running() as manager:
             honest = asyncio.create_task(
-                manager.scheduler.generate(list(range(1, 99)), SAMPLING, "honest")
+                generate(manager.scheduler, Request(list(range(1, 99)), SAMPLING, "honest"))
             )
             with pytest.raises(DeadlineError, match="bomb failed 2 times on healthy workers"):
-                await manager.scheduler.generate([667, 1], SAMPLING, "bomb")
+                await generate(manager.scheduler, Request([667, 1], SAMPLING, "bomb"))
             assert (await honest).token_ids
             assert [w.usable for w in manager.scheduler.workers.values()] == [True, True]
             assert sum((w.failed_turns for w in manager.scheduler.workers.values()), Counter()) == {
@@ -344,7 +347,9 @@ def test_sleeping_workers_keep_turns_waiting_until_they_wake() -> None:
     async def work() -> None:
         async with simulated().running() as manager:
             await manager.sleep()
-            turn = asyncio.create_task(manager.scheduler.generate([1, 2, 3], SAMPLING, "r"))
+            turn = asyncio.create_task(
+                generate(manager.scheduler, Request([1, 2, 3], SAMPLING, "r"))
+            )
             await asyncio.sleep(1.0)
             assert not turn.done()
             await manager.wake_up()

@@ -18,6 +18,7 @@ from tests.rollout.test_loops import END, call
 from tests.serving.test_fleet import reference_logprobs, serve
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
@@ -81,7 +82,7 @@ async def test_a_sharded_engine_computes_what_transformers_does(
         prompts = [[5 + i, *range(6, 40)] for i in range(8)]
         sampling = SamplingConfig(max_tokens=24, ignore_eos=True)
         completions = await asyncio.gather(
-            *(worker.generate(p, sampling, f"tp-{p[0]}") for p in prompts)
+            *(generate(worker, Request(p, sampling, f"tp-{p[0]}")) for p in prompts)
         )
         for prompt, completion in zip(prompts, completions, strict=True):
             mask = [0] * len(prompt) + [1] * 24
@@ -170,7 +171,7 @@ async def test_shards_may_be_actors_in_bundles_of_their_own(
         names = [process.cmdline()[0] for process in await shards(worker)]
         assert all(name.startswith("ray::_Shard") for name in names), names
         prompt, sampling = list(range(5, 40)), SamplingConfig(max_tokens=8, ignore_eos=True)
-        completion = await worker.generate(prompt, sampling, "spread")
+        completion = await generate(worker, Request(prompt, sampling, "spread"))
         ids, mask = [*prompt, *completion.token_ids], [0] * 35 + [1] * 8
         assert completion.logprobs == pytest.approx(reference_logprobs(model, ids, mask), abs=1e-4)
         gone = await shards(worker)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.simulated import SimulatedEngine
+from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig
-from turnwise.engine import Route
-from turnwise.engine.simulated import SimulatedEngine
-from turnwise.engine.virtual_time import run_virtually
+from turnwise.engine import Request, Route, generate
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.continuation import remaining
 from turnwise.serving.scheduler import Scheduler
@@ -76,8 +76,8 @@ async def long_tailed_sessions(slowdown: float, seed: int, concurrency: int = 51
             prompt = [(index // 8 * 31 + i) % 997 + 1 for i in range(200)]
             route = Route(f"session-{index}", f"group-{index // 8}")
             for turn, seconds in enumerate(tools):
-                completion = await scheduler.generate(
-                    prompt, SAMPLING, f"{index}-{turn}", route=route
+                completion = await generate(
+                    scheduler, Request(prompt, SAMPLING, f"{index}-{turn}", route=route)
                 )
                 prompt = [*prompt, *completion.token_ids, *[5] * 40]
                 await asyncio.sleep(seconds)
@@ -117,7 +117,9 @@ def test_a_worker_that_is_no_longer_slow_gets_its_share_again() -> None:
             async def lane() -> None:
                 while (number := next(names)) < end:
                     route = Route(f"session-{number}")
-                    await scheduler.generate([number, 2, 3], SAMPLING, f"{number}", route=route)
+                    await generate(
+                        scheduler, Request([number, 2, 3], SAMPLING, f"{number}", route=route)
+                    )
 
             await asyncio.gather(*(lane() for _ in range(16)))
             new = [worker.turns - n for worker, n in zip(workers, before, strict=True)]
@@ -139,7 +141,9 @@ def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
         scheduler, engines = fleet(4)
         await asyncio.gather(
             *(
-                scheduler.generate(PROMPT, SAMPLING, f"r{i}", route=Route(f"s{i}", "group"))
+                generate(
+                    scheduler, Request(PROMPT, SAMPLING, f"r{i}", route=Route(f"s{i}", "group"))
+                )
                 for i in range(4)
             )
         )
@@ -156,7 +160,9 @@ def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
         scheduler, _ = fleet(known_sessions=2)
 
         async def turn(session: str, group: str = "") -> None:
-            await scheduler.generate(PROMPT, SAMPLING, session, route=Route(session, group))
+            await generate(
+                scheduler, Request(PROMPT, SAMPLING, session, route=Route(session, group))
+            )
 
         await turn("a", "g")
         await turn("b", "h")
@@ -178,7 +184,7 @@ def test_ties_are_broken_in_turn_and_requests_without_a_session_spread() -> None
     async def work() -> None:
         scheduler, _ = fleet(4)
         for index in range(40):
-            await scheduler.generate(PROMPT, SAMPLING, f"r{index}")
+            await generate(scheduler, Request(PROMPT, SAMPLING, f"r{index}"))
         assert [w.turns for w in scheduler.workers.values()] == [10, 10, 10, 10]
 
     run_virtually(work())
@@ -191,7 +197,7 @@ def test_turns_of_a_failed_worker_go_on_elsewhere_without_losing_a_token(way: st
         reference = SimulatedEngine()
         prompts = [[*PROMPT, index] for index in range(1, 65)]
         turns = [
-            asyncio.create_task(scheduler.generate(prompt, SAMPLING, f"r{index}"))
+            asyncio.create_task(generate(scheduler, Request(prompt, SAMPLING, f"r{index}")))
             for index, prompt in enumerate(prompts)
         ]
         await asyncio.sleep(0.3)
@@ -214,14 +220,16 @@ def test_a_continued_turn_has_the_scores_of_its_prompt_alone() -> None:
     async def work() -> None:
         sampling = SAMPLING.model_copy(update={"prompt_logprobs": True})
         scheduler, engines = fleet(2)
-        turn = asyncio.create_task(scheduler.generate(PROMPT, sampling, "r", route=Route("s")))
+        turn = asyncio.create_task(
+            generate(scheduler, Request(PROMPT, sampling, "r", route=Route("s")))
+        )
         await asyncio.sleep(0.3)
         (busy,) = [engine for engine in engines if await engine.num_in_flight()]
         busy.die()
         completion = await turn
         assert scheduler.events["continued"] == 1
         assert completion.token_ids == busy.expected(PROMPT, SAMPLING.max_tokens)
-        alone = await SimulatedEngine().generate(PROMPT, sampling, "alone")
+        alone = await generate(SimulatedEngine(), Request(PROMPT, sampling, "alone"))
         assert completion.prompt_logprobs == alone.prompt_logprobs
         assert completion.prompt_logprobs is not None
         assert len(completion.prompt_logprobs) == len(PROMPT)
@@ -249,12 +257,14 @@ def test_a_dead_worker_attracts_nothing_until_it_is_restored() -> None:
             worker.supervisor = Noting(worker.name, failures)
         engines[0].die()
         for index in range(20):
-            await scheduler.generate(PROMPT, SAMPLING, f"r{index}", route=Route(f"s{index}"))
+            await generate(
+                scheduler, Request(PROMPT, SAMPLING, f"r{index}", route=Route(f"s{index}"))
+            )
         assert failures == ["worker-0"]
         assert scheduler.workers["worker-0"].turns == 1
         scheduler.add("worker-0", SimulatedEngine(name="worker-0"))
         for index in range(20):
-            await scheduler.generate(PROMPT, SAMPLING, f"t{index}")
+            await generate(scheduler, Request(PROMPT, SAMPLING, f"t{index}"))
         assert scheduler.workers["worker-0"].turns > 5
 
     run_virtually(work())
@@ -263,12 +273,12 @@ def test_a_dead_worker_attracts_nothing_until_it_is_restored() -> None:
 class Fragile(SimulatedEngine):
     """Dies soon after it gets a prompt that holds `POISON`, and fails one that holds `BAD`."""
 
-    async def stream(self, prompt_token_ids: Any, *args: Any, **more: Any) -> Any:
-        if POISON in prompt_token_ids:
+    async def stream(self, request: Request) -> Any:
+        if POISON in request.prompt:
             asyncio.get_running_loop().call_later(0.001, self.die)
-        if BAD in prompt_token_ids:
+        if BAD in request.prompt:
             raise EngineError(f"{self.name} cannot compute this")
-        async with aclosing(super().stream(prompt_token_ids, *args, **more)) as chunks:
+        async with aclosing(super().stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -287,7 +297,7 @@ def test_a_turn_is_continued_at_most_so_often() -> None:
     async def work() -> None:
         scheduler = fragile(4, max_continuations=0)
         with pytest.raises(EngineError, match="r0 failed on 1 workers; the last: worker-0 died"):
-            await scheduler.generate([POISON, *PROMPT], SAMPLING, "r0")
+            await generate(scheduler, Request([POISON, *PROMPT], SAMPLING, "r0"))
 
     run_virtually(work())
 
@@ -299,14 +309,14 @@ def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
         with pytest.raises(
             EngineError, match=r"crashed 2 workers \(worker-0, worker-1\) and is not"
         ):
-            await scheduler.generate(poison, SAMPLING, "r0")
+            await generate(scheduler, Request(poison, SAMPLING, "r0"))
         with pytest.raises(EngineError, match=r"r1 is refused for another 600 s: the same prompt"):
-            await scheduler.generate(poison, SAMPLING, "r1")
+            await generate(scheduler, Request(poison, SAMPLING, "r1"))
         assert [w.usable for w in scheduler.workers.values()] == [False, False, True, True, True]
-        await scheduler.generate(PROMPT, SAMPLING, "honest")
+        await generate(scheduler, Request(PROMPT, SAMPLING, "honest"))
         await asyncio.sleep(600.0)
         with pytest.raises(EngineError, match=r"r2 crashed 2 workers \(worker-"):
-            await scheduler.generate(poison, SAMPLING, "r2")
+            await generate(scheduler, Request(poison, SAMPLING, "r2"))
         assert scheduler.events["quarantined"] == 2
 
     run_virtually(work())
@@ -319,10 +329,10 @@ def test_what_is_known_of_such_requests_is_bounded(monkeypatch: pytest.MonkeyPat
         scheduler = fragile(8)
         for index in range(3):
             with pytest.raises(EngineError, match="crashed 2 workers"):
-                await scheduler.generate([POISON, index + 1], SAMPLING, f"r{index}")
+                await generate(scheduler, Request([POISON, index + 1], SAMPLING, f"r{index}"))
         assert len(scheduler._quarantine) == 2
         with pytest.raises(EngineError, match="crashed 2 workers"):  # forgotten, so it is tried
-            await scheduler.generate([POISON, 1], SAMPLING, "again")
+            await generate(scheduler, Request([POISON, 1], SAMPLING, "again"))
 
     run_virtually(work())
 
@@ -339,11 +349,13 @@ def test_those_who_die_with_it_finish_all_the_same() -> None:
 
         renewing = asyncio.create_task(renew())
         honest = [
-            asyncio.create_task(scheduler.generate([*PROMPT, index + 1], SAMPLING, f"r{index}"))
+            asyncio.create_task(
+                generate(scheduler, Request([*PROMPT, index + 1], SAMPLING, f"r{index}"))
+            )
             for index in range(8)
         ]
         with pytest.raises(EngineError, match="poison crashed 3 workers"):
-            await scheduler.generate([POISON, *PROMPT], SAMPLING, "poison")
+            await generate(scheduler, Request([POISON, *PROMPT], SAMPLING, "poison"))
         for index, turn in enumerate(honest):
             expected = SimulatedEngine().expected([*PROMPT, index + 1], SAMPLING.max_tokens)
             assert (await turn).token_ids == expected
@@ -358,7 +370,7 @@ def test_a_turn_that_came_to_a_dead_worker_did_not_end_it() -> None:
         scheduler, engines = fleet(4)
         for engine in engines[:3]:
             engine.die()
-        completion = await scheduler.generate(PROMPT, SAMPLING, "r0")
+        completion = await generate(scheduler, Request(PROMPT, SAMPLING, "r0"))
         assert completion.token_ids == engines[3].expected(PROMPT, SAMPLING.max_tokens)
         assert scheduler.events["quarantined"] == 0
 
@@ -368,16 +380,16 @@ def test_a_turn_that_came_to_a_dead_worker_did_not_end_it() -> None:
 def test_a_turn_waits_for_a_worker_until_its_deadline() -> None:
     async def work() -> None:
         scheduler, _ = fleet(0, turn_timeout=10.0)
-        late = asyncio.create_task(scheduler.generate(PROMPT, SAMPLING, "early"))
+        late = asyncio.create_task(generate(scheduler, Request(PROMPT, SAMPLING, "early")))
         await asyncio.sleep(5.0)
         scheduler.add("worker-0", SimulatedEngine())
         assert (await late).token_ids
         scheduler.remove("worker-0")
         with pytest.raises(DeadlineError, match="alone found no live worker within 10 s"):
-            await scheduler.generate(PROMPT, SAMPLING, "alone")
+            await generate(scheduler, Request(PROMPT, SAMPLING, "alone"))
         scheduler.close("worker-0 failed: no memory")
         with pytest.raises(EngineError, match="no worker left: worker-0 failed: no memory"):
-            await scheduler.generate(PROMPT, SAMPLING, "after")
+            await generate(scheduler, Request(PROMPT, SAMPLING, "after"))
 
     run_virtually(work())
 
@@ -385,7 +397,7 @@ def test_a_turn_waits_for_a_worker_until_its_deadline() -> None:
 def test_what_an_update_aborts_is_continued_under_the_new_weights() -> None:
     async def work() -> None:
         scheduler, engines = fleet(1)
-        turn = asyncio.create_task(scheduler.generate(PROMPT, SAMPLING, "r"))
+        turn = asyncio.create_task(generate(scheduler, Request(PROMPT, SAMPLING, "r")))
         await asyncio.sleep(0.1)
         await engines[0].update_weights(Manifest(1, "shm", "", 0, ()), "abort")
         completion = await turn
@@ -402,7 +414,7 @@ def test_what_depends_on_the_tokens_before_begins_anew() -> None:
     async def work() -> None:
         sampling = SAMPLING.model_copy(update={"stop": ["\n"]})
         scheduler, engines = fleet(2)
-        whole = asyncio.create_task(scheduler.generate(PROMPT, sampling, "r"))
+        whole = asyncio.create_task(generate(scheduler, Request(PROMPT, sampling, "r")))
         streamed = asyncio.create_task(_drain(scheduler, sampling))
         await asyncio.sleep(0.3)
         for engine in engines:
@@ -415,7 +427,7 @@ def test_what_depends_on_the_tokens_before_begins_anew() -> None:
         assert scheduler.events["restarted"] == 2
 
     async def _drain(scheduler: Scheduler, sampling: SamplingConfig) -> None:
-        async for _ in scheduler.stream(PROMPT, sampling, "streamed"):
+        async for _ in scheduler.stream(Request(PROMPT, sampling, "streamed")):
             pass
 
     run_virtually(work())
@@ -423,18 +435,21 @@ def test_what_depends_on_the_tokens_before_begins_anew() -> None:
 
 def test_the_rest_of_a_turn_keeps_its_budget() -> None:
     sampling = SamplingConfig(max_tokens=20, min_tokens=10)
-    rest = remaining(sampling, 16)
+    request = Request(PROMPT, sampling, "r")
+    rest = remaining(request, 16)
+    assert rest is not None
     assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (4, 0, 1.0)
-    assert remaining(sampling, 16, seed=1) is None
-    assert remaining(sampling.model_copy(update={"stop": ["x"]}), 16) is None
-    assert remaining(sampling, 0, seed=1) is sampling
+    assert remaining(request._replace(seed=1), 16) is None
+    stopped = sampling.model_copy(update={"stop": ["x"]})
+    assert remaining(request._replace(sampling=stopped), 16) is None
+    assert remaining(request._replace(seed=1), 0) is sampling
 
 
 def test_a_completion_names_its_worker_and_the_time_of_its_first_token() -> None:
     async def study() -> None:
         scheduler, engines = fleet(2)
         before = time.time()
-        made = await scheduler.generate(PROMPT, SAMPLING, "request-1")
+        made = await generate(scheduler, Request(PROMPT, SAMPLING, "request-1"))
         assert made.worker in {engine.name for engine in engines}
         assert made.first_token_at is not None
         assert before <= made.first_token_at <= time.time()

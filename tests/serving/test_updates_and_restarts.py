@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.serving.test_manager import Managed, Published, simulated, version
+from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig
-from turnwise.engine.virtual_time import run_virtually
+from turnwise.engine import Request, generate
 from turnwise.errors import EngineError, WeightUpdateError
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.weights.manifest import Manifest, Publication
@@ -86,7 +87,7 @@ def test_an_engine_whose_restart_meets_an_update_serves_the_new_version_or_nothi
             async def sample(place: int) -> None:
                 for number in range(10_000):
                     name = f"{place}-{number}"
-                    await manager.scheduler.generate([place, number], SAMPLING, name)
+                    await generate(manager.scheduler, Request([place, number], SAMPLING, name))
 
             sampling = [asyncio.create_task(sample(place)) for place in range(8)]
             victim = manager.engines[0]

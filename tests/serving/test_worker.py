@@ -11,6 +11,7 @@ import ray
 import torch
 
 from turnwise.config import Config, EngineConfig, SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.serving.worker import VllmAsyncGenerationWorker, as_ready
 from turnwise.serving.worker_handle import WorkerHandle
@@ -145,10 +146,10 @@ async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) ->
     """B27, B28: what a CPU can show of them; there is no memory that it gives back."""
     sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
     prompt = [i % 300 for i in range(100)]
-    await engine.generate(prompt, sampling, "before")
-    assert (await engine.generate(prompt, sampling, "again")).cached_tokens > 0
+    await generate(engine, Request(prompt, sampling, "before"))
+    assert (await generate(engine, Request(prompt, sampling, "again"))).cached_tokens > 0
     await engine.actor.sleep_async.remote()
-    asleep = asyncio.create_task(engine.generate(prompt, sampling, "asleep"))
+    asleep = asyncio.create_task(generate(engine, Request(prompt, sampling, "asleep")))
     assert not (await asyncio.wait([asleep], timeout=0.5))[0]
     with pytest.raises(InputError, match="takes the tags weights and kv_cache, not kvcache"):
         await engine.wake_up(["kvcache"])
@@ -158,7 +159,7 @@ async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) ->
     completion = await asleep
     assert (len(completion.token_ids), completion.cached_tokens) == (4, 0)
     await engine.actor.reset_prefix_cache_async.remote()
-    assert (await engine.generate(prompt, sampling, "reset")).cached_tokens == 0
+    assert (await generate(engine, Request(prompt, sampling, "reset"))).cached_tokens == 0
 
 
 class Asked(VllmAsyncGenerationWorker):

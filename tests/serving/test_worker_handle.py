@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.plain_scoring import token_logprobs
 from tests.serving.test_fleet import engine_process
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine import Completion
+from turnwise.engine import Completion, Request, generate
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.worker_handle import WorkerHandle
@@ -53,7 +53,7 @@ async def test_logprobs_are_those_that_the_trainer_computes(
     engine: WorkerHandle, reference: Any, sampling: SamplingConfig
 ) -> None:
     before = time.time()
-    completion = await engine.generate(PROMPT, sampling, "logprobs")
+    completion = await generate(engine, Request(PROMPT, sampling, "logprobs"))
     assert completion.queued is None
     assert completion.first_token_at is not None
     assert before < completion.first_token_at < time.time()
@@ -64,7 +64,7 @@ async def test_logprobs_are_those_that_the_trainer_computes(
 
 async def test_greedy_takes_the_most_likely_token(engine: WorkerHandle, reference: Any) -> None:
     sampling = SamplingConfig(temperature=0, max_tokens=8)
-    completion = await engine.generate(PROMPT, sampling, "greedy")
+    completion = await generate(engine, Request(PROMPT, sampling, "greedy"))
     ids = list(PROMPT)
     with torch.no_grad():
         for token in completion.token_ids:
@@ -73,10 +73,10 @@ async def test_greedy_takes_the_most_likely_token(engine: WorkerHandle, referenc
 
 
 async def test_prompt_logprobs_come_on_request(engine: WorkerHandle, reference: Any) -> None:
-    plain = await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "without")
+    plain = await generate(engine, Request(PROMPT, SamplingConfig(max_tokens=1), "without"))
     assert plain.prompt_logprobs is None
-    scored = await engine.generate(
-        PROMPT, SamplingConfig(max_tokens=1, prompt_logprobs=True), "with"
+    scored = await generate(
+        engine, Request(PROMPT, SamplingConfig(max_tokens=1, prompt_logprobs=True), "with")
     )
     assert scored.prompt_logprobs is not None
     ids = torch.tensor([PROMPT])
@@ -95,7 +95,7 @@ async def test_limits_are_kept(engine: WorkerHandle, tokenizer: Any) -> None:
     async def finish(said: list[int] = with_end, **changes: Any) -> Completion:
         script = {"script": [said]}
         sampling = SamplingConfig(max_tokens=6, logits_processor_args=script, **changes)
-        return await engine.generate(PROMPT, sampling, f"limits-{changes}")
+        return await generate(engine, Request(PROMPT, sampling, f"limits-{changes}"))
 
     stopped = await finish()
     assert (stopped.token_ids, stopped.finish_reason) == ([7, 8, eos], "stop")
@@ -117,16 +117,19 @@ async def test_a_stop_string_ends_the_turn_and_stays_in_it(
 ) -> None:
     ids = tokenizer.encode("one <tool_call>x</tool_call> more", add_special_tokens=False)
     sampling = SamplingConfig(stop=["</tool_call>"], logits_processor_args={"script": [ids]})
-    completion = await engine.generate(PROMPT, sampling, "stop-string")
+    completion = await generate(engine, Request(PROMPT, sampling, "stop-string"))
     assert completion.finish_reason == "stop"
     assert tokenizer.decode(completion.token_ids) == "one <tool_call>x</tool_call>"
 
 
 async def test_a_seed_repeats_a_request_among_others(engine: WorkerHandle) -> None:
     sampling = SamplingConfig(max_tokens=16)
-    alone = await engine.generate(PROMPT, sampling, "seed-alone", 7)
+    alone = await generate(engine, Request(PROMPT, sampling, "seed-alone", 7))
     crowd = await asyncio.gather(
-        *(engine.generate(PROMPT, sampling, f"seed-{i}", seed) for i, seed in enumerate([7, 8, 9]))
+        *(
+            generate(engine, Request(PROMPT, sampling, f"seed-{i}", seed))
+            for i, seed in enumerate([7, 8, 9])
+        )
     )
     assert crowd[0].token_ids == alone.token_ids
     assert len({tuple(c.token_ids) for c in crowd}) == 3
@@ -134,18 +137,18 @@ async def test_a_seed_repeats_a_request_among_others(engine: WorkerHandle) -> No
 
 async def test_a_shared_prefix_is_computed_once(engine: WorkerHandle) -> None:
     prompt = [i % 300 for i in range(200)]
-    await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-1")
-    again = await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-2")
+    await generate(engine, Request(prompt, SamplingConfig(max_tokens=1), "prefix-1"))
+    again = await generate(engine, Request(prompt, SamplingConfig(max_tokens=1), "prefix-2"))
     assert again.cached_tokens >= 160
     await engine.reset_prefix_cache()
-    fresh = await engine.generate(prompt, SamplingConfig(max_tokens=1), "prefix-3")
+    fresh = await generate(engine, Request(prompt, SamplingConfig(max_tokens=1), "prefix-3"))
     assert fresh.cached_tokens == 0
 
 
 async def begun(engine: WorkerHandle, request_id: str) -> asyncio.Task[Completion]:
     """A request of 400 tokens that the engine is computing, or has just computed."""
     sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
-    running = asyncio.create_task(engine.generate(PROMPT, sampling, request_id))
+    running = asyncio.create_task(generate(engine, Request(PROMPT, sampling, request_id)))
     while not (await engine.num_in_flight() or running.done()):
         await asyncio.sleep(0.01)
     return running
@@ -209,17 +212,17 @@ async def test_a_pause_that_waits_lets_requests_finish(engine: WorkerHandle) -> 
 
 async def test_sleep_and_wake_up_leave_the_engine_as_it_was(engine: WorkerHandle) -> None:
     sampling = SamplingConfig(temperature=0, max_tokens=8)
-    before = await engine.generate(PROMPT, sampling, "awake")
+    before = await generate(engine, Request(PROMPT, sampling, "awake"))
     await engine.sleep()
     await engine.wake_up()
     await engine.check_health()
-    after = await engine.generate(PROMPT, sampling, "awake-again")
+    after = await generate(engine, Request(PROMPT, sampling, "awake-again"))
     assert after.token_ids == before.token_ids
 
 
 async def test_a_prompt_that_the_engine_refuses_is_a_sentence(engine: WorkerHandle) -> None:
     with pytest.raises(InputError, match="worker-0 refused too-long"):
-        await engine.generate([5] * 600, SamplingConfig(max_tokens=1), "too-long")
+        await generate(engine, Request([5] * 600, SamplingConfig(max_tokens=1), "too-long"))
     await engine.check_health()
 
 
@@ -249,7 +252,7 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
     endless = SamplingConfig(max_tokens=400, ignore_eos=True)
     try:
         started = time.monotonic()
-        patient = [engine.generate(PROMPT, endless, f"long-{n}") for n in range(3)]
+        patient = [generate(engine, Request(PROMPT, endless, f"long-{n}")) for n in range(3)]
         paused = asyncio.create_task(engine.pause("keep"))
         ended = []
         for completion in asyncio.as_completed(patient):
@@ -266,11 +269,11 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
         try:
             why = r"worker-7, with request slow waiting, sampled no token within 6 s \(engine\."
             with pytest.raises(DeadlineError, match=why):
-                await engine.generate(PROMPT, endless, "slow")
+                await generate(engine, Request(PROMPT, endless, "slow"))
         finally:
             os.kill(core, signal.SIGCONT)
         await engine.pause("keep")  # so that "doomed" does not end before the engine does
-        running = asyncio.create_task(engine.generate(PROMPT, endless, "doomed"))
+        running = asyncio.create_task(generate(engine, Request(PROMPT, endless, "doomed")))
         async with asyncio.timeout(60):
             while not await engine.num_in_flight():
                 await asyncio.sleep(0.01)
@@ -288,7 +291,7 @@ async def test_after_a_lost_channel_the_same_engine_answers_over_another(
     engine: WorkerHandle,
 ) -> None:
     sampling = SamplingConfig(max_tokens=400, ignore_eos=True)
-    running = asyncio.create_task(engine.generate([5, 6, 7], sampling, "cut"))
+    running = asyncio.create_task(generate(engine, Request([5, 6, 7], sampling, "cut")))
     async with asyncio.timeout(120):
         while not await engine.num_in_flight():
             await asyncio.sleep(0.01)
@@ -302,5 +305,5 @@ async def test_after_a_lost_channel_the_same_engine_answers_over_another(
             await asyncio.sleep(0.01)
         await engine.check_health()
         assert engine._channel not in (None, channel)
-        again = await engine.generate([5, 6, 7], sampling, "again")
+        again = await generate(engine, Request([5, 6, 7], sampling, "again"))
     assert len(again.token_ids) == 400

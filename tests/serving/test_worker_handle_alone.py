@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.actor import ActorHandle
-from turnwise.engine import Chunk
+from turnwise.engine import Chunk, Request, generate
 from turnwise.errors import EngineError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
@@ -42,8 +42,8 @@ class Actor:
         self.channel = channel
         Mailbox(channel, self._run)
 
-    async def _run(self, mailbox: Mailbox, request_id: str, *_: object) -> None:
-        mailbox.add(request_id, Chunk([1], [-0.5], [0], "stop"))
+    async def _run(self, mailbox: Mailbox, request: Request) -> None:
+        mailbox.add(request.id, Chunk([1], [-0.5], [0], "stop"))
 
     async def _call(self, method: str) -> int:
         return 0
@@ -52,8 +52,8 @@ class Actor:
 class Elsewhere(Actor):
     """Answers, and then holds up the caller's event loop for longer than the deadline."""
 
-    async def _run(self, mailbox: Mailbox, request_id: str, *_: object) -> None:
-        await super()._run(mailbox, request_id)
+    async def _run(self, mailbox: Mailbox, request: Request) -> None:
+        await super()._run(mailbox, request)
         asyncio.get_running_loop().call_soon(time.sleep, 0.5)
 
 
@@ -62,7 +62,7 @@ async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
 ) -> None:
     monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
     worker = WorkerHandle(handle_of(Elsewhere()), make_config(engine={"request_timeout": 0.1}))
-    completion = await worker.generate([5], SamplingConfig(max_tokens=1), "request")
+    completion = await generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
     assert completion.token_ids == [1]
     worker.fail("the test is over")
 
@@ -75,9 +75,9 @@ async def test_a_request_that_cannot_be_sent_fails_alone(
     locked = plain.model_copy(update={"logits_processor_args": {"lock": threading.Lock()}})
     async with asyncio.timeout(60):
         outcomes = await asyncio.gather(
-            worker.generate([5], plain, "first"),
-            worker.generate([5], locked, "second"),
-            worker.generate([5], plain, "third"),
+            generate(worker, Request([5], plain, "first")),
+            generate(worker, Request([5], locked, "second")),
+            generate(worker, Request([5], plain, "third")),
             return_exceptions=True,
         )
     assert isinstance(outcomes[1], EngineError)
@@ -90,7 +90,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
     make_config: Callable[..., Config],
 ) -> None:
     class Mute:
-        async def stream(self, *_: Any) -> Any:
+        async def stream(self, request: Request) -> Any:
             yield Chunk([1], [-0.5], [0])
 
     class Box:
@@ -101,7 +101,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
 
     worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
     worker._engine = Mute()
-    await worker._run(Box(), "mute", [5], SamplingConfig(), None, "")
+    await worker._run(Box(), Request([5], SamplingConfig(), "mute"))
     with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):
         raise Box.events[1]
 
@@ -109,7 +109,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
 class Silent(Actor):
     """Never answers."""
 
-    async def _run(self, *_: object) -> None:
+    async def _run(self, mailbox: Mailbox, request: Request) -> None:
         self.running += 1
         try:
             await asyncio.Future()
@@ -123,7 +123,7 @@ async def test_an_actor_that_does_not_answer_is_named(
     monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
     worker = WorkerHandle(handle_of(Silent()), make_config(engine={"request_timeout": 0.1}))
     with pytest.raises(EngineError, match=r"worker-0 did not answer within 0\.2 s"):
-        await worker.generate([5], SamplingConfig(max_tokens=1), "request")
+        await generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
 
 
 async def test_a_worker_that_closes_its_channel_is_named(
@@ -131,7 +131,9 @@ async def test_a_worker_that_closes_its_channel_is_named(
 ) -> None:
     actor = Silent()
     worker = WorkerHandle(handle_of(actor), make_config())
-    request = asyncio.ensure_future(worker.generate([5], SamplingConfig(max_tokens=1), "request"))
+    request = asyncio.ensure_future(
+        generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
+    )
     async with asyncio.timeout(60):
         while not actor.running:
             await asyncio.sleep(0.01)
@@ -146,7 +148,9 @@ async def test_the_requests_of_a_client_that_is_gone_are_cancelled(
     actor = Silent()
     worker = WorkerHandle(handle_of(actor), make_config())
     sampling = SamplingConfig(max_tokens=1)
-    requests = [asyncio.ensure_future(worker.generate([5], sampling, f"{n}")) for n in range(8)]
+    requests = [
+        asyncio.ensure_future(generate(worker, Request([5], sampling, f"{n}"))) for n in range(8)
+    ]
     async with asyncio.timeout(60):
         while actor.running < 8:
             await asyncio.sleep(0.01)

@@ -65,7 +65,7 @@ class IpcLink:
         return IpcReceiver(self.where, expected, CPU, seconds)
 
     async def update(self, engine: WorkerHandle, seconds: float) -> None:
-        await engine._call("update_weights_via_ipc_zmq", self.where, seconds)
+        await engine._call("receive_weights", "ipc", self.where, seconds)
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -102,7 +102,7 @@ class CollectiveLink:
         return CollectiveReceiver(self._group, expected, CPU, seconds)
 
     async def update(self, engine: WorkerHandle, seconds: float) -> None:
-        await engine._call("update_weights_from_collective", seconds)
+        await engine._call("receive_weights", "collective", "", seconds)
 
     def close(self) -> None:
         self._group = None

@@ -15,7 +15,7 @@ from tests.adapters import Tensors, adapter_config, adapter_tensors, merged, wri
 from tests.weights.trainer import PROMPT, Model, version_runs
 from turnwise.config import Config, SamplingConfig, ServingConfig
 from turnwise.engine.adapters import VERSIONS, EngineAdapters
-from turnwise.engine.protocol import Chunk, Completion, Generator, Route, collect
+from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, collect, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
@@ -149,8 +149,8 @@ async def test_an_adapter_arrives_by_every_transport_and_is_what_samples(
             engine, canary.prompt_token_ids, canary.logprobs, 1e-4, version
         )
         assert worst < 1e-4
-        sampled = await engine.generate(PROMPT, SHORT, f"{transport}-{version}")
-        greedy = await engine.generate(PROMPT, GREEDY, f"{transport}-{version}-greedy")
+        sampled = await generate(engine, Request(PROMPT, SHORT, f"{transport}-{version}"))
+        greedy = await generate(engine, Request(PROMPT, GREEDY, f"{transport}-{version}-greedy"))
         model = updates.trainer.at(version)
         assert greedy.token_ids == model.greedy(PROMPT, 12)
         assert set(sampled.weight_versions) == {version}
@@ -166,7 +166,7 @@ async def frozen(engine: WorkerHandle, generator: Generator, name: str) -> Async
 
     async def read() -> Completion:
         async def noted() -> AsyncIterator[Chunk]:
-            async for chunk in generator.stream(PROMPT, LONG, name):
+            async for chunk in generator.stream(Request(PROMPT, LONG, name)):
                 chunks.append(chunk)
                 begun.set()
                 yield chunk
@@ -189,8 +189,10 @@ async def test_a_request_in_flight_keeps_its_version_and_new_ones_get_the_newest
     await updates.to(1)
     async with frozen(engine, engine, "kept") as kept:
         await updates.to(2)
-    new = await engine.generate(PROMPT, GREEDY, "new")
-    other = await engine.generate(PROMPT, GREEDY, "other", route=Route(adapter="opponent"))
+    new = await generate(engine, Request(PROMPT, GREEDY, "new"))
+    other = await generate(
+        engine, Request(PROMPT, GREEDY, "other", route=Route(adapter="opponent"))
+    )
     old = await kept
     assert other.token_ids == updates.trainer.at(99).greedy(PROMPT, 12)
     assert set(new.weight_versions) == {2}
@@ -204,7 +206,8 @@ async def test_a_request_in_flight_keeps_its_version_and_new_ones_get_the_newest
 async def test_an_update_pauses_no_request(engine: WorkerHandle, updates: Updates) -> None:
     await updates.to(1)
     requests = [
-        asyncio.create_task(engine.generate(PROMPT, LONG, f"running-{index}")) for index in range(8)
+        asyncio.create_task(generate(engine, Request(PROMPT, LONG, f"running-{index}")))
+        for index in range(8)
     ]
     for version in (2, 3):
         canary = (await updates.to(version)).canary
@@ -259,7 +262,7 @@ async def test_requests_in_flight_are_of_one_adapter_and_none_stays_loaded(
         for number in range(100_000):
             prompt = [*PROMPT, 5 + place, 5 + number % 300]
             name = f"steady-{count}-{place}-{number}"
-            completions.append((prompt, await engine.generate(prompt, sampling, name)))
+            completions.append((prompt, await generate(engine, Request(prompt, sampling, name))))
 
     tasks = [asyncio.create_task(sample(place)) for place in range(2)]
     memory: list[int] = []
@@ -307,8 +310,8 @@ async def test_a_version_never_reads_what_another_one_cached(
     cached = []
     for version in (1, 1, 2, 2, 1):  # the last one is version 1 again, as after a resumed run
         await updates.to(version)
-        completion = await engine.generate(prompt, GREEDY, f"cached-{len(cached)}")
-        again = await engine.generate(prompt, GREEDY, f"again-{len(cached)}")
+        completion = await generate(engine, Request(prompt, GREEDY, f"cached-{len(cached)}"))
+        again = await generate(engine, Request(prompt, GREEDY, f"again-{len(cached)}"))
         cached.append(completion.cached_tokens)
         assert again.cached_tokens >= 96
     assert cached == [0] * 5
@@ -319,7 +322,7 @@ async def test_an_adapter_lasts_through_sleep(engine: WorkerHandle, updates: Upd
     await updates.to(3)
     await engine.sleep()
     await engine.wake_up()
-    completion = await engine.generate(PROMPT, GREEDY, "woken")
+    completion = await generate(engine, Request(PROMPT, GREEDY, "woken"))
     assert completion.token_ids == updates.trainer.at(3).greedy(PROMPT, 12)
     assert set(completion.weight_versions) == {3}
 
@@ -338,7 +341,7 @@ async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
     with pytest.raises(WeightUpdateError, match=r"applies no adapter to .*elsewhere"):
         await engine.update_weights(sender.publish(2, tensors))
     sender.close()
-    completion = await engine.generate(PROMPT, GREEDY, "stayed")
+    completion = await generate(engine, Request(PROMPT, GREEDY, "stayed"))
     assert completion.token_ids == updates.trainer.at(1).greedy(PROMPT, 12)
     assert set(completion.weight_versions) == {1}
     kept = updates.trainer.tensors(1)
@@ -380,14 +383,14 @@ async def test_a_restarted_engine_gets_the_base_and_the_current_adapter_before_i
         trainer.version = 1
         await sync.publish()
         await manager.update_weights(sync)
-        running = asyncio.create_task(manager.scheduler.generate(PROMPT, LONG, "running"))
+        running = asyncio.create_task(generate(manager.scheduler, Request(PROMPT, LONG, "running")))
         trainer.version = 2
         await sync.publish()
         await manager.update_weights(sync)
         (engine,) = manager.engines
         assert isinstance(engine, WorkerHandle)
         os.kill(engine.pid, signal.SIGKILL)
-        new = await manager.scheduler.generate(PROMPT, GREEDY, "new")
+        new = await generate(manager.scheduler, Request(PROMPT, GREEDY, "new"))
         old = await running
         assert len(manager.failures) == 1
     assert new.token_ids == trainer.at(2).greedy(PROMPT, 12)

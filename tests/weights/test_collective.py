@@ -196,4 +196,4 @@ async def test_an_engine_waits_for_its_trainers_group_no_longer_than_told(
     with pytest.raises(InputError, match="worker-0: rank 4 is outside the process group of 2"):
         await engine._call("init_collective", 3, HERE, port, 2, 1, 0.5)
     with pytest.raises(WeightUpdateError, match="call init_collective before"):
-        await engine._call("update_weights_from_collective", 1.0)
+        await engine._call("receive_weights", "collective", "", 1.0)

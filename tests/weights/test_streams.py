@@ -33,6 +33,7 @@ from tests.weights.trainer import (
     version_runs,
 )
 from turnwise.config import SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import check_canary
@@ -281,7 +282,9 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
         trainer.perturb(0.05)
         sending = asyncio.to_thread(sender.send, version, trainer.tensors)
         await asyncio.gather(sending, link.update(ready, PATIENCE))
-        completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
+        completion = await generate(
+            ready, Request(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
+        )
         expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         assert set(completion.weight_versions) == {version}
@@ -310,7 +313,7 @@ async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weigh
         updating = asyncio.create_task(link.update(ready, PATIENCE))
         await asyncio.sleep(0.1)
         sampling = SamplingConfig(max_tokens=8)
-        before = await ready.generate(PROMPT, sampling, f"meanwhile-{attempt}")
+        before = await generate(ready, Request(PROMPT, sampling, f"meanwhile-{attempt}"))
         assert set(before.weight_versions) == {0}
         send = partial(asyncio.to_thread, sender.send, 5, trainer.tensors)
         completion = await completed_across(ready, 400, f"in-flight-{attempt}", send)
@@ -327,7 +330,7 @@ async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weigh
 
 
 async def assert_old_weights_serve(engine: WorkerHandle) -> None:
-    completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
+    completion = await generate(engine, Request(PROMPT, SamplingConfig(max_tokens=4), "after"))
     assert completion.weight_versions == [0] * len(completion.token_ids)
 
 
@@ -374,7 +377,9 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} .* chunk \d+ of \d+"):
         await link.update(ready, PATIENCE)
     process.join()
-    waiting = asyncio.create_task(ready.generate(PROMPT, SamplingConfig(max_tokens=4), "waits"))
+    waiting = asyncio.create_task(
+        generate(ready, Request(PROMPT, SamplingConfig(max_tokens=4), "waits"))
+    )
     done, _ = await asyncio.wait([waiting], timeout=0.5)
     assert not done  # half an update serves nobody
     link.close()

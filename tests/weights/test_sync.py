@@ -12,6 +12,7 @@ from tests.weights.links import free_port
 from tests.weights.ranks import Ranks
 from tests.weights.trainer import PROMPT, Model, open_collective
 from turnwise.config import SamplingConfig
+from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.canary import check_canary
@@ -35,7 +36,9 @@ async def assert_serves(engine: WorkerHandle, ranks: Ranks, version: int) -> Non
     """The weights of the ranks, under this version."""
     (prompt, expected), _ = await ranks.all("canary")
     await check_canary(engine, prompt, expected, 1e-4, version)
-    completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"v{version}")
+    completion = await generate(
+        engine, Request(PROMPT, SamplingConfig(max_tokens=4), f"v{version}")
+    )
     assert set(completion.weight_versions) == {version}
 
 
@@ -67,7 +70,7 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     (refused,) = await sync.check([ready])
     with pytest.raises(WeightUpdateError, match=r"worker-0: refused .* was not expected"):
         raise refused or AssertionError("it fits")
-    completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
+    completion = await generate(ready, Request(PROMPT, SamplingConfig(max_tokens=4), "after"))
     assert set(completion.weight_versions) == {served}
 
 
@@ -110,7 +113,7 @@ async def test_a_trainer_that_does_not_answer_is_named_in_time(
     (outcome,) = await sync.push([ready], "keep")
     assert isinstance(outcome, DeadlineError)
     assert str(outcome).startswith(who)
-    completion = await ready.generate(PROMPT, SamplingConfig(max_tokens=4), "after")
+    completion = await generate(ready, Request(PROMPT, SamplingConfig(max_tokens=4), "after"))
     assert set(completion.weight_versions) == {0}
     sender.close()
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.weights.trainer import PROMPT, Model, completed_across, version_runs
 from turnwise.config import SamplingConfig
-from turnwise.engine import Completion
+from turnwise.engine import Completion, Request, generate
 from turnwise.engine.protocol import InFlight
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
@@ -55,7 +55,9 @@ async def test_an_update_lands_whole_and_its_tokens_carry_its_version(
     for version in (1, 2, 3):
         trainer.perturb(0.05)
         await engine.update_weights(trainer.write(version))
-        completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
+        completion = await generate(
+            engine, Request(PROMPT, SamplingConfig(max_tokens=16), f"v{version}")
+        )
         expected = trainer.logprobs([*PROMPT, *completion.token_ids], len(PROMPT))
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         assert set(completion.weight_versions) == {version}
@@ -74,8 +76,9 @@ async def test_the_canary_sings_only_when_engine_and_trainer_agree(
     with pytest.raises(WeightUpdateError, match=r"version 4 .* differ .* by up to \d") as error:
         await check_canary(engine, trainer.canary, expected, 1e-3, 4)
     now = (
-        await engine.generate(
-            trainer.canary, SamplingConfig(max_tokens=1, prompt_logprobs=True), "now"
+        await generate(
+            engine,
+            Request(trainer.canary, SamplingConfig(max_tokens=1, prompt_logprobs=True), "now"),
         )
     ).prompt_logprobs
     assert now is not None
@@ -117,7 +120,9 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
     engine: WorkerHandle, trainer: Trainer
 ) -> None:
-    await engine.generate(PROMPT, SamplingConfig(max_tokens=1), "leaves its prefix in the cache")
+    await generate(
+        engine, Request(PROMPT, SamplingConfig(max_tokens=1), "leaves its prefix in the cache")
+    )
     trainer.perturb(0.0)
     old = copy.deepcopy(trainer.model)
     trainer.perturb(0.05)
@@ -134,7 +139,9 @@ async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
     assert completion.logprobs[second.start :] == pytest.approx(chosen, abs=1e-3)
 
     for cached in (0, 32):  # a later request is given nothing of the old weights'
-        later = await engine.generate(PROMPT, SamplingConfig(max_tokens=16), f"later-{cached}")
+        later = await generate(
+            engine, Request(PROMPT, SamplingConfig(max_tokens=16), f"later-{cached}")
+        )
         assert later.cached_tokens == cached
         expected = trainer.logprobs([*PROMPT, *later.token_ids], len(PROMPT))
         assert later.logprobs == pytest.approx(expected, abs=1e-4)
@@ -183,7 +190,9 @@ async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
     }
     with pytest.raises(WeightUpdateError, match=words[damage]):
         await engine.update_weights(manifest)
-    completion = await engine.generate(PROMPT, SamplingConfig(max_tokens=4), f"after-{damage}")
+    completion = await generate(
+        engine, Request(PROMPT, SamplingConfig(max_tokens=4), f"after-{damage}")
+    )
     assert completion.weight_versions == [0] * len(completion.token_ids)
 
 

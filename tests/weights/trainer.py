@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.plain_scoring import token_logprobs
 from turnwise.config import SamplingConfig
-from turnwise.engine import Completion
+from turnwise.engine import Completion, Request
 from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.gather import full_tensors
@@ -51,7 +51,7 @@ async def completed_across(
 ) -> Completion:
     """A request of so many tokens, which an update meets after its first ones if it is in time."""
     sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
-    chunks = engine.stream(PROMPT, sampling, name)
+    chunks = engine.stream(Request(PROMPT, sampling, name))
     begun: list[Chunk] = []
     while sum(len(chunk.token_ids) for chunk in begun) < 8:
         begun.append(await anext(chunks))

@@ -79,7 +79,7 @@ def chat_span(turn: int, temperature: float, max_tokens: int) -> Iterator[Span]:
 
     Example:
         with chat_span(0, 1.0, 64) as span:
-            completion = await engine.generate(...)
+            completion = await generate(engine, request)
             record_answer(span, 120, 17, "stop", version=3)
     """
     with _span("chat", "chat") as span:

@@ -5,8 +5,19 @@ from turnwise.engine.protocol import (
     Completion,
     Engine,
     Generator,
+    Request,
     Route,
     Sampling,
+    generate,
 )
 
-__all__ = ["Chunk", "Completion", "Engine", "Generator", "Route", "Sampling"]
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Engine",
+    "Generator",
+    "Request",
+    "Route",
+    "Sampling",
+    "generate",
+]

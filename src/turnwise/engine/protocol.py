@@ -6,6 +6,7 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -46,7 +47,7 @@ class Route:
     Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
 
     Example:
-        await scheduler.generate(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
+        request = Request(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
     """
 
     session: str = ""
@@ -57,12 +58,33 @@ class Route:
     """Name in `serving.adapters` of the adapter that samples; "" for the policy."""
 
 
+class Request(NamedTuple):
+    """A prompt, and how one completion of it is sampled.
+
+    Example:
+        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+        completion = await generate(engine, request)
+    """
+
+    prompt: Sequence[int]
+    """Token ids."""
+    sampling: Sampling
+    id: str
+    """Name, which no other unfinished request of the engine has."""
+    seed: int | None = None
+    """Seed of this request; None takes the sampling parameters' own, or the engine's."""
+    route: Route = Route()
+    whole: bool = False
+    """Whether no token is passed on before the last: then a request whose worker died can begin
+    again where it cannot be continued."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The next `T` tokens of a completion; `T` may be 0 in the last chunk only.
 
     Example:
-        async for chunk in engine.stream(prompt, sampling, "request-1"):
+        async for chunk in engine.stream(Request(prompt, sampling, "request-1")):
             print(chunk.token_ids, chunk.finish_reason)
     """
 
@@ -124,7 +146,7 @@ class Completion:
         EngineError: when tokens, log-probs and weight versions are not of one length.
 
     Example:
-        completion = await engine.generate(prompt, sampling, "request-1")
+        completion = await generate(engine, Request(prompt, sampling, "request-1"))
         for token, logprob in zip(completion.token_ids, completion.logprobs):
             ...
     """
@@ -196,29 +218,15 @@ class Generator(Protocol):
     """A source of completions: an engine, or the scheduler of many.
 
     Example:
-        completion = await generator.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+        completion = await generate(generator, request)
     """
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> Completion:
-        """Sample one completion, whatever `sampling.n` is. Cancelling aborts the request."""
-        ...
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Sample one completion, whatever `sampling.n` is, `STREAM_INTERVAL` tokens at a time.
 
-    def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Sample one completion, `STREAM_INTERVAL` tokens at a time. Closing the stream aborts."""
+        Closing the stream aborts it.
+        """
         ...
 
 
@@ -227,7 +235,7 @@ class Engine(Generator, Protocol):
 
     Example:
         await engine.update_weights(manifest, in_flight="keep")
-        completion = await engine.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+        completion = await generate(engine, Request([5, 6, 7], SamplingConfig(), "request-1"))
     """
 
     name: str
@@ -323,7 +331,20 @@ class Engine(Generator, Protocol):
     async def shutdown(self) -> None: ...
 
 
-async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
+async def generate(generator: Generator, request: Request) -> Completion:
+    """Sample one completion. Cancelling aborts the request.
+
+    Raises:
+        EngineError: when it failed, or ended without a finish reason.
+
+    Example:
+        completion = await generate(engine, Request([5, 6, 7], config.sampling, "request-1"))
+    """
+    async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
+        return await collect(chunks, request.id)
+
+
+async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
     """Join a stream's chunks into one completion.
 
     Raises:
@@ -340,7 +361,7 @@ async def collect(chunks: AsyncIterator[Chunk], name: str) -> Completion:
         logprobs += last.logprobs
         versions += last.weight_versions
     if last is None or last.finish_reason is None:
-        raise EngineError(f"{name} ended a request without an answer")
+        raise EngineError(f"{request_id} ended without an answer")
     return Completion(
         token_ids,
         logprobs,

@@ -1,19 +1,27 @@
 """vLLM's asynchronous engine behind the `Engine` protocol: the same class on a CPU and on GPUs.
 
 The engine computes in a child process that a fork server starts; this object belongs to the event
-loop of its caller. Log-probs are those of the processed distribution (after temperature, top-p
-and top-k), the one that the tokens were drawn from.
+loop of its caller. Log-probs are those of the processed distribution (after temperature, top-p and
+top-k), the one that the tokens were drawn from. Weights are loaded while requests are paused; the
+adapter of a version is loaded beside those of earlier versions, and pauses nothing.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from typing import TYPE_CHECKING, Literal
 
-from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
+from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
-from turnwise.core.deadlines import StallClock
+from turnwise.core.deadlines import StallClock, deadline
+from turnwise.core.json_types import JsonObject
 from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
 from turnwise.engine.adapters import NO_ADAPTERS, POLICY, EngineAdapters, key_of
 from turnwise.engine.logits_processors import (
@@ -25,30 +33,33 @@ from turnwise.engine.logits_processors import (
     with_request,
 )
 from turnwise.engine.protocol import (
+    PAUSE_MODES,
     VLLM_METRICS,
     Chunk,
-    Completion,
+    InFlight,
     PauseMode,
-    Route,
-    Sampling,
-    collect,
+    Request,
+    WeightUpdate,
 )
 from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.vllm_requests import make_chunk, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
-from turnwise.engine.vllm_updates import UpdatableEngine
-from turnwise.errors import EngineError, InputError
+from turnwise.engine.worker_calls import call_workers
+from turnwise.errors import EngineError, InputError, WeightUpdateError, text_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.engine.vllm_api import SamplingParams
+    from turnwise.engine.vllm_api import SamplingParams, TokensInput
 
+_POLL_SECONDS = 0.01
+_GRACE_SECONDS = 5.0
+"""Time after the workers' own deadlines, whose errors are more specific."""
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
 
-class VllmEngine(UpdatableEngine):
+class VllmEngine:
     """One vLLM engine.
 
     Args:
@@ -68,7 +79,7 @@ class VllmEngine(UpdatableEngine):
 
     Example:
         engine = VllmEngine(config.model, config.engine)
-        completion = await engine.generate([5, 6, 7], config.sampling, "request-1")
+        completion = await generate(engine, Request([5, 6, 7], config.sampling, "request-1"))
         await engine.shutdown()
     """
 
@@ -119,39 +130,22 @@ class VllmEngine(UpdatableEngine):
         self._llm = start_llm(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> Completion:
-        stream = self.stream(prompt_token_ids, sampling, request_id, seed, route)
-        async with aclosing(stream) as chunks:
-            return await collect(chunks, self.name)
-
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        params = sampling_params(sampling, seed)
-        await self._settle_processors(params, request_id)
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        params = sampling_params(request.sampling, request.seed)
+        await self._settle_processors(params, request.id)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
-        name = route.adapter if route is not None else POLICY
         run = self._token_chunks if self._streams.take(params) else self._frontend_chunks
-        with self._adapters.using(name, request_id) as adapter, self._running(request_id):
-            pieces = run(list(prompt_token_ids), params, request_id, adapter)
-            async with aclosing(pieces) as chunks:
+        with (
+            self._adapters.using(request.route.adapter, request.id) as adapter,
+            self._running(request.id),
+        ):
+            inputs = self._vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
+            async with aclosing(run(inputs, params, request.id, adapter)) as chunks:
                 async for chunk in chunks:
                     if is_unsampled(chunk.logprobs):
-                        who = f"request {request_id} on {self.name}"
-                        raise failed(who, await self._processor_failure(request_id))
+                        who = f"request {request.id} on {self.name}"
+                        raise failed(who, await self._processor_failure(request.id))
                     yield chunk
 
     async def load_adapters(self) -> None:
@@ -198,13 +192,12 @@ class VllmEngine(UpdatableEngine):
 
     async def _token_chunks(
         self,
-        prompt: list[int],
+        inputs: "TokensInput",
         params: "SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a request of nothing but tokens."""
-        inputs = self._vllm.tokens_input(prompt, cache_salt=self._cache_salt)
         stream = await self._streams.open(inputs, params, request_id, adapter)
         try:
             finished = False
@@ -218,7 +211,7 @@ class VllmEngine(UpdatableEngine):
 
     async def _frontend_chunks(
         self,
-        prompt: list[int],
+        inputs: "TokensInput",
         params: "SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
@@ -226,7 +219,6 @@ class VllmEngine(UpdatableEngine):
         """Yield the chunks of a request that needs vLLM's frontend, which gets every token."""
         vllm = self._vllm
         interval, params.stream_interval = params.stream_interval or 1, 1
-        inputs = vllm.tokens_input(prompt, cache_salt=self._cache_salt)
         sampled, few = 0, None
         first: float | None = None
         lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
@@ -310,6 +302,159 @@ class VllmEngine(UpdatableEngine):
             if await self._llm.is_sleeping():
                 return
         self._restart_clock()
+
+    async def check_update(self, manifest: WeightUpdate) -> list[str]:
+        async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
+            replies = await self._ask("check_update", manifest.to_dict())
+        return [reply["device"] for reply in replies]
+
+    async def update_weights(
+        self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
+    ) -> int:
+        seconds = timeout or self._timeout
+        opening = ("open_update", manifest.to_dict(), seconds)
+        return await self._load(f"weight update {manifest.version}", opening, seconds, in_flight)
+
+    async def prepare_refit_info(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
+    ) -> None:
+        plain = {
+            name: (tuple(shape), str(dtype).removeprefix("torch."))
+            for name, (shape, dtype) in state_dict_info.items()
+        }
+        async with self._deadline("preparing for weight updates", self._timeout):
+            await self._ask("expect_tensors", plain)
+
+    async def init_collective(
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout: float | None = None,
+    ) -> None:
+        seconds = timeout or self._timeout
+        async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
+            await self._ask(
+                "join_collective", rank_prefix, ip, port, world_size, train_world_size, seconds
+            )
+
+    async def receive_weights(
+        self,
+        transport: Literal["ipc", "collective"],
+        address: str = "",
+        timeout: float | None = None,
+        in_flight: InFlight = "keep",
+    ) -> None:
+        """Load the weights that an `IpcSender` sends, or that the trainer broadcasts.
+
+        Args:
+            address: The sender's; "" takes the device's own, and there is none for a broadcast.
+
+        Raises:
+            WeightUpdateError, DeadlineError: as `update_weights` does.
+        """
+        seconds = timeout or self._timeout
+        opening = ("open_stream", transport, address, seconds)
+        await self._load(f"an update by {transport}", opening, seconds, in_flight)
+
+    async def _load(
+        self, what: str, opening: tuple[object, ...], seconds: float, in_flight: InFlight
+    ) -> int:
+        """Open an update in all workers, and load it; requests run until its first chunk arrives.
+
+        Args:
+            opening: The worker's method that opens the update, and its arguments.
+
+        Returns:
+            The version that was loaded.
+        """
+        async with self._deadline(what, seconds + _GRACE_SECONDS):
+            try:
+                method, *args = opening
+                offers = await self._ask(str(method), *args)
+                while not all(offers):
+                    await asyncio.sleep(_POLL_SECONDS)
+                    offers = await self._ask("poll_update")
+                versions = {offer["version"] for offer in offers}
+                if len(versions) > 1:
+                    raise WeightUpdateError(f"{self.name} was offered versions {versions} at once")
+                version = int(versions.pop())
+                if self._adapters.trained is not None:
+                    loaded = await self._load_adapter(version, in_flight)
+                else:
+                    async with self._swapping(version, in_flight):
+                        loaded = await self._ask("load_update")
+                if not all(reply["ended"] for reply in loaded):
+                    # A step behind: workers answer between two steps of the engine.
+                    await self._ask("end_update", "")
+                return version
+            except BaseException as error:
+                with suppress(Exception):  # the first error is the one to report
+                    async with asyncio.timeout(_GRACE_SECONDS):
+                        await self._ask("end_update", text_of(error))
+                raise
+
+    async def _load_adapter(self, version: int, in_flight: InFlight) -> list[JsonObject]:
+        """Load the open update as the adapter of new requests; those in flight keep theirs.
+
+        Their adapter is removed early only with `abort`, or if an engine would hold more than
+        `VERSIONS` of them: its requests then end with finish reason `abort`, as in other updates.
+        """
+        adapter = self._adapters.new(POLICY, version)
+        try:
+            loaded = await self._ask("load_adapter", adapter.number, self._adapters.trained)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                await self._ask("remove_adapter", adapter.number)
+            raise
+        self._adapters.add(POLICY, adapter)  # before others are aborted: they go on with this one
+        for old in self._adapters.excess():
+            await self._drop(old)
+        if in_flight == "abort":
+            for old in self._adapters.older:
+                await self._abort(old)
+        return loaded
+
+    async def _drop(self, adapter: LoadedAdapter) -> None:
+        """Abort the requests of an adapter, and remove it, in this order: vLLM cannot compute a
+        request whose adapter is missing."""
+        await self._abort(adapter)
+        await self._ask("remove_adapter", adapter.number)
+
+    async def _abort(self, adapter: LoadedAdapter) -> None:
+        await self._streams.abort(adapter.users)
+        await self._llm.abort(list(adapter.users))
+
+    async def _ask(self, method: str, *args: object) -> list[JsonObject]:
+        return await call_workers(self._llm, self.name, method, *args)
+
+    @asynccontextmanager
+    async def _swapping(self, version: int, in_flight: InFlight = "keep") -> AsyncIterator[None]:
+        """Pause requests in flight around the loading of weights, and resume them under `version`.
+
+        A failure leaves the engine paused: it must not serve half an update.
+        """
+        keep_cache = in_flight == "keep_cache"
+        await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        if keep_cache:
+            self._cache_salt = f"weights {version}"
+        with self._clock.held():
+            yield
+            try:
+                await self._llm.update_weight_version(str(version))
+            except self._vllm.EngineDeadError as error:
+                raise EngineError(f"{self.name} died during a weight update") from error
+            await self._llm.resume_generation()
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._clock.moved()
+        self._clock.stopped = False
+
+    def _deadline(self, what: str, seconds: float) -> AbstractAsyncContextManager[None]:
+        return deadline(seconds, f"{self.name} did not finish {what}")
 
     async def device_ids(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""

@@ -16,7 +16,14 @@ from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Completion, Generator, Route, TurnTimes
+from turnwise.engine.protocol import (
+    Completion,
+    Generator,
+    Request,
+    Route,
+    TurnTimes,
+    generate,
+)
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
@@ -93,7 +100,7 @@ class RolloutContext:
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
     """Backend of the user's chat scheduler; None if there is none."""
-    route: Route | None = None
+    route: Route = Route()
     """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
     the choice free."""
     seed: int | None = None
@@ -260,13 +267,10 @@ class RolloutContext:
             waiting(f"turn {turn} of {self.request_id}", "answer"),
             chat_span(turn, sampling.temperature, sampling.max_tokens) as span,
         ):
-            completion = await self.engine.generate(
-                prompt_token_ids,
-                sampling,
-                f"{self.request_id}-{turn}",
-                None if self.seed is None else stable_seed(self.seed, turn),
-                self.route,
-            )
+            seed = None if self.seed is None else stable_seed(self.seed, turn)
+            name = f"{self.request_id}-{turn}"
+            request = Request(prompt_token_ids, sampling, name, seed, self.route)
+            completion = await generate(self.engine, request)
             sampled, version = (
                 len(completion.token_ids),
                 max(completion.weight_versions, default=-1),

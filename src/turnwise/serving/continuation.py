@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 
 from turnwise.config import SamplingConfig
-from turnwise.engine.protocol import Chunk, Sampling
+from turnwise.engine.protocol import Chunk, Request, Sampling
 
 _PER_REQUEST = (
     "stop",
@@ -20,18 +20,19 @@ _PER_REQUEST = (
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
 
-def remaining(sampling: Sampling, sampled: int, seed: int | None = None) -> "Sampling | None":
-    """Return the sampling parameters for the rest of a turn, after `sampled` of its tokens.
+def remaining(request: Request, sampled: int) -> Sampling | None:
+    """Return the sampling parameters for the rest of a request, after `sampled` of its tokens.
 
     None if the remaining tokens depend on the earlier ones in a way that a new request cannot
     reproduce (seed, stop strings, penalties, grammar): the turn has to restart.
 
     Example:
-        remaining(SamplingConfig(max_tokens=20), 16)  # max_tokens=4
+        remaining(Request([5, 6], SamplingConfig(max_tokens=20), "r1"), 16)  # max_tokens=4
     """
+    sampling = request.sampling
     if sampled == 0:
         return sampling
-    if seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
+    if request.seed is not None or any(getattr(sampling, name, None) for name in _PER_REQUEST):
         return None
     changes: dict[str, object] = {
         "max_tokens": sampling.max_tokens - sampled,

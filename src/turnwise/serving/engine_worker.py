@@ -16,7 +16,7 @@ from turnwise import errors
 from turnwise.config import Config, EngineConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
-from turnwise.engine.protocol import Chunk, Route, Sampling
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.weights import BACKEND, WORKER_EXTENSION
@@ -30,8 +30,6 @@ HEARTBEAT_SECONDS = 10.0
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
 
-Submission = tuple[str, list[int], Sampling, int | None, str]
-"""A request's id, its prompt's token ids, its sampling parameters, its seed and its adapter."""
 Event = tuple[str, Chunk | Exception]
 """A request's id, and its next chunk or the error that ended it."""
 
@@ -42,13 +40,17 @@ class Mailbox:
     When the process closes its channel, or dies, its requests are cancelled.
 
     Args:
-        run: Runs a request: gets the mailbox, then what a `Submission` contains.
+        run: Runs a request: gets the mailbox and the request.
 
     Example:
         address = await listen(host, lambda channel: Mailbox(channel, run))
     """
 
-    def __init__(self, channel: Channel, run: Callable[..., Coroutine[None, None, None]]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]",
+    ) -> None:
         self._channel, self._run = channel, run
         self._events: list[Event] = []
         self._requests: dict[str, asyncio.Task[None]] = {}
@@ -70,15 +72,15 @@ class Mailbox:
         """Begin requests, and end those whose results are no longer needed.
 
         Args:
-            requests: A pickled `Submission` by its id; it may not be readable in this process.
+            requests: Pickled requests by their ids, which may not be readable in this process.
         """
         for name, packed in requests.items():
             try:
-                request: Submission = pickle.loads(packed)
+                request: Request = pickle.loads(packed)
             except Exception as error:
                 self.add(name, EngineError(f"the request {name} cannot be read: {error!r}"))
                 continue
-            task = asyncio.create_task(self._run(self, *request))
+            task = asyncio.create_task(self._run(self, request))
             self._requests[name] = task
             task.add_done_callback(partial(self._ended, name))
         for request_id in cancelled:
@@ -212,26 +214,16 @@ class EngineWorker:
     def _open_mailbox(self, channel: Channel) -> None:
         Mailbox(channel, self._run)
 
-    async def _run(
-        self,
-        mailbox: Mailbox,
-        request_id: str,
-        prompt: list[int],
-        sampling: Sampling,
-        seed: int | None,
-        adapter: str,
-    ) -> None:
+    async def _run(self, mailbox: Mailbox, request: Request) -> None:
         ended = False
         try:
-            route = Route(adapter=adapter)
-            stream = self._engine.stream(prompt, sampling, request_id, seed, route)
-            async with aclosing(stream) as chunks:
+            async with aclosing(self._engine.stream(request)) as chunks:
                 async for chunk in chunks:
-                    mailbox.add(request_id, chunk)
+                    mailbox.add(request.id, chunk)
                     ended = chunk.finish_reason is not None
             if not ended:  # the caller waits without a deadline
-                raise EngineError(f"{self._name} ended request {request_id} without a reason")
+                raise EngineError(f"{self._name} ended request {request.id} without a reason")
         except Exception as error:
             # An error of another type, such as a subclass, may not be readable in another process.
             known = isinstance(error, TurnwiseError) and type(error).__module__ == errors.__name__
-            mailbox.add(request_id, error if known else EngineError(f"{self._name}: {error!r}"))
+            mailbox.add(request.id, error if known else EngineError(f"{self._name}: {error!r}"))

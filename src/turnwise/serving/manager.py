@@ -45,7 +45,8 @@ class AsyncLLMServerManager:
         start = WorkerStarter(config, gpus=1.0)
         manager = AsyncLLMServerManager(start, config.serving, config.weights, turn_timeout=60.0)
         async with manager.running():
-            completion = await manager.scheduler.generate([1, 2, 3], config.sampling, "request-0")
+            request = Request([1, 2, 3], config.sampling, "request-0")
+            completion = await generate(manager.scheduler, request)
     """
 
     def __init__(

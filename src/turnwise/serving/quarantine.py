@@ -55,7 +55,7 @@ class Quarantine:
             return
         if (left := until - asyncio.get_running_loop().time()) > 0:
             raise EngineError(
-                f"{turn.request_id} is refused for another {left:.0f} s: the same prompt and "
+                f"{turn.request.id} is refused for another {left:.0f} s: the same prompt and "
                 "sampling crashed two workers"
             )
         del self._until[digest]
@@ -65,7 +65,7 @@ class Quarantine:
         self._until[_digest(turn)] = asyncio.get_running_loop().time() + _SECONDS
         if len(self._until) > _MOST_DIGESTS:
             self._until.popitem(last=False)
-        ended = f"{turn.request_id} crashed {len(turn.deaths)} workers ({names_of(turn.deaths)})"
+        ended = f"{turn.request.id} crashed {len(turn.deaths)} workers ({names_of(turn.deaths)})"
         logger.warning("%s and is refused for %g s", ended, _SECONDS)
         return EngineError(f"{ended} and is not retried")
 
@@ -76,7 +76,7 @@ class Quarantine:
             DeadlineError: when the suspect that is running makes no progress.
         """
         async with self._progress.watching(
-            f"{turn.request_id}, during which workers died, could not be retried alone: the retry "
+            f"{turn.request.id}, during which workers died, could not be retried alone: the retry "
             "of another request made no progress"
         ):
             await self._alone.acquire()
@@ -93,5 +93,6 @@ class Quarantine:
 
 def _digest(turn: Turn) -> bytes:
     """Return a digest of everything in a request that may crash a worker."""
-    text = repr((turn.sampling, turn.seed)).encode()
-    return hashlib.blake2b(array.array("q", turn.prompt).tobytes() + text, digest_size=16).digest()
+    prompt, sampling, _, seed, *_ = turn.request
+    whole = array.array("q", prompt).tobytes() + repr((sampling, seed)).encode()
+    return hashlib.blake2b(whole, digest_size=16).digest()

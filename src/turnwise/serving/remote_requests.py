@@ -9,14 +9,14 @@ import contextlib
 import logging
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 from turnwise.core.deadlines import StallClock
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import Chunk, Route, Sampling
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Channel, ChannelError
-from turnwise.serving.engine_worker import Event, Submission
+from turnwise.serving.engine_worker import Event
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RemoteRequests(ABC):
     def __init__(self, name: str, patience: float) -> None:
         self.name = name
         self._inboxes: dict[str, asyncio.Queue[Chunk | Exception]] = {}
-        self._outbox: list[Submission] = []
+        self._outbox: list[Request] = []
         self._cancelled: list[str] = []
         self._failure: str | None = None
         """Reason why no request is accepted any more; None while they are."""
@@ -62,22 +62,14 @@ class RemoteRequests(ABC):
     async def _ask(self) -> None:
         """Raise an error if the worker is dead, with its cause, or `DeadlineError`."""
 
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._failure is not None:
             raise EngineError(self._failure)
-        if request_id in self._inboxes:
-            raise EngineError(f"{self.name} already runs a request {request_id}")
+        if request.id in self._inboxes:
+            raise EngineError(f"{self.name} already runs a request {request.id}")
         inbox: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        self._inboxes[request_id] = inbox
-        adapter = route.adapter if route is not None else ""
-        self._submit((request_id, list(prompt_token_ids), sampling, seed, adapter))
+        self._inboxes[request.id] = inbox
+        self._submit(request)
         ended = False
         try:
             while not ended:
@@ -88,16 +80,16 @@ class RemoteRequests(ABC):
                 ended = event.finish_reason is not None
                 yield event
         finally:
-            if self._inboxes.get(request_id) is inbox:  # else its channel was lost
-                del self._inboxes[request_id]
+            if self._inboxes.get(request.id) is inbox:  # else its channel was lost
+                del self._inboxes[request.id]
                 self._clock.stopped = not self._inboxes
                 if not ended:
-                    self._cancel(request_id)
+                    self._cancel(request.id)
 
-    def _submit(self, submission: Submission) -> None:
+    def _submit(self, request: Request) -> None:
         if not self._outbox and not self._cancelled:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(submission)
+        self._outbox.append(request)
         if len(self._outbox) >= _BATCH:
             self._flush()
         self._clock.stopped = False
@@ -128,14 +120,13 @@ class RemoteRequests(ABC):
         batch, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
         packed: dict[str, bytes] = {}
-        for submission in batch:
-            name = submission[0]
-            if name in cancelled:
+        for request in batch:
+            if request.id in cancelled:
                 continue
             try:  # each by itself, so that what cannot be sent or read fails alone
-                packed[name] = pickle.dumps(submission, pickle.HIGHEST_PROTOCOL)
+                packed[request.id] = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
             except Exception as error:
-                if (inbox := self._inboxes.get(name)) is not None:
+                if (inbox := self._inboxes.get(request.id)) is not None:
                     inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
         if packed or cancelled:
             self._channel.send((packed, cancelled))

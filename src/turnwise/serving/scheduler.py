@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from turnwise.config import SamplingConfig, ServingConfig
+from turnwise.config import ServingConfig
 from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import Chunk, Completion, Engine, Route, Sampling, collect
+from turnwise.engine.protocol import Chunk, Engine, Request
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.continuation import remaining, unfinished
@@ -44,7 +44,7 @@ class Scheduler:
     Example:
         scheduler = Scheduler(ServingConfig(), turn_timeout=60.0)
         scheduler.add("worker-0", engine)
-        completion = await scheduler.generate([1, 2, 3], SamplingConfig(), "request-0")
+        completion = await generate(scheduler, Request([1, 2, 3], config.sampling, "request-0"))
     """
 
     def __init__(self, serving: ServingConfig, turn_timeout: float) -> None:
@@ -155,35 +155,15 @@ class Scheduler:
         for follower in self._followers:
             follower.close(why)
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> Completion:
-        chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route, whole=True)
-        return await collect(chunks, request_id)
-
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-        *,
-        whole: bool = False,
-    ) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion; see `Generator.stream`.
 
-        Args:
-            whole: Return no chunk of a turn that may have to restart before its end, so that it
-                can; for callers who pass nothing on before that.
+        No chunk of a whole request that may have to restart is returned before its end.
         """
-        turn = self._begin(prompt_token_ids, sampling, request_id, seed, route)
-        held = whole and remaining(sampling, 1, seed) is None
+        turn = Turn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
+        self.events["turns"] += 1
+        self._quarantine.check(turn)
+        held = request.whole and remaining(request, 1) is None
         while True:
             chunks: list[Chunk] = []
             try:
@@ -197,27 +177,12 @@ class Scheduler:
                 if held:
                     continue
                 raise EngineError(
-                    f"the worker of {request_id} failed, and a streamed answer with a seed, "
+                    f"the worker of {request.id} failed, and a streamed answer with a seed, "
                     "stop strings, penalties or a grammar cannot be continued elsewhere"
                 ) from None
             for chunk in chunks:
                 yield chunk
             return
-
-    def _begin(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None,
-        route: Route | None,
-    ) -> Turn:
-        weight = 1 + len(prompt_token_ids) / TOKENS_PER_REQUEST
-        prompt = list(prompt_token_ids)
-        turn = Turn(request_id, prompt, sampling, seed, route or Route(), weight)
-        self.events["turns"] += 1
-        self._quarantine.check(turn)
-        return turn
 
     async def _run(self, turn: Turn) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a turn, from one worker or several.
@@ -229,11 +194,7 @@ class Scheduler:
         while True:
             async with self._on_worker(turn) as worker:
                 try:
-                    prompt = turn.prompt + turn.sampled if turn.sampled else turn.prompt
-                    stream = worker.engine.stream(
-                        prompt, turn.rest, turn.attempt_id, turn.seed, turn.route
-                    )
-                    async with aclosing(stream) as chunks:
+                    async with aclosing(worker.engine.stream(turn.attempt())) as chunks:
                         async for chunk in chunks:
                             self._note(turn, worker, chunk)
                             if chunk.finish_reason is None:
@@ -247,7 +208,7 @@ class Scheduler:
                     self.events["aborted_by_update"] += 1
                 except (EngineError, DeadlineError) as error:
                     await self._handle_failure(turn, worker, error)
-            rest = remaining(turn.sampling, len(turn.sampled), turn.seed)
+            rest = remaining(turn.request, len(turn.sampled))
             if rest is None:
                 turn.restart()
                 raise _MustRestart
@@ -275,10 +236,10 @@ class Scheduler:
         if alone:
             await self._quarantine.begin_alone(turn)
         try:
-            worker = await self._schedule(turn.route, turn.request_id)
+            worker = await self._schedule(turn.request)
             # A worker that was dead before this turn arrived did not die of it.
             while turn.deaths and not await self._is_alive(worker):
-                worker = await self._schedule(turn.route, turn.request_id)
+                worker = await self._schedule(turn.request)
             worker.running.add(turn)
             self._router.add_load(worker, turn.weight, clock())
             try:
@@ -290,23 +251,20 @@ class Scheduler:
             if alone:
                 self._quarantine.end_alone()
 
-    async def _schedule(self, route: Route, request_id: str) -> Worker:
+    async def _schedule(self, request: Request) -> Worker:
         """Choose a worker.
 
         Raises:
             DeadlineError: when none was usable in time.
         """
         if not self._router.usable:
-            await self._wait_for_worker(request_id)
-        return self._router.schedule(route)
-
-    async def _wait_for_worker(self, request_id: str) -> None:
-        async with deadline(self._turn_timeout, f"{request_id} found no live worker"):
-            while not self._router.usable:
-                if self._closed:
-                    raise EngineError(f"{request_id} has no worker left: {self._closed}")
-                self._changed.clear()
-                await self._changed.wait()
+            async with deadline(self._turn_timeout, f"{request.id} found no live worker"):
+                while not self._router.usable:
+                    if self._closed:
+                        raise EngineError(f"{request.id} has no worker left: {self._closed}")
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._router.schedule(request.route)
 
     async def _handle_failure(
         self, turn: Turn, worker: Worker, error: EngineError | DeadlineError
@@ -327,16 +285,16 @@ class Scheduler:
             turn.failures += 1
         if (losses := len(turn.deaths) + turn.cuts) > self._serving.max_continuations:
             raise EngineError(
-                f"{turn.request_id} failed on {losses} workers; the last: {error}"
+                f"{turn.request.id} failed on {losses} workers; the last: {error}"
             ) from error
         if turn.failures >= _MAX_FAILURES:
             raise type(error)(
-                f"{turn.request_id} failed {turn.failures} times on healthy workers; "
+                f"{turn.request.id} failed {turn.failures} times on healthy workers; "
                 f"the last: {error}"
             ) from error
         outcome = "moved"
         if turn.sampled:
-            rest = remaining(turn.sampling, len(turn.sampled), turn.seed)
+            rest = remaining(turn.request, len(turn.sampled))
             outcome = "restarted" if rest is None else "continued"
         worker.failed_turns[outcome] += 1
         self.events[outcome] += 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 import torch
 
 from turnwise.config import SamplingConfig
-from turnwise.engine.protocol import collect
+from turnwise.engine.protocol import Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.engine_worker import EngineWorker
 
@@ -124,11 +124,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
         versions: list[int] = []
         truncated = True
         if room > 0:
-            stream = self._engine.stream(
-                prompt, sampling.within(room), f"{self._name}-{os.urandom(8).hex()}"
-            )
-            async with aclosing(stream) as chunks:
-                completion = await collect(chunks, self._name)
+            name = f"{self._name}-{os.urandom(8).hex()}"
+            completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
             token_ids, logprobs = completion.token_ids, completion.logprobs
             versions = completion.weight_versions
             truncated = completion.finish_reason != "stop"
@@ -195,7 +192,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         Raises the errors of the engine's method.
         """
-        await self._engine.update_weights_via_ipc_zmq(in_flight=self._config.weights.in_flight)
+        await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
@@ -203,7 +200,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
 
         Raises the errors of the engine's method.
         """
-        await self._engine.update_weights_from_collective(in_flight=self._config.weights.in_flight)
+        in_flight = self._config.weights.in_flight
+        await self._engine.receive_weights("collective", in_flight=in_flight)
         return True
 
     async def reset_prefix_cache_async(self) -> None:

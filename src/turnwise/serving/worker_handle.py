@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from turnwise.config import NO_DEADLINE, Config, SamplingConfig
+from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import ActorHandle, killed_on_failure, may_be_alive
 from turnwise.core.deadlines import deadline
-from turnwise.engine.protocol import (
-    Completion,
-    InFlight,
-    PauseMode,
-    Route,
-    WeightUpdate,
-    collect,
-)
+from turnwise.engine.protocol import InFlight, PauseMode, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
 from turnwise.serving.engine_worker import HEARTBEAT_SECONDS
@@ -58,7 +51,7 @@ class WorkerHandle(RemoteRequests):
 
     Example:
         worker = await WorkerHandle.start(config, name="worker-0", num_gpus=1)
-        completion = await worker.generate([1, 2, 3], config.sampling, "request-0")
+        completion = await generate(worker, Request([1, 2, 3], config.sampling, "request-0"))
         await worker.shutdown()
     """
 
@@ -127,17 +120,6 @@ class WorkerHandle(RemoteRequests):
     def attach(cls, actor: RayActor, name: str, config: Config) -> "WorkerHandle":
         """Use the actor of a worker that another process holds."""
         return cls(ActorHandle(actor, name, EngineError), config)
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> Completion:
-        chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route)
-        return await collect(chunks, self.name)
 
     async def _open(self) -> Channel:
         seconds = self._timeout + _GRACE_SECONDS

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from turnwise.engine.protocol import Engine, Route, Sampling
+from turnwise.engine.protocol import Engine, Request, Sampling
 
 
 class Supervisor(Protocol):
@@ -54,13 +54,7 @@ class Follower(Protocol):
 class Turn:
     """One request to the scheduler; it may run on several workers, one after another."""
 
-    request_id: str
-    prompt: list[int]
-    """Token ids."""
-    sampling: Sampling
-    """Sampling parameters of the whole turn."""
-    seed: int | None
-    route: Route
+    request: Request
     weight: float
     """Load that the turn adds to its worker."""
     rest: Sampling = field(init=False)
@@ -81,13 +75,18 @@ class Turn:
     """Seconds in the first worker's queue; None if they are not known."""
 
     def __post_init__(self) -> None:
-        self.rest = self.sampling
+        self.rest = self.request.sampling
 
-    @property
-    def attempt_id(self) -> str:
-        """Request id of the next attempt; an engine may still know that of an earlier one."""
+    def attempt(self) -> Request:
+        """Return the request of the next attempt, which samples the rest."""
         attempts = len(self.deaths) + self.failures + self.cuts + self.aborts
-        return f"{self.request_id}~{attempts}" if attempts else self.request_id
+        if not attempts:
+            return self.request
+        return self.request._replace(
+            prompt=[*self.request.prompt, *self.sampled],
+            sampling=self.rest,
+            id=f"{self.request.id}~{attempts}",  # an engine may still know that of an earlier one
+        )
 
     @property
     def is_suspect(self) -> bool:
@@ -98,7 +97,7 @@ class Turn:
         """Discard the sampled tokens."""
         self.sampled.clear()
         self.first_token_at = None
-        self.rest = self.sampling
+        self.rest = self.request.sampling
 
 
 @dataclass(slots=True, eq=False)

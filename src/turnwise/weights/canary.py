@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnwise.config import SamplingConfig
-from turnwise.engine.protocol import Engine
+from turnwise.engine.protocol import Engine, Request, generate
 from turnwise.errors import WeightUpdateError
 
 _LENGTH = 32
@@ -55,7 +55,7 @@ async def check_canary(
     Example:
         mean, largest = await check_canary(engine, prompt, logprobs, 1e-3, version=4)
     """
-    completion = await engine.generate(prompt_token_ids, _SAMPLING, f"canary-{version}")
+    completion = await generate(engine, Request(prompt_token_ids, _SAMPLING, f"canary-{version}"))
     if others := set(completion.weight_versions) - {version}:
         raise WeightUpdateError(
             f"after the update to version {version} the engine samples from version {others.pop()}"

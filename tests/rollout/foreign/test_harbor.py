@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import audit

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 import turnwise
 from tests.conftest import ROOT, command_environment, python
 from tests.rollout.foreign.plain_openenv import plain_server
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code
-from turnwise.engine.protocol import Completion
-from turnwise.engine.simulated import SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import load_environment
@@ -148,17 +147,10 @@ class Scripted(SimulatedEngine):
         end = tokenizer.eos_token_id
         self.answers = [[*tokenizer.encode(t, add_special_tokens=False), end] for t in texts]
 
-    async def generate(self, prompt_token_ids: Any, *call: Any) -> Completion:
-        made = await super().generate(prompt_token_ids, *call)
-        turn = int(call[1].rpartition("-")[2])
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        turn = int(request.id.rpartition("-")[2])
         ids = self.answers[min(turn, len(self.answers) - 1)]
-        return replace(
-            made,
-            token_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            weight_versions=[0] * len(ids),
-            finish_reason="stop",
-        )
+        yield Chunk(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine import Completion
+from turnwise.engine import Completion, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import EngineError, InputError, WeightUpdateError
 from turnwise.serving.colocated.engine import colocated_engine, on_actors
@@ -164,7 +164,9 @@ async def engine(trainer: Any, build_engine: Callable[..., VllmEngine]) -> Async
 
 
 async def assert_same_model(engine: Any, trainer: Any, version: int) -> Completion:
-    completion: Completion = await engine.generate(PROMPT, SHORT, f"same-{version}-{time.time()}")
+    completion: Completion = await generate(
+        engine, Request(PROMPT, SHORT, f"same-{version}-{time.time()}")
+    )
     expected = await trainer.logprobs.remote([*PROMPT, *completion.token_ids], len(PROMPT))
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
     assert completion.weight_versions == [version] * 16
@@ -203,7 +205,7 @@ async def test_training_goes_as_it_would_without_vllm(
     engine: VllmEngine, trainer: Any, model_path: str
 ) -> None:
     await trainer.train.remote()
-    await engine.generate(PROMPT, SHORT, "between")
+    await generate(engine, Request(PROMPT, SHORT, "between"))
     await trainer.train.remote()
     alone = Trainer.remote(model_path)
     version, _ = await trainer.fingerprint.remote()
@@ -219,7 +221,7 @@ async def test_the_engine_keeps_its_weights_until_it_is_given_others(
 ) -> None:
     await engine.update_weights(await trainer.publish.remote())
     version, _ = await trainer.fingerprint.remote()
-    before = await engine.generate(PROMPT, SCORED, "before")
+    before = await generate(engine, Request(PROMPT, SCORED, "before"))
     stale = await trainer.publish.remote()
     await trainer.train.remote()
     with pytest.raises(WeightUpdateError, match=rf"has changed since version {version} was"):
@@ -227,7 +229,7 @@ async def test_the_engine_keeps_its_weights_until_it_is_given_others(
     await trainer.publish.remote()
     with pytest.raises(WeightUpdateError, match=rf"version {version} is not published"):
         await engine.update_weights(stale)
-    after = await engine.generate(PROMPT, SCORED, "after")
+    after = await generate(engine, Request(PROMPT, SCORED, "after"))
     assert after.prompt_logprobs == before.prompt_logprobs
     assert after.weight_versions == [version]
 
@@ -236,7 +238,7 @@ async def test_a_request_waits_while_its_actor_trains(
     engine: VllmEngine, trainer: Any, tmp_path: Path
 ) -> None:
     with training(trainer, tmp_path / "training"):
-        waiting = asyncio.create_task(engine.generate(PROMPT, SHORT, "waiting"))
+        waiting = asyncio.create_task(generate(engine, Request(PROMPT, SHORT, "waiting")))
         done, _ = await asyncio.wait([waiting], timeout=1.0)
         assert not done
     assert len((await waiting).token_ids) == 16
@@ -259,7 +261,7 @@ async def test_an_actor_hosts_one_engine_after_the_other(
     first = build_engine({"trainer-0": trainer}, kv_cache_gib=0.5)
     second = build_engine({"trainer-0": trainer}, kv_cache_gib=0.5)
     with pytest.raises(EngineError, match="engine in trainer-0 died during request late"):
-        await first.generate(PROMPT, SHORT, "late")
+        await generate(first, Request(PROMPT, SHORT, "late"))
     await first.shutdown()
     version, _ = await trainer.fingerprint.remote()
     await second.update_weights(await trainer.publish.remote())
@@ -277,7 +279,7 @@ async def test_the_death_of_an_actor_is_told_at_once(
     engine = build_engine({"trainer-7": doomed})
     pid = await doomed.pid.remote()
     keep_busy(doomed, tmp_path / "training")  # so that the request does not end before
-    running = asyncio.create_task(engine.generate(PROMPT, SHORT, "doomed"))
+    running = asyncio.create_task(generate(engine, Request(PROMPT, SHORT, "doomed")))
     await asyncio.wait([running], timeout=0.3)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="engine in trainer-7 died during request doomed"):

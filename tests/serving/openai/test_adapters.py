@@ -13,7 +13,7 @@ from tests.adapters import adapter_config, adapter_tensors, merged, write_adapte
 from tests.serving.openai.test_server import fetched
 from tests.weights.trainer import PROMPT, Model
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Route
+from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import InputError
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
@@ -75,7 +75,10 @@ async def test_adapters_in_one_batch_each_sample_as_their_merged_model_does(
     engine: WorkerHandle, model_path: str
 ) -> None:
     completions = await asyncio.gather(
-        *(engine.generate(PROMPT, GREEDY, f"a-{n}", route=Route(adapter=n)) for n in RANKS)
+        *(
+            generate(engine, Request(PROMPT, GREEDY, f"a-{n}", route=Route(adapter=n)))
+            for n in RANKS
+        )
     )
     model = Model(model_path)
     for (name, rank), completion in zip(RANKS.items(), completions, strict=True):
@@ -92,7 +95,9 @@ async def test_log_probs_are_those_of_the_merged_model(
     sampling = SamplingConfig(max_tokens=32, ignore_eos=True)
     model, worst = Model(model_path), {}
     for name, rank in RANKS.items():
-        completion = await engine.generate(PROMPT, sampling, f"l-{name}", route=Route(adapter=name))
+        completion = await generate(
+            engine, Request(PROMPT, sampling, f"l-{name}", route=Route(adapter=name))
+        )
         if rank:
             tensors = adapter_tensors(model_path, rank, seed=rank)
             model.take(merged(model.original, tensors, adapter_config(model_path, rank)))
@@ -106,7 +111,9 @@ async def test_no_request_reads_what_another_adapter_cached(engine: WorkerHandle
     prompt = [7, *PROMPT * 3]
     cached = []
     for turn, name in enumerate(["", "polite", "terse", "polite"]):
-        completion = await engine.generate(prompt, GREEDY, f"c-{turn}", route=Route(adapter=name))
+        completion = await generate(
+            engine, Request(prompt, GREEDY, f"c-{turn}", route=Route(adapter=name))
+        )
         cached.append(completion.cached_tokens)
     assert cached[:3] == [0, 0, 0]
     assert cached[3] >= 96
@@ -114,7 +121,7 @@ async def test_no_request_reads_what_another_adapter_cached(engine: WorkerHandle
 
 async def test_an_unknown_adapter_is_refused_by_the_engine(engine: WorkerHandle) -> None:
     with pytest.raises(InputError, match=r"no adapter 'rude' \(serving.adapters has: polite, ters"):
-        await engine.generate(PROMPT, GREEDY, "u-1", route=Route(adapter="rude"))
+        await generate(engine, Request(PROMPT, GREEDY, "u-1", route=Route(adapter="rude")))
 
 
 async def ask(server: OpenAIServer, client: AsyncOpenAI, api: str, model: str) -> tuple[str, str]:
@@ -222,7 +229,7 @@ async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
     config = make_config(model={"path": adapters["terse"], "max_length": 512})
     engine = await WorkerHandle.start(config, name="policy")
     try:
-        completion = await engine.generate(PROMPT, GREEDY, "e-1")
+        completion = await generate(engine, Request(PROMPT, GREEDY, "e-1"))
     finally:
         await engine.shutdown()
     assert completion.token_ids == model.greedy(PROMPT, 12)

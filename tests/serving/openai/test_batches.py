@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK, Noting, told
+from tests.simulated import Latency
 from turnwise.config import Config
-from turnwise.engine.simulated import Latency
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import Trajectory, audit
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK, Noting
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.protocol import Chunk
-from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 
@@ -33,8 +33,8 @@ class Doubling(Noting):
         self.count += 1
         return token_ids, [-float(self.count)] * len(logprobs)
 
-    async def stream(self, *call: Any, **options: Any) -> AsyncGenerator[Chunk, None]:
-        async for chunk in super().stream(*call, **options):
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().stream(request):
             yield chunk
         self.ended.set()
         for _ in range(20 if self.lingers else 0):

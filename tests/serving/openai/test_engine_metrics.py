@@ -5,8 +5,8 @@ from typing import Any
 
 from prometheus_client import Metric
 
+from tests.simulated import SimulatedEngine
 from turnwise.config import ServingConfig
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.errors import EngineError
 from turnwise.serving.openai.metrics import EngineMetrics
 from turnwise.serving.scheduler import Scheduler

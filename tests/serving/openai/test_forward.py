@@ -16,8 +16,8 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.serving.openai.address import listen
 from turnwise.serving.openai.connections import Connection
 from turnwise.serving.openai.forward import ForwardSessions

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
 from turnwise.engine.protocol import Engine
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.serving.openai import connections
 from turnwise.serving.openai import server as server_module
 from turnwise.serving.openai.server import OpenAIServer

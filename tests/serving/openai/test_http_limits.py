@@ -13,9 +13,9 @@ import httpx
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Chunk, Route
-from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import ChatTemplate, Trajectory, chat_template
 
@@ -48,16 +48,9 @@ class Noting(SimulatedEngine):
             return super()._sample(prompt_token_ids, max_tokens)
         return [*self.says, 0], [-0.1] * (len(self.says) + 1)
 
-    async def stream(
-        self,
-        prompt_token_ids: Any,
-        sampling: Any,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        self.sampled.append(sampling)
-        async for chunk in super().stream(prompt_token_ids, sampling, request_id, seed, route):
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.sampled.append(request.sampling)
+        async for chunk in super().stream(request):
             yield chunk
 
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from tests.serving.test_lost_channels import LocalActor, RemoteProcess
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
 from turnwise.core.actor import ActorHandle
 from turnwise.engine.protocol import Engine
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.errors import EngineError
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.openai.session_process import SessionProcess

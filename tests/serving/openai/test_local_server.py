@@ -9,8 +9,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.serving.openai.server import OpenAIServer
 
 THERE = "http://attacker.example"

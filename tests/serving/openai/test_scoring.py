@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import Latency, SimulatedEngine
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import Trajectory, audit
 

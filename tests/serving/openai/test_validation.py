@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
+from tests.simulated import SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.simulated import SimulatedEngine
 from turnwise.serving.openai.server import OpenAIServer
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

@@ -26,7 +26,7 @@ from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import in_thread_if_long
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import Chunk, Generator
+from turnwise.engine.protocol import Chunk, Generator, Request
 from turnwise.serving.openai.engine_client import client_error, sample
 from turnwise.serving.openai.middleware import (
     read_body,
@@ -191,16 +191,8 @@ class DirectChat:
             self._tokenizer, _detokenized(name, asked.prompt, asked.offer.params)
         )
         chunks: list[Chunk] = []
-        stream = sample(
-            self._generator,
-            self._hooks.record,
-            context,
-            (name, 0),
-            asked.prompt,
-            asked.sampling,
-            name,
-            asked.request.seed,
-        )
+        request = Request(asked.prompt, asked.sampling, name, asked.request.seed, whole=True)
+        stream = sample(self._generator, self._hooks.record, context, (name, 0), request)
         try:
             async with aclosing(stream) as pieces:
                 async for chunk in pieces:

@@ -23,8 +23,8 @@ from turnwise.engine.protocol import (
     Alternatives,
     Chunk,
     Generator,
+    Request,
     Route,
-    Sampling,
 )
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
@@ -49,7 +49,6 @@ from turnwise.serving.openai.vllm_api import (
     VLLMValidationError,
     renderer_from_config,
 )
-from turnwise.serving.scheduler import Scheduler
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
@@ -199,19 +198,15 @@ class EngineCoreAdapter:
         if context is not None and context.scores:
             context = None
         try:
-            sampling = _sampling_of(params, prompt, context)
-            stream = sample(
-                self._generator,
-                self._record,
-                context,
-                key,
+            asked = Request(
                 prompt,
-                sampling,
+                _sampling_of(params, prompt, context),
                 request_id,
                 params.seed,
-                adapter,
-                streamed=params.output_kind == RequestOutputKind.DELTA,
+                Route(adapter=adapter),
+                whole=params.output_kind != RequestOutputKind.DELTA,
             )
+            stream = sample(self._generator, self._record, context, key, asked)
             async with contextlib.aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self._pass_on(request_id, params, chunk)
@@ -265,33 +260,28 @@ async def sample(
     record: Recorder,
     context: RequestContext | None,
     key: ChoiceKey,
-    prompt: list[int],
-    sampling: Sampling,
-    request_id: str,
-    seed: int | None,
-    adapter: str = POLICY,
-    *,
-    streamed: bool = False,
+    request: Request,
 ) -> AsyncGenerator[Chunk, None]:
     """Sample a request's tokens for its session, and record the finished completion.
 
     Args:
         record: Called before the last chunk is returned.
-        context: The request; None for one that belongs to no session.
-        key: Which of the request's completions it is.
-        adapter: Name of the adapter that samples.
-        streamed: Whether the client gets tokens before the end, so that none can be taken back.
+        context: The client's request; None for one that belongs to no session.
+        key: Which of its completions this is.
+        request: Its route names only the adapter.
 
     Raises:
         InputError: when the session may have no more turns.
     """
     session = context.session if context is not None else None
-    route = Route(session.id if session else "", session.group if session else "", adapter)
+    if session is not None:
+        route = Route(session.id, session.group, request.route.adapter)
+        request = request._replace(route=route)
     turn = len(session.trajectory.turns) if session else 0
+    prompt, sampling = list(request.prompt), request.sampling
     chunks: list[Chunk] = []
     finished = False
-    whole = {"whole": True} if isinstance(generator, Scheduler) and not streamed else {}
-    stream = generator.stream(prompt, sampling, request_id, seed, route, **whole)
+    stream = generator.stream(request)
     if session is not None:
         session.begin_turn()
     try:

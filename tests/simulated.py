@@ -1,6 +1,6 @@
 """An engine without a model: seeded tokens, a latency model, and failures on demand.
 
-It makes tests of router, server and faults fast: in virtual time (`virtual_time`) a thousand
+It makes tests of router, server and faults fast: in virtual time (`tests.virtual_time`) a thousand
 engines run for hours in seconds. A token is a function of the seed and all ids before it, so a
 completion that moves to another engine with the same seed continues unchanged, and a test finds
 every lost or repeated token.
@@ -20,14 +20,11 @@ from turnwise.engine.protocol import (
     PAUSE_MODES,
     STREAM_INTERVAL,
     Chunk,
-    Completion,
     FinishReason,
     InFlight,
     PauseMode,
-    Route,
-    Sampling,
+    Request,
     WeightUpdate,
-    collect,
 )
 from turnwise.errors import EngineError
 
@@ -86,7 +83,7 @@ class SimulatedEngine:
 
     Example:
         engine = SimulatedEngine(seed=1)
-        completion = await engine.generate([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
+        completion = await generate(engine, Request([5, 6, 7], SamplingConfig(), "request-1"))
     """
 
     def __init__(
@@ -146,46 +143,28 @@ class SimulatedEngine:
         ids = np.array([self._seed, *token_ids], dtype=np.uint64) + np.uint64(7)
         return int(ids @ _powers(len(ids))) & _MASK
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingConfig,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> Completion:
-        chunks = self.stream(prompt_token_ids, sampling, request_id, seed, route)
-        return await collect(chunks, self.name)
-
-    async def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        request_id: str,
-        seed: int | None = None,
-        route: Route | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
-        prompt = list(prompt_token_ids)
+        prompt, sampling = list(request.prompt), request.sampling
         interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL
             scored = sampling.prompt_logprobs is not None  # 0 asks for the prompt's own tokens
-        request = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
-        self._waiting[request] = None
+        asked = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
+        self._waiting[asked] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
         try:
             while True:
-                chunk = await request.chunks.get()
+                chunk = await asked.chunks.get()
                 if isinstance(chunk, EngineError):
                     raise chunk
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
         finally:
-            self._forget(request)
+            self._forget(asked)
 
     async def _serve(self) -> None:
         latency = self._latency
