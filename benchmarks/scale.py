@@ -1,6 +1,6 @@
 """The scheduler over many engines: `python -m benchmarks.scale [--quick]`.
 
-Simulated engines on a virtual clock (`turnwise.engine.simulated`): no model, but the real
+Simulated engines on a virtual clock (`tests.simulated`): no model, but the real
 scheduler, the same sessions, the same queues. Sessions of 1 to 4 turns come in groups of 8 with one
 prompt; between two turns a tool takes 10 ms or 200 ms. 16 sessions
 for each engine are in flight.

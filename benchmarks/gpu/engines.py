@@ -53,16 +53,16 @@ async def _engine(place: Place) -> AsyncIterator[str]:
         sampling = SamplingConfig(max_tokens=place.size(128, 8), ignore_eos=True)
         prompts = [[(7 * n + i) % 500 + 2 for i in range(PROMPT)] for n in range(place.size(64, 4))]
 
-        async def generate(name: str) -> list[Completion]:
+        async def sample(name: str) -> list[Completion]:
             asked = (
                 generate(llm, Request(p, sampling, f"{name}-{n}")) for n, p in enumerate(prompts)
             )
             return await asyncio.gather(*asked)
 
-        await generate("warm")
+        await sample("warm")
         clock = asyncio.get_running_loop().time
         started = clock()
-        completions = await generate("timed")
+        completions = await sample("timed")
         tokens = sum(len(c.token_ids) for c in completions)
         yield f"{tokens / (clock() - started):,.0f} tokens/s, {len(prompts)} requests"
 

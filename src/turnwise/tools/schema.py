@@ -147,9 +147,9 @@ def _path(location: tuple[int | str, ...], given: object, *, missing: bool) -> s
     """Return the keys and indices of a location, without pydantic's names of types."""
     steps = []
     for number, step in enumerate(location):
-        if isinstance(given, Mapping) and step in given:
-            given = given[step]
-        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+        if (isinstance(given, Mapping) and step in given) or (
+            isinstance(given, list) and isinstance(step, int) and step < len(given)
+        ):
             given = given[step]
         elif not missing or number < len(location) - 1:
             continue

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from examples.calculator.tool import TOOL_SCHEMA
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
 from turnwise.config.chat_template import template_text
-from turnwise.engine.protocol import Chunk
-from turnwise.engine.simulated import Latency, SimulatedEngine
+from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import ChatTemplate
 
@@ -33,10 +33,9 @@ class Noting(SimulatedEngine):
         super().__init__(**options)
         self.prompts: list[list[int]] = []
 
-    async def stream(self, prompt_token_ids: Any, *call: Any) -> AsyncGenerator[Chunk, None]:
-        self.prompts.append(list(prompt_token_ids))
-        async for chunk in super().stream(prompt_token_ids, *call):
-            yield chunk
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.prompts.append(list(request.prompt))
+        return super().stream(request)
 
 
 Serve = Callable[..., Any]
