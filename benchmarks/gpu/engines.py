@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.device import GIB, Place, require
 from benchmarks.gpu.training import configuration, make_rank, samples, take_step
 from turnwise.config import Config, SamplingConfig
-from turnwise.engine.protocol import Completion, Request
+from turnwise.engine.protocol import Completion, Request, generate
 from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank

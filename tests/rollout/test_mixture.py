@@ -1,4 +1,4 @@
-"""Several environments in one run: their shares, their rows, their tools and loops, their results."""
+"""Several environments in one run: shares, rows, tools, loops and results of each."""
 
 import json
 from collections import Counter

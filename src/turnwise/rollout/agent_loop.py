@@ -100,7 +100,7 @@ class RolloutContext:
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
     """Backend of the user's chat scheduler; None if there is none."""
-    route: Route = Route()
+    route: Route = field(default_factory=Route)
     """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
     the choice free."""
     seed: int | None = None
