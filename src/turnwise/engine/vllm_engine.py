@@ -7,9 +7,9 @@ and top-k), the one that the tokens were drawn from.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.core.aio import run_in_thread
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from turnwise.engine.vllm_api import SamplingParams
 
+_T = TypeVar("_T")
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
@@ -102,7 +103,7 @@ class VllmEngine(UpdatableEngine):
         self._has_adapters = bool(adapters.rank)
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = not self._has_adapters and not self._captures
+        self._ready = False
         """Whether all adapters are loaded, and choices are captured."""
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
@@ -163,6 +164,7 @@ class VllmEngine(UpdatableEngine):
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
+            await self._answered(self._llm.get_supported_tasks(), "its first call")  # kept
             if self._captures:
                 await self._ask("capture_experts")
             if self._has_adapters:
@@ -283,33 +285,32 @@ class VllmEngine(UpdatableEngine):
         if mode == "wait":  # as long as requests in flight make progress
             await self._drain()
         else:
-            async with self._deadline("pausing", self._timeout):
-                await self._vllm.pause(self._llm, mode)
+            await self._in_time("pausing", self._vllm.pause(self._llm, mode))
         self._clock.stopped = True
 
     async def _drain(self) -> None:
         stalled = f"{self.name}, finishing its requests, sampled no token"
         async with self._clock.watching(stalled, "engine.request_timeout"):
-            await self._vllm.pause(self._llm, "wait")
+            await self._answered(self._vllm.pause(self._llm, "wait"), "pausing")
 
     async def resume(self) -> None:
-        async with self._deadline("resuming", self._timeout):
-            await self._llm.resume_generation()
+        await self._in_time("resuming", self._llm.resume_generation())
         self._restart_clock()
 
     async def sleep(self) -> None:
-        async with self._deadline("going to sleep", self._timeout):
-            await self._llm.sleep()
+        await self._in_time("going to sleep", self._llm.sleep())
         self._clock.stopped = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if unknown := set(tags or ()) - _SLEEP_TAGS:
             raise InputError(f"wake_up takes the tags weights and kv_cache, not {min(unknown)}")
-        async with self._deadline("waking up", self._timeout):
-            await self._llm.wake_up(list(tags) if tags else None)
-            if await self._llm.is_sleeping():
-                return
-        self._restart_clock()
+        await self._in_time("waking up", self._llm.wake_up(list(tags) if tags else None))
+        if not await self._in_time("waking up", self._llm.is_sleeping()):
+            self._restart_clock()
+
+    async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
+        async with self._deadline(what, self._timeout):
+            return await self._answered(call, what)
 
     async def device_ids(self) -> list[str]:
         """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
@@ -317,16 +318,13 @@ class VllmEngine(UpdatableEngine):
             return [reply["device"] for reply in await self._ask("report_device_id")]
 
     async def reset_prefix_cache(self) -> None:
-        async with self._deadline("resetting the prefix cache", self._timeout):
-            await self._llm.reset_prefix_cache()
+        await self._in_time("resetting the prefix cache", self._llm.reset_prefix_cache())
 
     async def check_health(self) -> None:
-        try:
-            async with self._deadline("a health check", self._timeout):
-                await self._llm.check_health()
-                await self._llm.is_paused()  # a round trip to the process that computes
-        except self._vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} is dead") from error
+        if self._llm.errored:
+            raise EngineError(f"{self.name} is dead")
+        # A round trip to the process that computes.
+        await self._in_time("a health check", self._llm.is_paused())
 
     async def num_in_flight(self) -> int:
         return len(self._pending)

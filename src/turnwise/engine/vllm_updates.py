@@ -8,10 +8,10 @@ earlier versions, and pauses nothing.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import JsonObject
@@ -19,12 +19,13 @@ from turnwise.engine.adapter_table import AdapterTable, LoadedAdapter
 from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import PAUSE_MODES, InFlight, WeightUpdate
 from turnwise.engine.token_streams import TokenStreams
-from turnwise.engine.worker_calls import call_workers
-from turnwise.errors import EngineError, WeightUpdateError, text_of
+from turnwise.engine.worker_calls import answered, call_workers
+from turnwise.errors import WeightUpdateError, text_of
 
 if TYPE_CHECKING:
     from turnwise.engine.vllm_api import AsyncLLM
 
+_T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """Time after the workers' own deadlines, whose errors are more specific."""
@@ -185,17 +186,18 @@ class UpdatableEngine:
         A failure leaves the engine paused: it must not serve half an update.
         """
         keep_cache = in_flight == "keep_cache"
-        await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        mode = PAUSE_MODES[in_flight]
+        await self._answered(self._vllm.pause(self._llm, mode, clear_cache=not keep_cache))
         if keep_cache:
             self._cache_salt = f"weights {version}"
         with self._clock.held():
             yield
-            try:
-                await self._llm.update_weight_version(str(version))
-            except self._vllm.EngineDeadError as error:
-                raise EngineError(f"{self.name} died during a weight update") from error
-            await self._llm.resume_generation()
+            await self._answered(self._llm.update_weight_version(str(version)))
+            await self._answered(self._llm.resume_generation())
         self._restart_clock()
+
+    async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
+        return await answered(self._llm, self.name, what, call)
 
     def _restart_clock(self) -> None:
         self._clock.moved()
