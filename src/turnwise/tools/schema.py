@@ -143,17 +143,18 @@ def _alternatives(messages: list[str]) -> str:
     return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 
 
-def _path(location: tuple[int | str, ...], given: object, *, missing: bool) -> str:
+def _path(location: tuple[int | str, ...], given: Any, *, missing: bool) -> str:
     """Return the keys and indices of a location, without pydantic's names of types."""
     steps = []
     for number, step in enumerate(location):
-        if isinstance(given, Mapping) and step in given:
+        if isinstance(given, list):
+            inside = isinstance(step, int) and step < len(given)
+        else:
+            inside = isinstance(given, dict) and step in given
+        if inside:
             given = given[step]
-        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
-            given = given[step]
-        elif not missing or number < len(location) - 1:
-            continue
-        steps.append(str(step))
+        if inside or (missing and number == len(location) - 1):
+            steps.append(str(step))
     return ".".join(steps) or "arguments"
 
 
