@@ -241,17 +241,16 @@ def _is_plain(schema: JsonObject) -> bool:
 def _returned(
     hints: Mapping[str, object], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
-    """Return the schema of a function's result; None if it is not known."""
+    """Return the schema of a function's result, as Transformers adds it; None if it is not plain."""
     if "return" not in hints:
         return None
     try:
-        described = TypeAdapter(hints["return"]).json_schema(
-            mode="serialization", schema_generator=_JsonSchema
-        )
-    except Exception:  # a type of the user's own, which only its text describes
+        described = TypeAdapter(hints["return"]).json_schema(schema_generator=_JsonSchema)
+    except Exception:  # a type of the user's own, of which the model reads nothing
         return None
-    tidy = _Tidy(described.pop("$defs", {}))
-    returned = tidy.with_definitions(tidy.schema(described))
+    returned = _Tidy(described.get("$defs", {})).schema(described)
+    if not _is_plain(returned):
+        return None
     description = _one_line(line.description if line else None)
     return {**returned, "description": description} if description else returned
 
