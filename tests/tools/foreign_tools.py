@@ -6,7 +6,8 @@ Run in an environment that has these packages (`make agents`).
 import asyncio
 import enum
 import json
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import agents
 import pydantic_ai
@@ -111,7 +112,7 @@ def smol_weather(city: str, days: int = 2) -> str:
 class Shout(SmolTool):
     name = "smol_shout"
     description = "Say it loudly."
-    inputs = {"text": {"type": "string", "description": "What to say."}}
+    inputs: ClassVar[Any] = {"text": {"type": "string", "description": "What to say."}}
     output_type = "string"
 
     def setup(self) -> None:
@@ -158,7 +159,7 @@ async def main() -> None:
     box = Toolbox([adopted(tool, shop) for tool in TOOLS], timeout=5.0, max_chars=500)
     results = [await box.call(name, json.dumps(arguments)) for name, arguments in CALLS]
     said = [(result.outcome, result.text) for result in results]
-    print(json.dumps({"schemas": box.schemas, "results": said}))
+    sys.stdout.write(json.dumps({"schemas": box.schemas, "results": said}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tools of other frameworks, taken as they are: openai-agents here, all four by their own packages."""
+"""Tools of other frameworks as they are: openai-agents' here, all four in an environment of theirs."""
 
 import json
 import os

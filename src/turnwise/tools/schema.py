@@ -241,7 +241,7 @@ def _is_plain(schema: JsonObject) -> bool:
 def _returned(
     hints: Mapping[str, object], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
-    """Return the schema of a function's result, as Transformers adds it; None if it is not plain."""
+    """Return the schema of a plain result, which Transformers adds too; None for any other."""
     if "return" not in hints:
         return None
     try:
