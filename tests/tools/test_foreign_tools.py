@@ -1,4 +1,4 @@
-"""Tools of other frameworks as they are: openai-agents' here, all four in an environment of theirs."""
+"""Tools of other frameworks, by openai-agents here and by all four in their own environment."""
 
 import json
 import os
