@@ -40,6 +40,8 @@ TIER = (
     "tools/test_sandbox_attacks.py",
     "tools/test_mcp.py",
     "tools/test_mcp_http.py",
+    "tools/test_foreign_tools.py",
+    "tools/test_schema.py",
     "tools/test_toolbox.py",
     "core/test_files.py",
     "run/test_alarms.py",
