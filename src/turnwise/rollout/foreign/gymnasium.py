@@ -101,13 +101,17 @@ class Gymnasium(Environment):
     def setup(self) -> None:
         """Make and reset the environment."""
         gym, arguments = _package(), dict(self._arguments)
-        kind = gym.envs.registration.load_env_creator(gym.spec(self._id).entry_point)
+        kind = gym.spec(self._id).entry_point
+        if isinstance(kind, str):
+            kind = gym.envs.registration.load_env_creator(kind)
         if "ansi" in getattr(kind, "metadata", {}).get("render_modes", ()):
             arguments.setdefault("render_mode", "ansi")
         try:
             self.env = env = gym.make(self._id, disable_env_checker=True, **arguments)
         except TypeError as error:  # an argument that it does not take
             raise InputError(f"environment_args: {error}") from error
+        if env.action_space.shape is None or len(env.action_space.shape) > 1:
+            raise InputError(f"gymnasium:{self._id}: actions of {env.action_space} are no numbers")
         observation, _ = env.reset(seed=self._seed)
         described = inspect.getdoc(type(env.unwrapped)) or ""
         self._names = _action_names(described)
@@ -250,8 +254,9 @@ def _section(described: str, title: str = "Description") -> str:
 
 
 def _how_to_answer(space: "Space") -> str:
-    example = "[0]" if space.shape == () else str(space.sample().tolist())
-    return f"Answer with one action in square brackets, such as {example}."
+    if space.shape == ():
+        return f"Answer with one action in square brackets, such as [{space.start}]."
+    return f"Answer with one action, {space.shape[0]} numbers in square brackets."
 
 
 def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
