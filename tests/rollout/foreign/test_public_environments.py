@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import turnwise
-from tests.conftest import ROOT, command_environment, python
+from tests.conftest import ROOT, own_environment
 from tests.rollout.foreign.test_openenv import Scripted, call
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
@@ -411,9 +411,9 @@ def test_an_evaluation_of_a_public_environment_by_the_command_line(
         "engine.kv_cache_gib=0.125",
     ]
     done = subprocess.run(
-        [*python(), "-m", "turnwise.cli", "eval", "examples/calculator/config.yaml", *changes],
+        [sys.executable, "-m", "turnwise.cli", "eval", "examples/calculator/config.yaml", *changes],
         cwd=ROOT,
-        env={**command_environment(), "PYTHONPATH": str(FOLDER)},
+        env={**own_environment(), "PYTHONPATH": str(FOLDER)},
         capture_output=True,
         text=True,
         timeout=600,
