@@ -114,8 +114,6 @@ class TextArena(Environment):
     def step(self, message: Message) -> str | Move | None:
         """Act as the answer says; return what is read next, with `players` by whom."""
         assert self.env is not None
-        if self.done:  # an opponent ended the game before the first answer
-            return None
         self._act(str(message.get("content") or ""))
         if self._count > 1 and self._opponent is None:
             if self.done:
@@ -141,6 +139,8 @@ class TextArena(Environment):
 
     def _act(self, action: str) -> None:
         assert self.env is not None
+        if self.done:  # by an opponent, before the first answer
+            return
         with self._own_randomness():
             self.done, _ = self.env.step(action=action)
             if self.done:
