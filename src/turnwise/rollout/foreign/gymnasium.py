@@ -121,8 +121,8 @@ class Gymnasium(Environment):
         parts = [
             self._rules or _RULES.get(type(env.unwrapped).__name__) or _section(described),
             f"Actions: {actions or env.action_space}.",
-            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
             self.describe(observation),
+            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
         ]
         self.problem = "\n\n".join(parts)
         if self._by_tool:
