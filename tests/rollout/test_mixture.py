@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import turnwise
 from tests.rollout.test_episode import Talking
-from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.config import (
+    Config,
+    SamplingConfig,
+    dump_config,
+    explain_config,
+    load_config,
+    parse_config,
+)
 from turnwise.errors import InputError
 from turnwise.rollout import Batch, Group, Problem, ProblemStream, RolloutSampler, Runner
 from turnwise.rollout.agent_loop import RolloutContext
@@ -366,8 +373,6 @@ async def test_a_batch_of_a_program_has_one_environment(several: Config, tokeniz
 
 
 def test_a_configuration_of_several_reads_back(tmp_path: Path) -> None:
-    from turnwise.config import dump_config, explain_config, load_config
-
     config = parse_config(tree(tmp_path, data={"curriculum": True}))
     for text in (dump_config(config), explain_config(config)):
         path = tmp_path / "again.yaml"
