@@ -236,7 +236,7 @@ async def test_the_stream_of_a_run_has_the_weights_and_a_curriculum_for_each(
     pools = stream.pools()
     assert list(pools) == ["shop", "sums"]
     assert sum(each["mastered"] for each in pools.values()) == 1
-    assert pools[taken[0].environment]["resting"] == 1
+    assert pools[taken[0].environment]["mastered"] == 1
     assert stream.find(taken[3].id) == taken[3]
     for problem in {problem.id: problem for problem in taken if problem.environment == "sums"}:
         if problem != "sums/rows.jsonl:1":
