@@ -364,6 +364,20 @@ def test_an_overview_names_the_environments() -> None:
     assert line in overview.lines()
 
 
+def test_what_cannot_be_loaded_names_the_environment(several: Config, tokenizer: Any) -> None:
+    sums = several.environments["sums"].model_copy(update={"environment": f"{HERE}:Nothing"})
+    broken = several.model_copy(update={"environments": {**several.environments, "sums": sums}})
+    with pytest.raises(InputError, match=rf"environments\.sums: environment: {HERE} has no Nothing"):
+        Runner(broken, tokenizer)
+
+
+async def test_texts_of_a_program_need_no_environment(several: Config, tokenizer: Any) -> None:
+    sampler = RolloutSampler(
+        Talking(vocab_size=256), ["Hello"], {"n": 1}, config=several, tokenizer=tokenizer
+    )
+    assert len([trajectory async for trajectory in sampler]) == 1
+
+
 async def test_a_batch_of_a_program_has_one_environment(several: Config, tokenizer: Any) -> None:
     sampler = RolloutSampler(
         Talking(vocab_size=256), [{"wish": "tea"}], config=several, tokenizer=tokenizer
