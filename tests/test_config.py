@@ -427,7 +427,10 @@ def test_each_of_several_environments_is_a_configuration_of_its_own() -> None:
         (several(wieght=2), r"there is no key environments\.shop\.wieght"),
         (several(weight=0), r"environments\.shop\.weight: .*greater than 0"),
         (several(loop="chats"), r"environments\.shop\.loop: loop must be tool_calling, .*'chats'"),
-        (several(loop="chat_scheduler"), r"shop\.loop chat_scheduler needs rollout\.chat_scheduler"),
+        (
+            several(loop="chat_scheduler"),
+            r"shop\.loop chat_scheduler needs rollout\.chat_scheduler",
+        ),
         (several(data={"paht": "d"}), r"there is no key environments\.shop\.data\.paht"),
     ],
 )

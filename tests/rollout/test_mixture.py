@@ -1,4 +1,4 @@
-"""Several environments in one run: their shares, their rows, their tools and loops, their results."""
+"""Several environments in one run: their shares, rows, tools, loops and results."""
 
 import json
 from collections import Counter
@@ -367,7 +367,9 @@ def test_an_overview_names_the_environments() -> None:
 def test_what_cannot_be_loaded_names_the_environment(several: Config, tokenizer: Any) -> None:
     sums = several.environments["sums"].model_copy(update={"environment": f"{HERE}:Nothing"})
     broken = several.model_copy(update={"environments": {**several.environments, "sums": sums}})
-    with pytest.raises(InputError, match=rf"environments\.sums: environment: {HERE} has no Nothing"):
+    with pytest.raises(
+        InputError, match=rf"environments\.sums: environment: {HERE} has no Nothing"
+    ):
         Runner(broken, tokenizer)
 
 

@@ -3,8 +3,8 @@
 A group whose trajectories are all right, or all wrong, trains nothing, and a row that gave one will
 probably give another. After k such groups in a row, it takes part in one of 2^k epochs, at least in
 one of `data.max_rest`; a group with a signal brings it back to every epoch. No row is given up: a
-model that learns meets again what it could not do, and proves again what it could. Rows come back in
-different epochs, so that no step has many of them.
+model that learns meets again what it could not do, and proves again what it could. Rows come back
+in different epochs, so that no step has many of them.
 """
 
 from collections import Counter
