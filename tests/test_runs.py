@@ -227,12 +227,8 @@ def test_several_environments_with_a_curriculum_resume_bit_for_bit(
     assert last["environments"]["sure"]["heldout"]["accuracy"] == 1.0
     assert last["environments"]["sure"]["pools"]["mastered"] == 3
     assert last["pools"]["resting"] > 0
-    sampled = [
-        t
-        for step in range(1, 7)
-        for t in read_jsonl(through / f"trajectories/step-{step:04}.jsonl")
-    ]
-    shares = Counter(t.environment for t in sampled)
+    files = [through / f"trajectories/step-{step:04}.jsonl" for step in range(1, 7)]
+    shares = Counter(t.environment for path in files for t in read_jsonl(path))
     assert shares == {"lottery": 6 * PER_STEP / 3, "sure": 6 * PER_STEP * 2 / 3}
     said = turnwise("show", through)
     assert "environments: lottery " in said.stdout
