@@ -450,8 +450,8 @@ def test_several_environments_may_change_on_resume_by_their_rule() -> None:
 
 def test_entries_are_explained_as_plain_values() -> None:
     text = explain_config(parse_config(minimal(rollout={"tools": [{"use": "a:look"}]})))
-    assert "use: a:look" in text
-    assert "environments: {shop: {environment: 'a:Shop'" in explain_config(parse_config(several()))
+    assert "use: 'a:look'" in text
+    assert "environments: {shop: {data: {" in explain_config(parse_config(several()))
 
 
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:

@@ -1,5 +1,6 @@
 """Several environments in one run: their shares, rows, tools, loops and results."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -122,11 +123,11 @@ async def take(stream: Any, count: int) -> list[Problem]:
     ),
     count=st.integers(0, 120),
 )
-async def test_each_environment_has_its_share_of_any_number_of_groups(
+def test_each_environment_has_its_share_of_any_number_of_groups(
     weights: dict[str, float], count: int
 ) -> None:
     stream = MixedStream(streams(dict.fromkeys(weights, 5)), weights)
-    taken = Counter(problem.environment for problem in await take(stream, count))
+    taken = Counter(problem.environment for problem in asyncio.run(take(stream, count)))
     for name, weight in weights.items():
         share = count * weight / sum(weights.values())
         assert abs(taken[name] - share) <= len(weights)
@@ -142,15 +143,15 @@ async def test_within_an_environment_the_order_is_that_of_the_seed() -> None:
 
 
 @given(before=st.integers(0, 30), after=st.integers(0, 30))
-async def test_a_restored_mixture_goes_on_where_the_first_stopped(before: int, after: int) -> None:
+def test_a_restored_mixture_goes_on_where_the_first_stopped(before: int, after: int) -> None:
     weights = {"a": 3.0, "b": 1.0, "c": 0.7}
     first = MixedStream(streams(dict.fromkeys(weights, 4)), weights)
-    await take(first, before)
+    asyncio.run(take(first, before))
     state = json.loads(json.dumps(first.state()))
     second = MixedStream(streams(dict.fromkeys(weights, 4)), weights)
     second.restore(state)
     assert second.state() == state
-    assert await take(second, after) == await take(first, after)
+    assert asyncio.run(take(second, after)) == asyncio.run(take(first, after))
 
 
 async def test_another_weight_counts_from_the_resume_on() -> None:
@@ -265,7 +266,7 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     runner, engine = Runner(several, tokenizer), Talking(vocab_size=256)
     problems = load_training(several)
     for problem in first_of_each(problems):
-        assert runner.check(problem)
+        assert await asyncio.to_thread(runner.check, problem)
     groups = [
         await runner.run_group(engine, problem, several.sampling, "t")
         for problem in first_of_each(problems)
@@ -281,7 +282,8 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     assert [t.events["once"] for group in groups for t in group.trajectories] == [0, 0, 1, 1]
     offered = []
     for problem in first_of_each(problems):
-        preview = runner._stages[problem.environment].preview(problem)
+        stage = runner._stages[problem.environment]
+        preview = await asyncio.to_thread(stage.preview, problem)
         assert preview is not None
         offered.append([schema["function"]["name"] for schema in preview[1]])
     assert offered == [["price"], ["double"]]
