@@ -30,6 +30,7 @@ TIER = (
     "rollout/foreign/test_agent_task.py",
     "rollout/foreign/test_nemo_gym.py",
     "rollout/test_agent_processes.py",
+    "rollout/test_curriculum.py",
     "rollout/test_data.py",
     "rollout/test_environment_answers.py",
     "rollout/test_environment_rows.py",

@@ -187,9 +187,7 @@ def _training_rows(
     return load_training_rows(config.data, config.rollout.agent_env)
 
 
-def _heldout_rows(
-    config: Config, environment: EnvironmentType | None
-) -> tuple[str, Sequence[Row]]:
+def _heldout_rows(config: Config, environment: EnvironmentType | None) -> tuple[str, Sequence[Row]]:
     if config.data.eval_path is None:
         return _training_rows(config, environment)
     if config.data.eval_path == ENVIRONMENT:

@@ -228,14 +228,18 @@ class ConfigChecks:
 
     def servers(self) -> Sequence[Finding]:
         """Check that the servers answer that the environment, the agent and the tools need."""
-        findings, named = list[Finding](), {"rollout.agent": self.config.rollout.agent or ""}
-        for name, part in self.config.parts().items():
-            own = f"environments.{name}." if name else ""
-            named[f"{own}environment"] = (part.environment or "").partition(":")[2]
-            tools = own if part.rollout.tools is not self.config.rollout.tools else "rollout."
+        findings, rollout = list[Finding](), self.config.rollout
+        parts = {f"environments.{k}." if k else "": v for k, v in self.config.parts().items()}
+        named = {
+            f"{own}environment": (part.environment or "").partition(":")[2]
+            for own, part in parts.items()
+        }
+        named["rollout.agent"] = rollout.agent or ""
+        for own, part in parts.items():
+            section = "rollout." if part.rollout.tools is rollout.tools else own
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:
-                    named[f"{tools}tools.{number}.mcp.url"] = tool.mcp.url
+                    named[f"{section}tools.{number}.mcp.url"] = tool.mcp.url
         for key, url in named.items():
             parts = urlsplit(url)
             if parts.scheme not in _PORTS or not parts.hostname:

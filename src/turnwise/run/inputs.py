@@ -12,6 +12,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
+from turnwise.errors import InputError
 
 if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
