@@ -56,7 +56,8 @@ class Curriculum:
         if known is None or not known.equal:
             return False
         turn = (index * _SPREAD % 2**32) >> 16
-        return (epoch + turn) % min(2**known.equal, self._max_rest) != 0
+        every: int = min(2**known.equal, self._max_rest)
+        return (epoch + turn) % every != 0
 
     def pools(self, rows: int, left_out: Set[int], epoch: int) -> dict[str, int]:
         """Return the number of rows by their last group, and of those that rest in an epoch.

@@ -241,10 +241,10 @@ class ConfigChecks:
                 if tool.mcp is not None and tool.mcp.url is not None:
                     named[f"{section}tools.{number}.mcp.url"] = tool.mcp.url
         for key, url in named.items():
-            parts = urlsplit(url)
-            if parts.scheme not in _PORTS or not parts.hostname:
+            split = urlsplit(url)
+            if split.scheme not in _PORTS or not split.hostname:
                 continue
-            address = parts.hostname, parts.port or _PORTS[parts.scheme]
+            address = split.hostname, split.port or _PORTS[split.scheme]
             said = f"{address[0]}:{address[1]} ({key})"
             try:
                 socket.create_connection(address, _CONNECT_SECONDS).close()

@@ -175,7 +175,7 @@ def _refused(function: ToolFunction, why: str) -> InputError:
     )
 
 
-def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, object]) -> str | None:
+def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Any]) -> str | None:
     """Return which argument has a type that pydantic cannot read; None if each can be read."""
     for parameter in parameters:
         try:
@@ -239,7 +239,7 @@ def _is_plain(schema: JsonObject) -> bool:
 
 
 def _returned(
-    hints: Mapping[str, object], line: docstring_parser.DocstringReturns | None
+    hints: Mapping[str, Any], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
     """Return the schema of a plain result, which Transformers adds too; None for any other."""
     if "return" not in hints:
