@@ -407,6 +407,81 @@ def test_a_key_that_a_caller_gives_otherwise_may_stay_unset(key: str) -> None:
     assert parse_config(tree, optional=[key]).eval.target == 0.5
 
 
+def several(**more: Any) -> dict[str, Any]:
+    """Two environments, and changes to the first."""
+    shop = {"environment": "a:Shop", "data": {"path": "shop"}} | more
+    return {
+        "model": {"path": "m"},
+        "environments": {"shop": shop, "sums": {"environment": "a:Sums", "data": {"path": "s"}}},
+    }
+
+
+def test_each_of_several_environments_is_a_configuration_of_its_own() -> None:
+    tools: list[dict[str, Any]] = [{"use": "a:look"}]
+    tree = several(weight=2, loop="single_turn", environment_args={"size": 3}, tools=tools)
+    tree |= {"rollout": {"max_turns": 5}, "data": {"max_prompt_tokens": 99}}
+    config = parse_config(tree)
+    shop, sums = config.parts().values()
+    assert (shop.environment, shop.data.path, sums.data.path) == ("a:Shop", "shop", "s")
+    assert (shop.rollout.loop, sums.rollout.loop) == ("single_turn", "tool_calling")
+    assert ([t.use for t in shop.rollout.tools], sums.rollout.tools) == (["a:look"], [])
+    assert (shop.environment_args, sums.environment_args) == ({"size": 3}, {})
+    assert {part.data.max_prompt_tokens for part in (shop, sums)} == {99}
+    assert {part.rollout.max_turns for part in (shop, sums)} == {5}
+    assert config.loops == {"single_turn", "tool_calling"}
+    assert list(config.only(["sums"]).parts()) == ["sums"]
+    few = config.with_row_limit(4)
+    assert [part.data.limit for part in few.parts().values()] == [4, 4]
+    single = parse_config(minimal(data={"path": "d", "limit": 3}))
+    assert list(single.parts().values()) == [single] == [single.only([])]
+    assert single.with_row_limit(4) == single
+    assert single.with_row_limit(2).data.limit == 2
+    target = {"eval": {"target": 0.5, "every": 1}}
+    with pytest.raises(InputError, match=r"eval\.target needs evaluations"):
+        parse_config(several() | target)
+    assert parse_config(several(data={"path": "s", "eval_path": "e"}) | target).eval.target == 0.5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"environment": "a:B"}, "its own environments and rows, and environment is set too: mov"),
+        ({"environment_args": {"a": 1}}, "and environment_args is set too: move it into an entry"),
+        ({"data": {"path": "d"}}, r"and data\.path is set too"),
+        ({"data": {"limit": 9}}, r"and data\.limit is set too"),
+        ({"environments": {"a/b": {"environment": "a:B", "data": {}}}}, "the name 'a/b' must have"),
+        ({"environments": {"a": {"data": {"path": "d"}}}}, r"environments\.a\.environment must be"),
+        ({"environments": {"a": {"environment": "a:B"}}}, r"environments\.a\.data must be set"),
+        (several(wieght=2), r"there is no key environments\.shop\.wieght"),
+        (several(weight=0), r"environments\.shop\.weight: .*greater than 0"),
+        (several(loop="chats"), r"environments\.shop\.loop: loop must be tool_calling, .*'chats'"),
+        (
+            several(loop="chat_scheduler"),
+            r"shop\.loop chat_scheduler needs rollout\.chat_scheduler",
+        ),
+        (several(data={"paht": "d"}), r"there is no key environments\.shop\.data\.paht"),
+    ],
+)
+def test_a_mistake_in_several_environments_names_the_key(
+    more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_config(several() | more)
+
+
+def test_several_environments_may_change_on_resume_by_their_rule() -> None:
+    check_unchanged(parse_config(several()), parse_config(several(weight=3)))
+    for key in ("environments", "data.curriculum", "data.max_rest"):
+        assert (rule := rule_of(key)) is not None
+        assert rule.may_change
+
+
+def test_entries_are_explained_as_plain_values() -> None:
+    text = explain_config(parse_config(minimal(rollout={"tools": [{"use": "a:look"}]})))
+    assert "use: 'a:look'" in text
+    assert "environments: {shop: {data: {" in explain_config(parse_config(several()))
+
+
 def test_every_key_has_a_meaning_and_there_are_not_too_many() -> None:
     keys = known_keys()
     assert all(keys.values()), [key for key, meaning in keys.items() if not meaning]

@@ -144,9 +144,12 @@ def test_yaml_blocks_are_configurations(page: str) -> None:
             if block.name in _MODEL_FILES:
                 read_model_file(Path(block.name))
                 continue
-            config = load_config(block.name, defaults=yaml.safe_load(_BASE))
+            base = yaml.safe_load(_BASE)
+            if "environments" in yaml.safe_load(block.text):
+                base = {"model": base["model"]}
+            config = load_config(block.name, defaults=base)
             for key, value in (
-                ("environment", config.environment),
+                *(("environment", part.environment or "") for part in config.parts().values()),
                 ("rollout.agent", config.rollout.agent or ""),
                 ("rollout.chat_scheduler", config.rollout.chat_scheduler or ""),
                 *(

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from tests.conftest import ROOT, command_environment, python
 from tests.programs import Mark
@@ -42,6 +44,13 @@ class Held(Lottery):
             while not Path(file).exists():
                 time.sleep(0.05)
         return super().reward(trajectory)
+
+
+class Sure(Lottery):
+    """Lottery that everyone wins: its groups have no signal."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return 1.0
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
@@ -183,6 +192,46 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         compared = [key for key in theirs if not key.endswith(TIMES)]
         assert "loss" in compared
         assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
+
+
+@pytest.mark.slow  # the parts alone: rollout/test_mixture.py, rollout/test_curriculum.py
+def test_several_environments_with_a_curriculum_resume_bit_for_bit(
+    whole: Path, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load((whole.parents[1] / "config.yaml").read_text())
+    rows = {"path": tree["data"]["path"], "eval_path": tree["data"]["eval_path"], "eval_limit": 2}
+    tree["environments"] = {
+        "lottery": {"environment": "tests.test_cli:Lottery", "data": {**rows, "limit": 3}},
+        "sure": {"environment": "tests.test_runs:Sure", "data": {**rows, "limit": 3}, "weight": 2},
+    }
+    del tree["environment"]
+    tree |= {"data": {"curriculum": True}, "output_dir": str(tmp_path / "runs")}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree, sort_keys=False))
+    options = (*REPEATABLE, "eval.every=2")
+    done = turnwise("train", config, *options, "training.steps=6", "name=through")
+    assert done.returncode == 0, done.stderr
+    through, halted = tmp_path / "runs" / "through", tmp_path / "runs" / "halted"
+    done = turnwise("train", config, *options, "training.steps=3", "name=halted")
+    assert done.returncode == 0, done.stderr
+    done = turnwise("train", "--resume", halted, "training.steps=6")
+    assert done.returncode == 0, done.stderr
+
+    kept = [row for row in timeless(halted) if row["step"] != 3]  # evaluated, as a last step is
+    assert kept == [row for row in timeless(through) if row["step"] != 3]
+    for step in range(1, 7):
+        name = f"trajectories/step-{step:04}.jsonl"
+        assert (halted / name).read_bytes() == (through / name).read_bytes()
+    last = metrics_of(through)[-1]
+    assert last["environments"].keys() == {"lottery", "sure"}
+    assert last["environments"]["sure"]["heldout"]["accuracy"] == 1.0
+    assert last["environments"]["sure"]["pools"]["mastered"] == 3
+    assert last["pools"]["resting"] > 0
+    files = [through / f"trajectories/step-{step:04}.jsonl" for step in range(1, 7)]
+    shares = Counter(t.environment for path in files for t in read_jsonl(path))
+    assert shares == {"lottery": 6 * PER_STEP / 3, "sure": 6 * PER_STEP * 2 / 3}
+    said = turnwise("show", through)
+    assert "environments: lottery " in said.stdout
 
 
 @pytest.mark.slow  # the processes alone: rollout/test_processes.py

@@ -171,7 +171,7 @@ def test_what_makes_no_rows_is_said_in_a_sentence(
 def test_rows_that_cannot_be_used_are_named(
     made: Any, message: str, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Odd, "made", made)
+    monkeypatch.setattr(f"{HERE}.Odd.made", made)
     with pytest.raises(InputError) as caught:
         load_training(configured(make_config, "Odd"))
     assert message in str(caught.value)

@@ -1,5 +1,6 @@
-"""Several environments in one run: shares, rows, tools, loops and results of each."""
+"""Several environments in one run: their shares, rows, tools, loops and results."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 import turnwise
 from tests.rollout.test_episode import Talking
-from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.config import (
+    Config,
+    SamplingConfig,
+    dump_config,
+    explain_config,
+    load_config,
+    parse_config,
+)
 from turnwise.errors import InputError
 from turnwise.rollout import Batch, Group, Problem, ProblemStream, RolloutSampler, Runner
 from turnwise.rollout.agent_loop import RolloutContext
@@ -115,11 +123,11 @@ async def take(stream: Any, count: int) -> list[Problem]:
     ),
     count=st.integers(0, 120),
 )
-async def test_each_environment_has_its_share_of_any_number_of_groups(
+def test_each_environment_has_its_share_of_any_number_of_groups(
     weights: dict[str, float], count: int
 ) -> None:
     stream = MixedStream(streams(dict.fromkeys(weights, 5)), weights)
-    taken = Counter(problem.environment for problem in await take(stream, count))
+    taken = Counter(problem.environment for problem in asyncio.run(take(stream, count)))
     for name, weight in weights.items():
         share = count * weight / sum(weights.values())
         assert abs(taken[name] - share) <= len(weights)
@@ -135,15 +143,15 @@ async def test_within_an_environment_the_order_is_that_of_the_seed() -> None:
 
 
 @given(before=st.integers(0, 30), after=st.integers(0, 30))
-async def test_a_restored_mixture_goes_on_where_the_first_stopped(before: int, after: int) -> None:
+def test_a_restored_mixture_goes_on_where_the_first_stopped(before: int, after: int) -> None:
     weights = {"a": 3.0, "b": 1.0, "c": 0.7}
     first = MixedStream(streams(dict.fromkeys(weights, 4)), weights)
-    await take(first, before)
+    asyncio.run(take(first, before))
     state = json.loads(json.dumps(first.state()))
     second = MixedStream(streams(dict.fromkeys(weights, 4)), weights)
     second.restore(state)
     assert second.state() == state
-    assert await take(second, after) == await take(first, after)
+    assert asyncio.run(take(second, after)) == asyncio.run(take(first, after))
 
 
 async def test_another_weight_counts_from_the_resume_on() -> None:
@@ -229,7 +237,7 @@ async def test_the_stream_of_a_run_has_the_weights_and_a_curriculum_for_each(
     pools = stream.pools()
     assert list(pools) == ["shop", "sums"]
     assert sum(each["mastered"] for each in pools.values()) == 1
-    assert pools[taken[0].environment]["resting"] == 1
+    assert pools[taken[0].environment]["mastered"] == 1
     assert stream.find(taken[3].id) == taken[3]
     for problem in {problem.id: problem for problem in taken if problem.environment == "sums"}:
         if problem != "sums/rows.jsonl:1":
@@ -258,7 +266,7 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     runner, engine = Runner(several, tokenizer), Talking(vocab_size=256)
     problems = load_training(several)
     for problem in first_of_each(problems):
-        assert runner.check(problem)
+        assert await asyncio.to_thread(runner.check, problem)
     groups = [
         await runner.run_group(engine, problem, several.sampling, "t")
         for problem in first_of_each(problems)
@@ -274,7 +282,8 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     assert [t.events["once"] for group in groups for t in group.trajectories] == [0, 0, 1, 1]
     offered = []
     for problem in first_of_each(problems):
-        preview = runner._stages[problem.environment].preview(problem)
+        stage = runner._stages[problem.environment]
+        preview = await asyncio.to_thread(stage.preview, problem)
         assert preview is not None
         offered.append([schema["function"]["name"] for schema in preview[1]])
     assert offered == [["price"], ["double"]]
@@ -357,6 +366,22 @@ def test_an_overview_names_the_environments() -> None:
     assert line in overview.lines()
 
 
+def test_what_cannot_be_loaded_names_the_environment(several: Config, tokenizer: Any) -> None:
+    sums = several.environments["sums"].model_copy(update={"environment": f"{HERE}:Nothing"})
+    broken = several.model_copy(update={"environments": {**several.environments, "sums": sums}})
+    with pytest.raises(
+        InputError, match=rf"environments\.sums: environment: {HERE} has no Nothing"
+    ):
+        Runner(broken, tokenizer)
+
+
+async def test_texts_of_a_program_need_no_environment(several: Config, tokenizer: Any) -> None:
+    sampler = RolloutSampler(
+        Talking(vocab_size=256), ["Hello"], {"n": 1}, config=several, tokenizer=tokenizer
+    )
+    assert len([trajectory async for trajectory in sampler]) == 1
+
+
 async def test_a_batch_of_a_program_has_one_environment(several: Config, tokenizer: Any) -> None:
     sampler = RolloutSampler(
         Talking(vocab_size=256), [{"wish": "tea"}], config=several, tokenizer=tokenizer
@@ -366,8 +391,6 @@ async def test_a_batch_of_a_program_has_one_environment(several: Config, tokeniz
 
 
 def test_a_configuration_of_several_reads_back(tmp_path: Path) -> None:
-    from turnwise.config import dump_config, explain_config, load_config
-
     config = parse_config(tree(tmp_path, data={"curriculum": True}))
     for text in (dump_config(config), explain_config(config)):
         path = tmp_path / "again.yaml"

@@ -220,3 +220,14 @@ def test_what_others_wrote_cannot_drive_the_terminal(capsys: pytest.CaptureFixtu
         assert r"\x1b[2J" in text
     again = TrajectoryError("agent_error", str(TrajectoryError("agent_error", ESCAPES)))
     assert str(again) == texts[-1]
+
+
+def test_a_line_names_the_results_of_each_environment() -> None:
+    out = io.StringIO()
+    shop, sums = {"reward_mean": 0.75, "heldout": {"accuracy": 1.0}}, {"reward_mean": 0.25}
+    metrics = StepMetrics(**STEP | {"environments": {"shop": shop, "sums": sums}})
+    metrics.accuracy_heldout = 0.5
+    with opened(out) as display:
+        display.step(metrics)
+    assert "reward 0.500 (shop 0.750, sums 0.250)" in out.getvalue()
+    assert "held-out accuracy (reward ≥ 0.75) 0.500 (shop 1.000)" in out.getvalue()

@@ -324,3 +324,21 @@ def test_the_whole_report_of_a_working_configuration(
     assert any(line.startswith("ok       ray            started: cores ") for line in lines)
     assert "8 trajectories of 4 problems, reward " in done.stdout
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_each_of_several_environments_is_checked(tmp_path: Path) -> None:
+    made = tree(tmp_path)
+    entry = {"environment": made.pop("environment"), "data": made.pop("data")}
+    served = {"environment": "openenv:ws://127.0.0.1:9", "data": entry["data"]}
+    one, two = (entry | {"weight": weight} for weight in (1, 2))
+    checks = ConfigChecks(parse_config(made | {"environments": {"one": one, "two": two}}))
+    rows = len(Path(entry["data"]["path"]).read_text().splitlines())
+    assert checks.data().detail == f"one: {rows} rows, two: {rows} rows"
+    name = Path(entry["data"]["path"]).name
+    said = checks.environment().detail
+    assert all(f"{each}/{name}:1, a prompt of " in said for each in ("one", "two"))
+    (found,) = ConfigChecks(parse_config(made | {"environments": {"far": served}})).servers()
+    assert (found.state, found.mend) == (
+        "broken",
+        "start the server, or change environments.far.environment",
+    )

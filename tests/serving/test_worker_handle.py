@@ -287,6 +287,31 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
         await engine.shutdown()
 
 
+async def test_calls_in_flight_when_the_engines_process_dies_fail_at_once(
+    ray_started: None, make_config: Callable[..., Config]
+) -> None:
+    """vLLM never answers them: a weight update would wait for its deadline, and the run with it."""
+    engine = await WorkerHandle.start(make_config(), name="worker-8")
+    calls = (
+        *(("pause", "keep"), ("pause", "wait"), ("resume",), ("sleep",), ("wake_up",)),
+        *(("reset_prefix_cache",), ("check_health",), ("device_ids",)),
+    )
+    try:
+        core = (await engine_process(engine)).pid
+        os.kill(core, signal.SIGSTOP)
+        running = [asyncio.create_task(engine._call(*call)) for call in calls]
+        await asyncio.sleep(1.0)  # they are in flight, and cannot be answered
+        assert not any(call.done() for call in running)
+        os.kill(core, signal.SIGKILL)
+        async with asyncio.timeout(60):  # half of request_timeout
+            outcomes = await asyncio.gather(*running, return_exceptions=True)
+        for call, outcome in zip(calls, outcomes, strict=True):
+            assert isinstance(outcome, EngineError), (call, outcome)
+            assert "worker-8 died during" in str(outcome)
+    finally:
+        await engine.shutdown()
+
+
 async def test_after_a_lost_channel_the_same_engine_answers_over_another(
     engine: WorkerHandle,
 ) -> None:

@@ -60,6 +60,10 @@ class Dog(BaseModel):
     barks: bool
 
 
+class Opaque:
+    pass
+
+
 class Loose(BaseModel):
     model_config = ConfigDict(extra="allow")
     a: int
@@ -450,6 +454,23 @@ def test_a_function_without_any_description_is_offered_without_one() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("hint", "described"),
+    [
+        (dict[str, int], True),
+        (type(None), True),
+        (Item, False),
+        (int | None, False),
+        (Node, False),
+        (Opaque, False),
+    ],
+)
+def test_a_result_is_described_if_its_type_is_plain(hint: object, described: bool) -> None:
+    function = taking(int)
+    function.__annotations__["return"] = hint
+    assert ("return" in function_schema(function).description["function"]) == described
+
+
 def test_any_name_and_any_kind_of_argument_is_passed_on() -> None:
     def odd(
         copy: int, json: int = 1, /, model_config: int = 2, *rest: int, _x: int = 3, **more: int
@@ -528,10 +549,6 @@ def test_few_of_many_mistakes_are_named() -> None:
     with pytest.raises(ArgumentsError) as caught:
         named(taking(list[int]), value=["x"] * 1000)
     assert str(caught.value).count("valid integer") == 5
-
-
-class Opaque:
-    pass
 
 
 def untyped(a, b: int) -> None:  # type: ignore[no-untyped-def]

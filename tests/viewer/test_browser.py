@@ -52,6 +52,7 @@ def a_trajectory(number: int) -> Trajectory:
         {"role": "assistant", "content": said},
     ]
     trajectory.status = "length" if number == 5 else "completed"
+    trajectory.environment = "shop" if number < 8 else "sums"
     trajectory.reward_parts = {"environment": (number % 3) / 2, "style": 0.5}
     return trajectory
 
@@ -98,6 +99,8 @@ def folder(tmp_path: Path) -> Path:
             logprob_diff_mean=1e-6,
             logprob_diff_max=1e-5,
             phase_seconds={"idle": 2.0, "train": 1.0},
+            environments={"shop": {"reward_mean": 0.5, "heldout": {"accuracy": step / 20}}},
+            pools={"fresh": 15 - step, "mixed": step, "mastered": 1, "hopeless": 0, "resting": 1},
             step_seconds=3.0,
         ).to_json()
         for step in range(1, 16)

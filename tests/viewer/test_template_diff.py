@@ -158,11 +158,11 @@ def test_a_history_that_the_template_rewrites_is_shown_with_a_note(tmp_path: Pat
 
 def test_the_runs_own_template_is_the_one_that_renders(template: ChatTemplate) -> None:
     text = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    text += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     own = ChatTemplate(template.tokenizer, chat_template=text)
     trajectory = Trajectory("rows:1")
     question = {"role": "user", "content": "Question?"}
-    prompt = [*own.render([question]), *own.encode("<|im_start|>")]
-    said(trajectory, prompt, own.encode("Answer.<|im_end|>"))
+    said(trajectory, own.render([question]), own.encode("Answer.<|im_end|>"))
     trajectory.messages = [question, {"role": "assistant", "content": "Answer."}]
     for model, identical in (({"chat_template": text}, True), ({}, False)):
         compared = Renderer(MODEL / "tokenizer.json", model).compare(trajectory, 0)

@@ -161,7 +161,7 @@ class DataConfig(RowsConfig):
     Null skips none: a prompt that does not fit model.max_length is then an error."""
     curriculum: bool = False
     """Let rows rest whose groups give no signal, because all trajectories are right or all are
-    wrong: after 1, 2, 3 ... such groups in a row, a row comes back after 2, 4, 8 ... epochs. A
+    wrong: after 1, 2, 3 ... such groups in a row, a row takes part in one of 2, 4, 8 ... epochs. A
     group with a signal brings it back to every epoch."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

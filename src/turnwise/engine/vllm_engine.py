@@ -8,7 +8,7 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -16,7 +16,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
@@ -44,7 +44,7 @@ from turnwise.engine.protocol import (
 from turnwise.engine.token_streams import TokenStreams
 from turnwise.engine.vllm_requests import make_chunk, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
-from turnwise.engine.worker_calls import call_workers
+from turnwise.engine.worker_calls import answered, call_workers
 from turnwise.errors import EngineError, InputError, WeightUpdateError, text_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from turnwise.engine.vllm_api import SamplingParams, TokensInput
 
+_T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """Time after the workers' own deadlines, whose errors are more specific."""
@@ -113,7 +114,7 @@ class VllmEngine:
         self._has_adapters = bool(adapters.rank)
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = not self._has_adapters and not self._captures
+        self._ready = False
         """Whether all adapters are loaded, and choices are captured."""
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
@@ -157,6 +158,7 @@ class VllmEngine:
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
+            await self._answered(self._llm.get_supported_tasks(), "its first call")  # kept
             if self._captures:
                 await self._ask("capture_experts")
             if self._has_adapters:
@@ -275,33 +277,32 @@ class VllmEngine:
         if mode == "wait":  # as long as requests in flight make progress
             await self._drain()
         else:
-            async with self._deadline("pausing", self._timeout):
-                await self._vllm.pause(self._llm, mode)
+            await self._in_time("pausing", self._vllm.pause(self._llm, mode))
         self._clock.stopped = True
 
     async def _drain(self) -> None:
         stalled = f"{self.name}, finishing its requests, sampled no token"
         async with self._clock.watching(stalled, "engine.request_timeout"):
-            await self._vllm.pause(self._llm, "wait")
+            await self._answered(self._vllm.pause(self._llm, "wait"), "pausing")
 
     async def resume(self) -> None:
-        async with self._deadline("resuming", self._timeout):
-            await self._llm.resume_generation()
+        await self._in_time("resuming", self._llm.resume_generation())
         self._restart_clock()
 
     async def sleep(self) -> None:
-        async with self._deadline("going to sleep", self._timeout):
-            await self._llm.sleep()
+        await self._in_time("going to sleep", self._llm.sleep())
         self._clock.stopped = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if unknown := set(tags or ()) - _SLEEP_TAGS:
             raise InputError(f"wake_up takes the tags weights and kv_cache, not {min(unknown)}")
-        async with self._deadline("waking up", self._timeout):
-            await self._llm.wake_up(list(tags) if tags else None)
-            if await self._llm.is_sleeping():
-                return
-        self._restart_clock()
+        await self._in_time("waking up", self._llm.wake_up(list(tags) if tags else None))
+        if not await self._in_time("waking up", self._llm.is_sleeping()):
+            self._restart_clock()
+
+    async def _in_time(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
+        async with self._deadline(what, self._timeout):
+            return await self._answered(call, what)
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         async with self._deadline(f"checking weight update {manifest.version}", self._timeout):
@@ -437,17 +438,18 @@ class VllmEngine:
         A failure leaves the engine paused: it must not serve half an update.
         """
         keep_cache = in_flight == "keep_cache"
-        await self._vllm.pause(self._llm, PAUSE_MODES[in_flight], clear_cache=not keep_cache)
+        mode = PAUSE_MODES[in_flight]
+        await self._answered(self._vllm.pause(self._llm, mode, clear_cache=not keep_cache))
         if keep_cache:
             self._cache_salt = f"weights {version}"
         with self._clock.held():
             yield
-            try:
-                await self._llm.update_weight_version(str(version))
-            except self._vllm.EngineDeadError as error:
-                raise EngineError(f"{self.name} died during a weight update") from error
-            await self._llm.resume_generation()
+            await self._answered(self._llm.update_weight_version(str(version)))
+            await self._answered(self._llm.resume_generation())
         self._restart_clock()
+
+    async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
+        return await answered(self._llm, self.name, what, call)
 
     def _restart_clock(self) -> None:
         self._clock.moved()
@@ -462,16 +464,13 @@ class VllmEngine:
             return [reply["device"] for reply in await self._ask("report_device_id")]
 
     async def reset_prefix_cache(self) -> None:
-        async with self._deadline("resetting the prefix cache", self._timeout):
-            await self._llm.reset_prefix_cache()
+        await self._in_time("resetting the prefix cache", self._llm.reset_prefix_cache())
 
     async def check_health(self) -> None:
-        try:
-            async with self._deadline("a health check", self._timeout):
-                await self._llm.check_health()
-                await self._llm.is_paused()  # a round trip to the process that computes
-        except self._vllm.EngineDeadError as error:
-            raise EngineError(f"{self.name} is dead") from error
+        if self._llm.errored:
+            raise EngineError(f"{self.name} is dead")
+        # A round trip to the process that computes.
+        await self._in_time("a health check", self._llm.is_paused())
 
     async def num_in_flight(self) -> int:
         return len(self._pending)

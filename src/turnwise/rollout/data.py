@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, cast, overload
+from typing import TextIO, cast, overload
 
 import numpy as np
 
@@ -204,7 +204,7 @@ def _made(
     return checked_rows(make_rows(environment, split), name, limit)
 
 
-def checked_rows(rows: Sequence[Mapping[str, Any]], name: str, limit: int | None) -> Sequence[Row]:
+def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
     """Return the first rows of a program, checked to be dictionaries: many of them when each is
     asked for.
 

@@ -228,7 +228,7 @@ class ProblemStream:
             InputError: when the data does not have it.
         """
         if self._curriculum is not None:
-            self._curriculum.learn(self._index(name), pool, self._epoch)
+            self._curriculum.learn(self._index(name), pool)
 
     def pools(self) -> dict[str, dict[str, int]]:
         """Return the number of problems in each pool of the curriculum, under the name "" of the

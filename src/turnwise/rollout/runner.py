@@ -42,14 +42,14 @@ from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.foreign.trl import TrlEnvironment
 from turnwise.rollout.foreign.trl_reward import RewardFunction
 from turnwise.rollout.group import TOO_LONG, Group, GroupRun
-from turnwise.rollout.loops import load_loop, loop_name
+from turnwise.rollout.loops import loop_name
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit
 from turnwise.rollout.rewards import RewardManager
 from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.shown_prompt import ShownPrompt
-from turnwise.rollout.stage import Stage
+from turnwise.rollout.stage import Stage, make_stages
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
@@ -84,11 +84,7 @@ class Runner:
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
-        loops = {name: load_loop(name) for name in config.loops}
-        self._stages = {
-            name: Stage(part, environment, loops[part.rollout.loop])
-            for name, part in config.parts().items()
-        }
+        self._stages = make_stages(config, environment)
         """Stages by the environment's name; a single one has the name ""."""
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""

@@ -5,6 +5,7 @@ Makes episodes, and previews rows before they are played.
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
 from turnwise.rollout.agent_loop import AgentLoop
 from turnwise.rollout.configured_tools import load_tools, with_configured
 from turnwise.rollout.environment import (
@@ -112,3 +113,32 @@ class Stage:
             said = self.processes.ask("prompt", problem, PROMPT)
             return None if said is None else [*map(dict, said)]
         return known_prompt(self._environment, problem.row, problem.id)
+
+
+def make_stages(config: Config, environment: EnvironmentType | None = None) -> dict[str, Stage]:
+    """Return the stage of each environment by name; a single one has the name "".
+
+    Environments with the same loop share it, and with it the workers of agents.
+
+    Args:
+        environment: A single environment in place of the configured ones.
+
+    Raises:
+        InputError: when an environment, a loop or a tool cannot be loaded.
+
+    Example:
+        stage = make_stages(config)[problem.environment]
+    """
+    parts = config.parts() if environment is None else {"": config}
+    loops: dict[str, AgentLoop] = {}
+    stages = {}
+    for name, part in parts.items():
+        loop = part.rollout.loop
+        try:
+            loops[loop] = loops.get(loop) or load_loop(loop)
+            stages[name] = Stage(part, environment, loops[loop])
+        except InputError as error:
+            if not name:
+                raise
+            raise InputError(f"environments.{name}: {error}") from error
+    return stages

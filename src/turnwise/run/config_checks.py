@@ -228,19 +228,23 @@ class ConfigChecks:
 
     def servers(self) -> Sequence[Finding]:
         """Check that the servers answer that the environment, the agent and the tools need."""
-        findings, named = list[Finding](), {"rollout.agent": self.config.rollout.agent or ""}
-        for name, part in self.config.parts().items():
-            own = f"environments.{name}." if name else ""
-            named[f"{own}environment"] = (part.environment or "").partition(":")[2]
-            tools = own if part.rollout.tools is not self.config.rollout.tools else "rollout."
+        findings, rollout = list[Finding](), self.config.rollout
+        parts = {f"environments.{k}." if k else "": v for k, v in self.config.parts().items()}
+        named = {
+            f"{own}environment": (part.environment or "").partition(":")[2]
+            for own, part in parts.items()
+        }
+        named["rollout.agent"] = rollout.agent or ""
+        for own, part in parts.items():
+            section = "rollout." if part.rollout.tools is rollout.tools else own
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:
-                    named[f"{tools}tools.{number}.mcp.url"] = tool.mcp.url
+                    named[f"{section}tools.{number}.mcp.url"] = tool.mcp.url
         for key, url in named.items():
-            parts = urlsplit(url)
-            if parts.scheme not in _PORTS or not parts.hostname:
+            split = urlsplit(url)
+            if split.scheme not in _PORTS or not split.hostname:
                 continue
-            address = parts.hostname, parts.port or _PORTS[parts.scheme]
+            address = split.hostname, split.port or _PORTS[split.scheme]
             said = f"{address[0]}:{address[1]} ({key})"
             try:
                 socket.create_connection(address, _CONNECT_SECONDS).close()

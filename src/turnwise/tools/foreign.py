@@ -105,7 +105,7 @@ def _from_langchain(tool: _Foreign, _: object) -> Tool:
     function = calling.convert_to_openai_tool(tool)["function"]
     plain = getattr(tool, "func", None) is not None and getattr(tool, "coroutine", None) is None
     call = tool.invoke if plain else tool.ainvoke
-    return Tool(tool.name, function["description"], function["parameters"], call)
+    return Tool(tool.name, tool.description, function["parameters"], call)
 
 
 def _from_smolagents(tool: _Foreign, _: object) -> Tool:

@@ -143,17 +143,18 @@ def _alternatives(messages: list[str]) -> str:
     return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 
 
-def _path(location: tuple[int | str, ...], given: object, *, missing: bool) -> str:
+def _path(location: tuple[int | str, ...], given: Any, *, missing: bool) -> str:
     """Return the keys and indices of a location, without pydantic's names of types."""
     steps = []
     for number, step in enumerate(location):
-        if (isinstance(given, Mapping) and step in given) or (
-            isinstance(given, list) and isinstance(step, int) and step < len(given)
-        ):
+        if isinstance(given, list):
+            inside = isinstance(step, int) and step < len(given)
+        else:
+            inside = isinstance(given, dict) and step in given
+        if inside:
             given = given[step]
-        elif not missing or number < len(location) - 1:
-            continue
-        steps.append(str(step))
+        if inside or (missing and number == len(location) - 1):
+            steps.append(str(step))
     return ".".join(steps) or "arguments"
 
 
@@ -174,7 +175,7 @@ def _refused(function: ToolFunction, why: str) -> InputError:
     )
 
 
-def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, object]) -> str | None:
+def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Any]) -> str | None:
     """Return which argument has a type that pydantic cannot read; None if each can be read."""
     for parameter in parameters:
         try:
@@ -238,19 +239,18 @@ def _is_plain(schema: JsonObject) -> bool:
 
 
 def _returned(
-    hints: Mapping[str, object], line: docstring_parser.DocstringReturns | None
+    hints: Mapping[str, Any], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
-    """Return the schema of a function's result; None if it is not known."""
+    """Return the schema of a plain result, which Transformers adds too; None for any other."""
     if "return" not in hints:
         return None
     try:
-        described = TypeAdapter(hints["return"]).json_schema(
-            mode="serialization", schema_generator=_JsonSchema
-        )
-    except Exception:  # a type of the user's own, which only its text describes
+        described = TypeAdapter(hints["return"]).json_schema(schema_generator=_JsonSchema)
+    except Exception:  # a type of the user's own, of which the model reads nothing
         return None
-    tidy = _Tidy(described.pop("$defs", {}))
-    returned = tidy.with_definitions(tidy.schema(described))
+    returned = _Tidy(described.get("$defs", {})).schema(described)
+    if not _is_plain(returned):
+        return None
     description = _one_line(line.description if line else None)
     return {**returned, "description": description} if description else returned
 

@@ -226,6 +226,4 @@ def _schema(function: JsonObject) -> JsonObject:
 def _module(name: str) -> ModuleType:
     folder = Path(tempfile.gettempdir(), f"turnwise-bfcl-{os.getuid()}")
     os.environ.setdefault("BFCL_PROJECT_ROOT", str(folder))  # it makes folders when it is imported
-    return required(
-        f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", f"environment: bfcl ({name})"
-    )
+    return required(f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", "environment: bfcl")

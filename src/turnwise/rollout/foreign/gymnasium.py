@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gymnasium import Env
     from gymnasium.spaces import Space
 
-_COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_COLOURED = re.compile(rf"{_COLOUR.pattern}(.*?)\x1b\[0m", re.DOTALL)
 _NAMED_ACTION = re.compile(r"^\s*[-*] (\d+): (.+?)\s*$", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d_]+")
 _IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -101,13 +102,18 @@ class Gymnasium(Environment):
     def setup(self) -> None:
         """Make and reset the environment."""
         gym, arguments = _package(), dict(self._arguments)
-        kind = gym.envs.registration.load_env_creator(gym.spec(self._id).entry_point)
+        kind = gym.spec(self._id).entry_point
+        if isinstance(kind, str):
+            kind = gym.envs.registration.load_env_creator(kind)
         if "ansi" in getattr(kind, "metadata", {}).get("render_modes", ()):
             arguments.setdefault("render_mode", "ansi")
         try:
             self.env = env = gym.make(self._id, disable_env_checker=True, **arguments)
         except TypeError as error:  # an argument that it does not take
-            raise InputError(f"environment_args: {error}") from error
+            said = str(error).partition(" was raised from")[0]
+            raise InputError(f"environment_args: {said}") from error
+        if env.action_space.shape is None or len(env.action_space.shape) > 1:
+            raise InputError(f"gymnasium:{self._id}: actions of {env.action_space} are no numbers")
         observation, _ = env.reset(seed=self._seed)
         described = inspect.getdoc(type(env.unwrapped)) or ""
         self._names = _action_names(described)
@@ -115,8 +121,8 @@ class Gymnasium(Environment):
         parts = [
             self._rules or _RULES.get(type(env.unwrapped).__name__) or _section(described),
             f"Actions: {actions or env.action_space}.",
-            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
             self.describe(observation),
+            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
         ]
         self.problem = "\n\n".join(parts)
         if self._by_tool:
@@ -130,8 +136,9 @@ class Gymnasium(Environment):
         text = str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
         words = _WORDS.get(type(env).__name__)
         if words is None:
-            return _COLOURED.sub(r"[\1]", text).strip("\n")
-        return words(env, _COLOURED.sub(r"\1", text).strip("\n"), observation)
+            text = _COLOURED.sub(r"[\1]", text)
+        text = _COLOUR.sub("", text).strip("\n")
+        return text if words is None else words(env, text, observation)
 
     def step(self, message: Message) -> str | None:
         """Act as the answer says, and answer with the observation."""
@@ -250,8 +257,9 @@ def _section(described: str, title: str = "Description") -> str:
 
 
 def _how_to_answer(space: "Space") -> str:
-    example = "[0]" if space.shape == () else str(space.sample().tolist())
-    return f"Answer with one action in square brackets, such as {example}."
+    if space.shape == ():
+        return f"Answer with one action in square brackets, such as [{space.start}]."
+    return f"Answer with one action in square brackets, a list of {space.shape[0]}."
 
 
 def _schema(space: "Space", names: dict[int, str]) -> JsonObject:

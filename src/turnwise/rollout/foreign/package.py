@@ -1,4 +1,4 @@
-"""What environments of Python packages share: names, rows that are seeds, rewards of turns."""
+"""Shared parts of environments of Python packages: names, rows of seeds, rewards of turns."""
 
 import difflib
 from collections.abc import Collection, Mapping

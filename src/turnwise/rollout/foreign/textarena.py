@@ -52,8 +52,8 @@ class TextArena(Environment):
         row: `seed` of the game.
         game: Name of the game; "" uses the class's.
         players: Number of players.
-        opponent: Plays all seats but one: `random`, which picks one of the actions that the game
-            has last offered in quotes, or package.module:function(observation) -> action.
+        opponent: Plays all seats but one: `random`, which picks one of the actions in the last
+            line that offers some in quotes, or package.module:function(observation) -> action.
         seat: The policy's seat beside an opponent, from 0.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of the game.
@@ -81,7 +81,6 @@ class TextArena(Environment):
     ) -> None:
         self._game, self._seed, self._arguments = game or self.game, row.get("seed", 0), arguments
         self._count, self._seat, self._rewards = players, seat, dict[int, float]()
-        self._heard = list[str]()
         self._opponent = None if opponent is None else self._load_opponent(opponent)
         self._random: tuple[object, ...] | None = None
         self.env: Env | None = None
@@ -140,6 +139,8 @@ class TextArena(Environment):
 
     def _act(self, action: str) -> None:
         assert self.env is not None
+        if self.done:  # by an opponent, before the first answer
+            return
         with self._own_randomness():
             self.done, _ = self.env.step(action=action)
             if self.done:
@@ -155,13 +156,17 @@ class TextArena(Environment):
             self._act(self._opponent(self._read(player)))
 
     def _read(self, player: int) -> str:
-        """Return what a player has not read yet, without the player's own actions."""
+        """Return what a player has not read yet: not its own actions, and only the last board."""
         assert self.env is not None
         state, package = self.env.state, _package()
         new, state.observations[player] = state.observations[player], []
+        kinds = package.ObservationType
+        last = max((i for i, one in enumerate(new) if one[2] == kinds.GAME_BOARD), default=-1)
         lines = list[str]()
-        for sender, text, kind in new:
-            if sender == player and kind == package.ObservationType.PLAYER_ACTION:
+        for number, (sender, text, kind) in enumerate(new):
+            if (sender == player and kind == kinds.PLAYER_ACTION) or (
+                kind == kinds.GAME_BOARD and number != last
+            ):
                 continue
             who = state.role_mapping.get(sender, _name(sender))
             lines.append(text if sender == package.GAME_ID else f"[{who}] {text}")
@@ -173,9 +178,13 @@ class TextArena(Environment):
             return loaded
         generator = random.Random(self._seed)
 
+        offered = [""]
+
         def choose(observation: str) -> str:
-            self._heard = _QUOTED_ACTION.findall(observation) or self._heard
-            return generator.choice(self._heard or [""])
+            nonlocal offered
+            lines = map(_QUOTED_ACTION.findall, reversed(observation.splitlines()))
+            offered = next(filter(None, lines), offered)
+            return generator.choice(offered)
 
         return choose
 

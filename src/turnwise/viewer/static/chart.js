@@ -136,28 +136,29 @@ function range(start, end, every) {
   return found;
 }
 
-// Bars of seconds, one for each step, divided by phase.
-export function phaseChart(title, rows, names) {
+// Bars, one for each step, divided by name; `value` returns the part of a row with a name.
+export function barChart({ title, unit, rows, names, value, part }) {
+  const of = (row, name) => value(row, name) ?? 0;
   const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
-    "aria-label": `${title}: ${names.map((name) => `${name} ${short(rows.reduce((sum, row) => sum + (row.phase_seconds[name] ?? 0), 0) / rows.length)} seconds on average`).join("; ")}` });
-  const top = Math.max(...rows.map((row) => names.reduce((sum, name) => sum + (row.phase_seconds[name] ?? 0), 0)));
-  const height = (seconds) => (seconds / top) * (HEIGHT - TOP - BOTTOM);
-  for (const part of ticks(0, top, false)) {
-    const at = HEIGHT - BOTTOM - height(part);
+    "aria-label": `${title}: ${names.map((name) => `${name} ${short(rows.reduce((sum, row) => sum + of(row, name), 0) / rows.length)} ${part} on average`).join("; ")}` });
+  const top = Math.max(...rows.map((row) => names.reduce((sum, name) => sum + of(row, name), 0)));
+  const height = (size) => (size / top) * (HEIGHT - TOP - BOTTOM);
+  for (const tick of ticks(0, top, false)) {
+    const at = HEIGHT - BOTTOM - height(tick);
     image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
-      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(part)));
+      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(tick)));
   }
   const width = (WIDTH - LEFT - 8) / rows.length;
   rows.forEach((row, index) => {
     let base = HEIGHT - BOTTOM;
     names.forEach((name, color) => {
-      const size = height(row.phase_seconds[name] ?? 0);
+      const size = height(of(row, name));
       base -= size;
       image.append(svg("rect", { x: LEFT + index * width + width * 0.08, y: base, width: width * 0.84, height: size, fill: runColor(color) },
-        svg("title", null, `step ${row.step}: ${name} ${short(row.phase_seconds[name] ?? 0)} s`)));
+        svg("title", null, `step ${row.step}: ${name} ${short(of(row, name))} ${part}`)));
     });
   });
   image.append(svg("text", { x: LEFT, y: HEIGHT - 4 }, rows[0].step), svg("text", { x: WIDTH - 8, y: HEIGHT - 4, "text-anchor": "end" }, rows.at(-1).step));
-  const legend = names.map((name, color) => h("span", null, h("i", { class: "swatch", style: { background: runColor(color) } }), `${name} ${short(rows.at(-1).phase_seconds[name] ?? 0)}`));
-  return h("figure", { class: "chart panel" }, h("figcaption", null, h("h3", null, title), h("span", { class: "quiet small" }, "seconds of a step")), image, h("div", { class: "readout" }, legend));
+  const legend = names.map((name, color) => h("span", null, h("i", { class: "swatch", style: { background: runColor(color) } }), `${name} ${short(of(rows.at(-1), name))}`));
+  return h("figure", { class: "chart panel" }, h("figcaption", null, h("h3", null, title), h("span", { class: "quiet small" }, unit)), image, h("div", { class: "readout" }, legend));
 }

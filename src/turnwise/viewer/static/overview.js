@@ -2,10 +2,12 @@
 
 import { chip, counted, h, mean, short } from "./dom.js";
 import { fetchNow, link, readMetrics, runPath } from "./data.js";
-import { chart, clearCharts, phaseChart } from "./chart.js";
+import { barChart, chart, clearCharts } from "./chart.js";
 import { runColor } from "./color.js";
 
 const PHASES = ["idle", "train", "write", "weights", "evaluate", "save"];
+const POOLS = ["fresh", "mixed", "mastered", "hopeless"];
+const BARS = 60;
 
 const perTrajectory = (row) => (row.trajectories && row.sampled_tokens !== null && row.sampled_tokens !== undefined ? row.sampled_tokens / row.trajectories : null);
 
@@ -41,12 +43,22 @@ const CHARTS = [
   ["Gradient norm", "", [["norm", (row) => row.grad_norm]], { low: 0 }],
   ["Staleness", "optimizer steps", [["mean", meanStaleness], ["max", (row) => (row.step ? row.staleness_max : null)]], { low: 0, high: 1, alarm: ["stale"] }],
   ["Groups without signal", "of a step", [["groups", (row) => row.groups_without_signal]], { low: 0, alarm: ["no_signal"] }],
+  ["Resting rows", "of the curriculum", [["rows", (row) => row.pools?.resting]], { low: 0 }],
   ["Failed tool calls", "share", [["failed", failedCalls]], { low: 0, alarm: ["tool_errors"] }],
   ["Not completed", "share of the trajectories", [["share", notCompleted]], { low: 0, alarm: ["truncated", "dropped"] }],
   ["Throughput", "tokens per second", [["rollout", (row) => row.rollout_tokens_per_s], ["train", (row) => row.train_tokens_per_s || null]], { low: 0 }],
   ["Step", "seconds", [["step", (row) => row.step_seconds]], { low: 0, alarm: ["idle"] }],
   ["Exact tokens", "% of the trained", [["exact", (row) => (row.trained_tokens === 0 ? null : row.exact_percent)]], { high: 100, most: 100 }],
 ];
+
+// The reward and the accuracy of each environment, in runs with several.
+function environmentCharts(rows) {
+  const names = [...new Set(rows.flat().flatMap((row) => Object.keys(row.environments ?? {})))].sort();
+  return names.flatMap((name) => [
+    [`Reward of ${name}`, "mean of its trajectories", [["reward", (row) => row.environments?.[name]?.reward_mean]], {}],
+    [`Accuracy of ${name}`, "its held-out problems", [["accuracy", (row) => row.environments?.[name]?.heldout?.accuracy]], { low: 0, high: 1, sparse: true }],
+  ]);
+}
 
 export async function showOverview(main, runs, go) {
   const figures = h("div", { class: "charts" });
@@ -66,7 +78,7 @@ export async function showOverview(main, runs, go) {
     top.replaceChildren(h("h1", null, current.length > 1 ? `${current.length} runs` : current[0].name), runTable(current, rows));
     notes.replaceChildren(...alarmList(current, alarms));
     const many = current.length > 1;
-    const made = CHARTS.map(([title, unit, values, options]) => {
+    const made = [...CHARTS.slice(0, 2), ...environmentCharts(rows), ...CHARTS.slice(2)].map(([title, unit, values, options]) => {
       const series = current.flatMap((run, index) => values.map(([label, value], second) => ({
         label: many ? (values.length > 1 ? `${run.name} ${label}` : run.name) : label,
         color: runColor(index), second: second > 0,
@@ -80,12 +92,16 @@ export async function showOverview(main, runs, go) {
       };
       return chart({ title, unit, series, alarms: here, open, ...options });
     });
-    const phases = current.map((run, index) => {
-      const timed = rows[index].filter((row) => row.step && row.phase_seconds).slice(-60);
-      const names = PHASES.filter((name) => timed.some((row) => row.phase_seconds[name]));
-      return timed.length && names.length ? phaseChart(many ? `Phases of ${run.name}` : "Phases", timed, names) : null;
-    });
-    figures.replaceChildren(...[...made, ...phases].filter(Boolean));
+    const bars = (run, index, title, key, known, unit, part) => {
+      const shown = rows[index].filter((row) => row.step && row[key]).slice(-BARS);
+      const names = known.filter((name) => shown.some((row) => row[key][name]));
+      return names.length ? barChart({ title: many ? `${title} of ${run.name}` : title, unit, rows: shown, names, value: (row, name) => row[key][name], part }) : null;
+    };
+    const divided = current.flatMap((run, index) => [
+      bars(run, index, "Pools", "pools", POOLS, "rows by their last group", "rows"),
+      bars(run, index, "Phases", "phase_seconds", PHASES, "seconds of a step", "seconds"),
+    ]);
+    figures.replaceChildren(...[...made, ...divided].filter(Boolean));
     if (!figures.children.length) figures.append(h("p", { class: "quiet" }, "No step is finished yet. This page updates by itself."));
     if (active) [...figures.querySelectorAll("h3")].find((title) => title.textContent === active)?.closest(".chart").querySelector("svg").focus();
   }

@@ -33,7 +33,7 @@ export async function showStep(main, runs, place, go) {
   };
   if ("part: environment" in measures && sortedKeys(trajectories, (one) => one.parts).length === 1) delete measures["part: environment"];
   const query = place.query;
-  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(query.measure === undefined || query.measure in measures ? binsIn(query.bins) : []), status: query.status ?? ANY, tool: query.tool ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
+  const state = { measure: query.measure in measures ? query.measure : "reward", bins: new Set(query.measure === undefined || query.measure in measures ? binsIn(query.bins) : []), status: query.status ?? ANY, environment: query.environment ?? ANY, tool: query.tool ?? ANY, event: query.event ?? ANY, fork: query.fork ?? ANY, text: query.q ?? "", order: query.order ?? "file", found: null };
   const rewards = trajectories.map((one) => one.reward).filter((reward) => reward !== null);
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const groups = [...Map.groupBy(trajectories, (one) => one.problem)].map(([problem, members]) => ({ problem, members }));
@@ -45,6 +45,7 @@ export async function showStep(main, runs, place, go) {
   let shown = [];
 
   const passes = (one) => (state.status === ANY || one.status === state.status)
+    && (state.environment === ANY || one.environment === state.environment)
     && [state.tool, state.event].every((name) => name === ANY || (one.events[name] ?? 0) > 0)
     && (state.fork === ANY || (state.fork === "any" ? hasBranches(one) : state.fork === "none" ? !hasBranches(one) : one.forks[state.fork] > 0))
     && (state.found === null || state.found.has(one.index));
@@ -126,6 +127,7 @@ export async function showStep(main, runs, place, go) {
     redraw();
   };
   const statuses = [[ANY, "any"], ...[...new Set(trajectories.map((one) => one.status))].sort().map((name) => [name, name])];
+  const environments = [...new Set(trajectories.map((one) => one.environment))].filter(Boolean).sort();
   const forks = sortedKeys(trajectories, (one) => one.forks);
   const search = h("input", { type: "search", value: state.text, placeholder: "text that was said", "aria-label": "Search in what was said" });
   const message = h("span", { class: "error small" });
@@ -142,7 +144,7 @@ export async function showStep(main, runs, place, go) {
     const to = (offset, label, symbol) => h("button", { type: "button", "aria-label": label, title: label, disabled: !kind[at + offset], onclick: () => go(link(run, kind[at + offset], null, keptQuery())) }, symbol);
     files.replaceChildren(h("span", { class: "row" }, to(-1, "Step before", "←"), select("Trajectories of", names.map((name) => [name, name]), file, (name) => go(link(run, name, null, keptQuery()))), to(1, "Next step", "→")));
   };
-  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order], ["q", state.text]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
+  const keptQuery = () => Object.fromEntries([["measure", state.measure], ["status", state.status], ["environment", state.environment], ["tool", state.tool], ["event", state.event], ["fork", state.fork], ["order", state.order], ["q", state.text]].filter(([key, value]) => value && !(key === "measure" && value === "reward") && !(key === "order" && value === "file")));
   drawFiles(runs);
 
   const filters = h("section", { class: "panel filters", "aria-label": "Filters" },
@@ -151,13 +153,14 @@ export async function showStep(main, runs, place, go) {
       h("div", { class: "row" },
         select("Histogram of", Object.keys(measures).map((name) => [name, name]), state.measure, change("measure")),
         select("Status", statuses, state.status, change("status")),
+        environments.length > 0 && select("Environment", [[ANY, "any"], ...environments.map((name) => [name, name])], state.environment, change("environment")),
         outcomes.length > 0 && select("Tool outcome", [[ANY, "any"], ...outcomes.map((name) => [name, name === "tool_call" ? "any call" : name.slice(TOOL.length)])], state.tool, change("tool")),
         events.length > 0 && select("Event", [[ANY, "any"], ...events.map((name) => [name, name])], state.event, change("event")),
         forks.length > 0 && select("Branches", [[ANY, "any"], ["none", "none"], ["any", "some"], ...forks.map((name) => [name, name])].filter(([value], at) => at < 3 || value), state.fork, change("fork")),
         select("Order", [["file", "as trained"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "largest spread"]], state.order, change("order"))),
       h("div", { class: "row" }, exported ? null : search,
         h("button", { type: "button", onclick: () => {
-          Object.assign(state, { status: ANY, tool: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
+          Object.assign(state, { status: ANY, environment: ANY, tool: ANY, event: ANY, fork: ANY, text: "", found: null, measure: "reward", order: "file" });
           state.bins.clear();
           clearTimeout(timer);
           search.value = "";

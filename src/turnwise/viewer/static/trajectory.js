@@ -102,6 +102,7 @@ export async function showTrajectory(main, runs, place, go) {
     h("div", { class: "row" },
       chip("reward", trajectory.reward === null ? "none" : short(trajectory.reward)),
       parts.length > 1 && parts.map(([name, value]) => chip(name, short(value))),
+      trajectory.environment && chip("environment", trajectory.environment),
       chip("status", trajectory.status, trajectory.status !== "completed"),
       Object.entries(trajectory.events ?? {}).map(([name, value]) => chip(name, value, name !== "tool_call")),
       Object.entries(trajectory.metrics ?? {}).map(([name, value]) => chip(name, short(value))),
