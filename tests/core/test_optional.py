@@ -1,10 +1,11 @@
 """Packages that only some runs need."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from turnwise.core.optional import check_vllm, optional
+from turnwise.core.optional import check_vllm, optional, required
 from turnwise.errors import InputError
 
 
@@ -12,6 +13,17 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
     with pytest.raises(InputError, match=r"x.parquet needs arrows: pip install 'turnwise\[data\]'"):
         optional("arrows.parquet", "data", "x.parquet")
     assert optional("json.decoder", "data", "x").__name__ == "json.decoder"
+
+
+def test_a_package_without_an_extra_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"^environment: ice needs ice_9: pip install ice-9$"):
+        required("ice_9", "ice-9", "environment: ice")
+    (tmp_path / "ice_8.py").write_text("import no_such_water\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="ice needs no_such_water, which ice_8 imports"):
+        required("ice_8", "ice-8", "environment: ice")
 
 
 def test_companions_of_another_build_than_torchs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,21 @@ async def test_an_evaluation_keeps_its_trajectories_in_their_file(
     assert [t.problem_id for t in read_jsonl(path)] != names
 
 
+async def test_an_evaluation_has_the_means_of_the_environments_metrics(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config(eval={"sampling": {"n": 1}})
+
+    async def run_group(problem: Problem, tag: str) -> Group:
+        number = problem.row["n"]
+        metrics = {"steps": float(number), **({"rare": 5.0} if number == 3 else {})}
+        return Group(problem.id, [Trajectory(problem.id, 0, reward=0.0, metrics=metrics)])
+
+    problems = [Problem(f"rows:{n}", {"n": n}) for n in range(5)]
+    evaluation = await evaluate(run_group, problems, config)
+    assert evaluation.env == {"rare": 5.0, "steps": 2.0}
+
+
 @pytest.mark.parametrize(("n", "concurrency", "groups"), [(8, 256, 64), (1, 4, 8), (64, 16, 2)])
 def test_as_many_groups_begin_as_fill_the_slots(
     make_config: Callable[..., Config], n: int, concurrency: int, groups: int

@@ -15,6 +15,7 @@ from tests.blocking import gate, new_gate, tick
 from turnwise.core import user_code as tasks
 from turnwise.core.calls import stuck_calls
 from turnwise.errors import InputError, where_in_user_code
+from turnwise.tools import Tool
 from turnwise.tools.toolbox import Toolbox
 
 
@@ -374,3 +375,45 @@ async def test_arguments_are_checked_outside_the_event_loop(kind: str) -> None:
     if kind == "plain":
         toolbox = Toolbox([tool], timeout=0.1, max_chars=99)
         assert (await toolbox.call(tool.__name__, '{"value": "slow"}')).outcome == "timeout"
+
+
+NOTHING = {"type": "object", "properties": {}}
+
+
+async def test_calls_of_tools_that_keep_their_order_wait_for_each_other() -> None:
+    begun, ended, first = list[str](), list[str](), threading.Event()
+
+    def slow(arguments: Any) -> None:
+        begun.append("slow")
+        first.wait(20)
+        ended.append("slow")
+
+    def quick(arguments: Any) -> None:
+        begun.append("quick")
+        ended.append("quick")
+
+    def beside(arguments: Any) -> None:
+        ended.append("beside")
+        first.set()
+
+    tools = [
+        Tool("slow", "Wait.", NOTHING, slow, in_order=True),
+        Tool("quick", "Go.", NOTHING, quick, in_order=True),
+        Tool("beside", "Go at once.", NOTHING, beside),
+    ]
+    toolbox = Toolbox(tools, timeout=60, max_chars=99)
+    await asyncio.gather(*(toolbox.call(name, "{}") for name in ("slow", "quick", "beside")))
+    assert begun == ["slow", "quick"]
+    assert ended == ["beside", "slow", "quick"]
+
+
+async def test_a_hidden_tool_is_not_described_and_can_be_called() -> None:
+    tools = [
+        Tool("shown", "Go.", NOTHING, lambda _: "shown"),
+        Tool("later", "Go.", NOTHING, lambda _: "later", hidden=True),
+    ]
+    toolbox = Toolbox(tools, timeout=60, max_chars=99)
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["shown"]
+    assert (await toolbox.call("later", "{}")).text == "later"
+    unknown = await toolbox.call("none", "{}")
+    assert unknown.text == "Error: there is no tool 'none'; tools: shown"

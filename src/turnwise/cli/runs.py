@@ -356,6 +356,8 @@ async def _evaluate(config: Config) -> None:
     several = {k: v for k, v in evaluation.summary.items() if "@" in k and not k.endswith("@1")}
     if several:
         _print(console, "  ".join(f"{k} {v:.4f}" for k, v in several.items()))
+    for name, value in evaluation.env.items():
+        _print(console, f"{name} {value:.4f}")
     _print(
         console,
         f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "

@@ -126,8 +126,9 @@ class DataConfig(Section):
     """
 
     path: Needed = None
-    """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, or
-    the name of a Hugging Face dataset. All values of a .csv or .tsv file are read as text."""
+    """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, the
+    name of a Hugging Face dataset, or `environment` for the rows that the environment makes. All
+    values of a .csv or .tsv file are read as text."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""

@@ -44,6 +44,7 @@ RULES: Mapping[str, OnResume] = {
     "deterministic": _LIMIT,
     "exactness": _LIMIT,
     "environment": _yes("applies from now on; groups that were waiting keep their rewards"),
+    "environment_args": _yes("applies from now on; see data.path where the rows depend on it"),
     "trackers": _SHOWN,
     "project": _SHOWN,
     "entity": _SHOWN,

@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
-from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section
+from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
 from turnwise.config.data import DataConfig, ModelConfig
 from turnwise.config.metrics import MetricsConfig
 from turnwise.config.rollout import RolloutConfig
@@ -40,8 +40,11 @@ class Config(Section):
     """Reaction to a token that differs from the sampled one before training: end the run (stop), or
     only report it (warn)."""
     environment: Needed = None
-    """Environment that turns rows into problems, tools and rewards, as package.module:Class, or
+    """Environment that turns rows into problems, tools and rewards, as package.module:Class;
+    reasoning_gym:, gymnasium:, textarena:, skyrl_gym: or bfcl:NAME for one of these packages; or
     openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
+    environment_args: Tree = {}
+    """Keyword arguments with which the environment is made, such as {size: 1000}."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""

@@ -22,11 +22,29 @@ def optional(package: str, extra: str, purpose: str) -> ModuleType:
     Example:
         `optional("datasets", "data", "a dataset from the Hub").load_dataset("gsm8k")`
     """
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        raise InputError(
-            f"{purpose} needs {package.partition('.')[0]}: pip install 'turnwise[{extra}]'"
-        )
-    return importlib.import_module(package)
+    return required(package, f"'turnwise[{extra}]'", purpose)
+
+
+def required(package: str, install: str, purpose: str) -> ModuleType:
+    """Import a package, or one of its modules, that none of turnwise's extras installs.
+
+    Args:
+        install: Arguments of `pip install`.
+        purpose: As in `optional`.
+
+    Raises:
+        InputError: when it is not installed, or one of its own requirements is not.
+
+    Example:
+        `required("gymnasium", "gymnasium", "gymnasium:FrozenLake-v1").make("FrozenLake-v1")`
+    """
+    name = package.partition(".")[0]
+    if importlib.util.find_spec(name) is None:
+        raise InputError(f"{purpose} needs {name}: pip install {install}")
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise InputError(f"{purpose} needs {error.name}, which {name} imports") from error
 
 
 def check_vllm() -> None:

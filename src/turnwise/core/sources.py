@@ -20,6 +20,8 @@ DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of the names of data files."""
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
+ENVIRONMENT = "environment"
+"""A `data.path` of rows that the environment makes."""
 _NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _SECONDS = 3.0
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -71,12 +73,13 @@ def _check(path: str, file: str, key: str, what: str, files: str) -> None:
 
 
 def check_data(path: str) -> None:
-    """Check that a path of data is a file or folder, a name that the Hub may have, or a worker.
+    """Check that a path of data is a file or folder, a name that the Hub may have, a worker, or
+    the environment's own rows.
 
     Raises:
         InputError: when it is none of them.
     """
-    if path.startswith(WORKER):
+    if path.startswith(WORKER) or path == ENVIRONMENT:
         return
     file = Path(path).expanduser()
     if file.is_dir() or (file.exists() and file.suffix in DATA_FILES):

@@ -18,16 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TextIO, cast, overload
+from typing import Any, TextIO, cast, overload
 
 import numpy as np
 
 from turnwise.config import Config, DataConfig
 from turnwise.core.optional import optional
-from turnwise.core.sources import DATA_FILES, WORKER, check_data, why_offline
+from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
 from turnwise.rollout.agents.worker import worker_tasks
+from turnwise.rollout.environment import EnvironmentType, configured_environment, name_of
 from turnwise.rollout.problems import Problems, Row
+from turnwise.rollout.reading import make_rows
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -71,6 +73,8 @@ def load_rows(
         if not listed:
             raise InputError(f"{path} has no rows")
         return listed[:limit]
+    if path == ENVIRONMENT:
+        raise InputError("rows that an environment makes are read by load_training(config)")
     check_data(path)
     file = Path(path).expanduser()
     if file.suffix in DATA_FILES and not file.is_dir():
@@ -127,14 +131,63 @@ def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str
     return data.eval_path, rows
 
 
-def load_training(config: Config) -> Problems:
-    """Return the problems of data.path."""
+def load_training(config: Config, environment: EnvironmentType | None = None) -> Problems:
+    """Return the problems of data.path.
+
+    Args:
+        environment: Makes the rows if data.path is `environment`; None means the configured one.
+    """
+    if config.data.path == ENVIRONMENT:
+        return _made(config, environment, "train", config.data.limit)
     return Problems(*load_training_rows(config.data, config.rollout.agent_env))
 
 
-def load_heldout(config: Config) -> Problems:
-    """Return the problems of data.eval_path, or of data.path if that is not set."""
+def load_heldout(config: Config, environment: EnvironmentType | None = None) -> Problems:
+    """Return the problems of data.eval_path, or of data.path if that is not set.
+
+    Args:
+        environment: As in `load_training`.
+    """
+    if config.data.eval_path is None:
+        return load_training(config, environment)
+    if config.data.eval_path == ENVIRONMENT:
+        return _made(config, environment, "eval", config.data.eval_limit)
     return Problems(*load_eval_rows(config.data, config.rollout.agent_env))
+
+
+def _made(
+    config: Config, environment: EnvironmentType | None, split: str, limit: int | None
+) -> Problems:
+    """Return the problems of the rows that an environment makes, named `train:1` or `eval:1`."""
+    environment = environment or configured_environment(config)
+    name = f"{name_of(environment)}.rows({split!r})"
+    return Problems(split, checked_rows(make_rows(environment, split), name, limit))
+
+
+def checked_rows(rows: Sequence[Mapping[str, Any]], name: str, limit: int | None) -> Sequence[Row]:
+    """Return the first rows of a program, checked to be dictionaries: many of them when each is
+    asked for.
+
+    Args:
+        name: The rows in errors.
+
+    Raises:
+        InputError: when there are none, or one is not a mapping.
+
+    Example:
+        >>> len(checked_rows([{"n": 1}, {"n": 2}], "data", 1))
+        1
+    """
+    if not len(rows):
+        raise InputError(f"{name} has no rows")
+
+    def read(number: int) -> Row:
+        row = rows[number]
+        if not isinstance(row, Mapping):
+            raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
+        return dict(row)
+
+    return at_once(LazyRows(len(rows) if limit is None else min(limit, len(rows)), read))
 
 
 @contextmanager

@@ -4,11 +4,15 @@ This module holds what users write against. `rollout.episode` plays an environme
 """
 
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, describe_error
 from turnwise.rollout.problems import Row
@@ -101,6 +105,15 @@ class Environment:
         """
         return None
 
+    @classmethod
+    def rows(cls, split: str) -> Sequence[Row]:
+        """Return rows that the environment makes itself: `data.path: environment`.
+
+        Args:
+            split: `train` for data.path, `eval` for data.eval_path: rows that are not trained on.
+        """
+        raise NotImplementedError(f"{cls.__name__} makes no rows")
+
     def setup(self) -> Awaitable[None] | None:
         """Open what the trajectory needs; called once, before `problem` and `tools` are read."""
         return None
@@ -150,9 +163,14 @@ EnvironmentType = Callable[[Row], Any]
 
 
 ADAPTERS = {
-    "openenv": "turnwise.rollout.foreign.openenv:at",
-    "trl": "turnwise.rollout.foreign.trl:load_trl",
+    "bfcl": "turnwise.rollout.foreign.bfcl:at",
+    "gymnasium": "turnwise.rollout.foreign.gymnasium:at",
     "nemo_gym": "turnwise.rollout.foreign.nemo_gym:at",
+    "openenv": "turnwise.rollout.foreign.openenv:at",
+    "reasoning_gym": "turnwise.rollout.foreign.reasoning_gym:at",
+    "skyrl_gym": "turnwise.rollout.foreign.skyrl_gym:at",
+    "textarena": "turnwise.rollout.foreign.textarena:at",
+    "trl": "turnwise.rollout.foreign.trl:load_trl",
 }
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""
@@ -162,7 +180,8 @@ def load_environment(path: str | None) -> EnvironmentType:
     """Import `package.module:Class`, or adapt another system's environment.
 
     Raises:
-        InputError: when there is none of that name, or its address is wrong.
+        InputError: when there is none of that name, its address is wrong, or its package is not
+            installed.
 
     Example:
         >>> make = load_environment("openenv:ws://localhost:8000")
@@ -177,6 +196,66 @@ def load_environment(path: str | None) -> EnvironmentType:
     else:
         environment = load_object(path, "environment")
     return environment
+
+
+def configured_environment(config: Config) -> EnvironmentType:
+    """Return the environment that `environment` and `environment_args` configure.
+
+    Raises:
+        InputError: as `load_environment` and `with_arguments` do.
+
+    Example:
+        make = configured_environment(load_config("config.yaml"))
+    """
+    return with_arguments(load_environment(config.environment), config.environment_args)
+
+
+def with_arguments(
+    environment: EnvironmentType, arguments: Mapping[str, object]
+) -> EnvironmentType:
+    """Return an environment type that is made with `environment_args`.
+
+    Raises:
+        InputError: when it does not take one of them.
+
+    Example:
+        >>> class Count:
+        ...     def __init__(self, row, start=0):
+        ...         self.problem = f"Continue: {start}, {start + row['step']}"
+        >>> with_arguments(Count, {"start": 2})({"step": 3}).problem
+        'Continue: 2, 5'
+    """
+    if not arguments:
+        return environment
+    taken = keywords_of(environment)
+    unknown = [] if taken is None else [name for name in arguments if name not in taken[1:]]
+    if unknown:
+        takes = f"it takes {', '.join(taken[1:])}" if taken and taken[1:] else "it takes none"
+        raise InputError(
+            f"environment_args: {name_of(environment)} takes no argument {unknown[0]} ({takes})"
+        )
+    return partial(environment, **arguments)
+
+
+def type_of(environment: EnvironmentType) -> EnvironmentType:
+    """Return the class or function that an environment type with arguments calls."""
+    return environment.func if isinstance(environment, partial) else environment
+
+
+def name_of(environment: EnvironmentType) -> str:
+    """Return the name of an environment's class or function."""
+    kind = type_of(environment)
+    return str(getattr(kind, "__name__", type(kind).__name__))
+
+
+def keywords_of(function: Callable[..., object]) -> list[str] | None:
+    """Return the names of a function's arguments that can be passed by name; None if any can."""
+    with suppress(ValueError, TypeError):  # some builtin types have no signature
+        parameters = inspect.signature(function).parameters.values()
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            return [p.name for p in parameters if p.kind in by_name]
+    return None
 
 
 def load_object(path: str, key: str) -> Any:

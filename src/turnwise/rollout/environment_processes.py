@@ -29,7 +29,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import HEADER, AnswerError, read_frame, receive, receive_frame
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
-from turnwise.rollout.environment import EnvironmentType
+from turnwise.rollout.environment import EnvironmentType, name_of
 from turnwise.rollout.environment_answers import REPLY, read_reply, value_of
 from turnwise.rollout.problems import Problem
 
@@ -60,9 +60,8 @@ class EnvironmentProcesses:
         try:
             self._pickled = cloudpickle.dumps((factory, rollout))
         except Exception as error:
-            name = getattr(factory, "__name__", factory)
             raise InputError(
-                f"the environment {name} cannot be sent to another process "
+                f"the environment {name_of(factory)} cannot be sent to another process "
                 f"(rollout.environment_process): {describe_error(error)}"
             ) from error
         self._server: ForkServer | None = None

@@ -8,9 +8,9 @@ as correct; `reward_mean` does not depend on it.
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import comb, isclose
 from typing import Protocol
 
@@ -130,6 +130,9 @@ class Evaluation:
     """Duration in seconds."""
     summary: dict[str, float]
     """Results as `Scores.summary` returns them."""
+    env: dict[str, float] = field(default_factory=dict)
+    """Mean of each number that the environments' `metrics` return, over the finished trajectories
+    that return it."""
 
     @property
     def accuracy(self) -> float:
@@ -247,11 +250,15 @@ async def evaluate(
     """
     n, kept = config.eval.sampling.n, kept or KeptInMemory()
     scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
+    measured = defaultdict[str, list[float]](list)
 
     async def keep(place: int, group: Group) -> None:
         nonlocal tokens
         scores.add(group)
         tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                measured[name].append(value)
         await kept.keep(place, group)
 
     at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
@@ -261,5 +268,11 @@ async def evaluate(
     seconds = time.perf_counter() - started
     dropped = outcomes.check(config.rollout.max_failed_fraction, "evaluation")
     return Evaluation(
-        kept.trajectories, outcomes.finished, dropped, tokens, seconds, scores.summary()
+        kept.trajectories,
+        outcomes.finished,
+        dropped,
+        tokens,
+        seconds,
+        scores.summary(),
+        {name: sum(values) / len(values) for name, values in sorted(measured.items())},
     )

@@ -3,6 +3,7 @@
 Environments are user code of any class; mistakes become one sentence that names the row.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,14 @@ from turnwise.errors import (
     ordinary_error,
     where_in_user_code,
 )
-from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollout.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    keywords_of,
+    name_of,
+    type_of,
+)
 from turnwise.rollout.problems import Row
 from turnwise.tools import Tool, ToolFunction, Toolset
 from turnwise.tools.tool import is_toolset, is_toolset_factory
@@ -64,13 +72,54 @@ def known_prompt(factory: EnvironmentType, row: Row, where: str) -> list[Message
     Raises:
         InputError: naming `where`, when its `prompt` fails or returns no messages.
     """
-    prompt = own_method(factory, "prompt")
+    prompt = own_method(type_of(factory), "prompt")
     if prompt is None:
         return None
     with naming_row(where, row):
         reply = prompt(row)
-        name = getattr(factory, "__name__", "the environment")
-        return None if reply is None else read_messages(reply, f"{name}.prompt")
+        return None if reply is None else read_messages(reply, f"{name_of(factory)}.prompt")
+
+
+def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
+    """Return the rows that an environment makes itself; runs user code.
+
+    Those of `environment_args` that its `rows` takes are passed too.
+
+    Args:
+        split: `train` or `eval`.
+
+    Raises:
+        InputError: when it makes none.
+
+    Example:
+        >>> class Sums(Environment):
+        ...     @classmethod
+        ...     def rows(cls, split):
+        ...         return [{"question": f"2 + {n}?"} for n in range(9 if split == "train" else 3)]
+        >>> len(make_rows(Sums, "eval"))
+        3
+    """
+    kind, name = type_of(factory), name_of(factory)
+    rows = own_method(kind, "rows")
+    if rows is None:
+        raise InputError(
+            f"data.path: {name} makes no rows: give it a classmethod rows(split), or name a file "
+            "or dataset instead of `environment`"
+        )
+    if inspect.isclass(kind) and inspect.isfunction(inspect.getattr_static(kind, "rows")):
+        raise InputError(f"{name}.rows must be a classmethod: it is called before any environment")
+    given = factory.keywords if isinstance(factory, partial) else {}
+    taken = keywords_of(rows)
+    given = {key: value for key, value in given.items() if taken is None or key in taken}
+    try:
+        made: object = rows(split, **given)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name}.rows({split!r}) failed: {describe_error(error)}") from error
+    if not isinstance(made, Sequence) or isinstance(made, str):
+        raise InputError(f"{name}.rows({split!r}) must return a list of rows, not {shown(made)}")
+    return made
 
 
 @contextmanager

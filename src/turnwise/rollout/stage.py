@@ -6,7 +6,12 @@ Makes episodes, and previews rows before they are played.
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.rollout.configured_tools import load_tools, with_configured
-from turnwise.rollout.environment import EnvironmentType, load_environment
+from turnwise.rollout.environment import (
+    EnvironmentType,
+    configured_environment,
+    name_of,
+    type_of,
+)
 from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.environment_processes import EnvironmentProcesses
 from turnwise.rollout.episode import Episode
@@ -38,9 +43,9 @@ class Stage:
         self, config: Config, environment: EnvironmentType | None = None, *, tools: bool = True
     ) -> None:
         self._rollout = config.rollout
-        self._environment = environment or load_environment(config.environment)
-        given = getattr(environment, "__name__", environment)
-        self.name = f"the environment {config.environment if environment is None else given}"
+        self._environment = environment or configured_environment(config)
+        given = config.environment if environment is None else name_of(environment)
+        self.name = f"the environment {given}"
         """The environment in messages."""
         self._tools = load_tools(config.rollout.tools) if tools else []
         self.processes = (
@@ -86,7 +91,7 @@ class Stage:
     @property
     def knows_prompts(self) -> bool:
         """Whether the environment's class has a `prompt`."""
-        return own_method(self._environment, "prompt") is not None
+        return own_method(type_of(self._environment), "prompt") is not None
 
     def prompt(self, problem: Problem) -> list[Message] | None:
         """Return the messages that the class knows from a row alone; None if it does not.

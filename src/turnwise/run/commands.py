@@ -304,7 +304,7 @@ async def _playing(
             config,
             problems[0],
             progress=display,
-            environment=inputs.environment,
+            environment=inputs.environment_for(config),
             functions=inputs.functions,
         ) as runtime:
             display.phase(phase, len(problems))
@@ -349,7 +349,7 @@ async def _attempt(
         problems[0],
         folder=folder.path,
         progress=display,
-        environment=inputs.environment,
+        environment=inputs.environment_for(config),
         functions=inputs.functions,
     ) as runtime:
         loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)

@@ -12,7 +12,6 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
-from turnwise.errors import InputError
 
 if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
@@ -36,6 +35,18 @@ class ProgramInputs:
     """Held-out rows; replace data.eval_path."""
     functions: "Mapping[str, RewardFunction] | None" = None
     """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
+
+    def environment_for(self, config: Config) -> "EnvironmentType | None":
+        """Return `environment` with the configuration's `environment_args`; None if it is None.
+
+        Raises:
+            InputError: when it does not take one of them.
+        """
+        from turnwise.rollout.environment import with_arguments
+
+        if self.environment is None:
+            return None
+        return with_arguments(self.environment, config.environment_args)
 
 
 FROM_CONFIG = ProgramInputs()
@@ -71,40 +82,20 @@ def all_problems(
 
 def training_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
     """Return the problems to train on."""
-    from turnwise.rollout.data import load_training
+    from turnwise.rollout.data import checked_rows, load_training
     from turnwise.rollout.problems import Problems
 
     if inputs.rows is None:
-        return load_training(config)
-    return Problems("data", _checked(inputs.rows, "data", config.data.limit))
+        return load_training(config, inputs.environment_for(config))
+    return Problems("data", checked_rows(inputs.rows, "data", config.data.limit))
 
 
 def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem]":
     """Return the problems to evaluate on."""
-    from turnwise.rollout.data import load_heldout
+    from turnwise.rollout.data import checked_rows, load_heldout
     from turnwise.rollout.problems import Problems
 
     if inputs.eval_rows is None:
-        return load_heldout(config)
-    rows = _checked(inputs.eval_rows, "eval_data", config.data.eval_limit)
+        return load_heldout(config, inputs.environment_for(config))
+    rows = checked_rows(inputs.eval_rows, "eval_data", config.data.eval_limit)
     return Problems("eval_data", rows)
-
-
-def _checked(rows: Sequence[JsonObject], name: str, limit: int | None) -> Sequence[JsonObject]:
-    """Return the first rows, checked to be dictionaries: many of them when each is asked for.
-
-    Raises:
-        InputError: when there are none, or one is not a mapping.
-    """
-    from turnwise.rollout.data import LazyRows, at_once
-
-    if not len(rows):
-        raise InputError(f"{name} has no rows")
-
-    def read(number: int) -> JsonObject:
-        row = rows[number]
-        if not isinstance(row, Mapping):
-            raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
-        return dict(row)
-
-    return at_once(LazyRows(len(rows) if limit is None else min(limit, len(rows)), read))

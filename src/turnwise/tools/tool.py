@@ -34,7 +34,11 @@ class Tool:
     call: Callable[[JsonObject], object]
     """Function of the arguments, sync or async."""
     in_order: bool = False
-    """Run its calls one after another, as the model wrote them, instead of together."""
+    """Run its calls one after another, as the model wrote them, instead of together; also those of
+    a trajectory's other tools with this."""
+    hidden: bool = False
+    """Leave it out of the descriptions that the chat template shows: the environment tells the
+    model of it later."""
 
 
 class Toolset(Protocol):

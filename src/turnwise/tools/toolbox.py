@@ -60,8 +60,8 @@ class _Callable:
     call: Callable[[str], object]
     """Calls the tool with its arguments, given as JSON; raises `_ArgumentsError`. The types of the
     arguments may be the user's own, so this is user code from the beginning."""
-    turn: asyncio.Lock | None = None
-    """Held during a call, if calls run one after another."""
+    in_order: bool = False
+    hidden: bool = False
 
 
 class _ArgumentsError(Exception):
@@ -91,6 +91,8 @@ class Toolbox:
         self, tools: Sequence[ToolFunction | Tool], *, timeout: float, max_chars: int
     ) -> None:
         self._tools: dict[str, _Callable] = {}
+        self._turn = asyncio.Lock()
+        """Held during a call of a tool whose calls run one after another."""
         for tool in tools:
             name, entry = _prepare(tool)
             if name in self._tools:
@@ -101,13 +103,13 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tools."""
-        return list(self._tools)
+        """Names of the tools, hidden ones left out."""
+        return [name for name, tool in self._tools.items() if not tool.hidden]
 
     @property
     def schemas(self) -> list[JsonObject]:
         """Descriptions of the tools in OpenAI's format, for the chat template."""
-        return [tool.schema for tool in self._tools.values()]
+        return [tool.schema for tool in self._tools.values() if not tool.hidden]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         """Call a tool by name with its arguments as a JSON object.
@@ -118,7 +120,7 @@ class Toolbox:
             names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
-        async with self._tools[name].turn or contextlib.nullcontext():
+        async with self._turn if self._tools[name].in_order else contextlib.nullcontext():
             return await self._called(name, arguments_json)
 
     async def _called(self, name: str, arguments_json: str) -> ToolResult:
@@ -280,8 +282,7 @@ def _with_schema(tool: Tool) -> _Callable:
         "parameters": tool.parameters,
     }
     schema = {"type": "function", "function": function}
-    turn = asyncio.Lock() if tool.in_order else None
-    return _Callable(schema, checked, turn)
+    return _Callable(schema, checked, tool.in_order, tool.hidden)
 
 
 @lru_cache(maxsize=4096)
