@@ -26,7 +26,7 @@ from benchmarks import rollouts, training, updates
 from benchmarks.models import as_in_a_worker
 from benchmarks.report import Claim, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
-from examples.smollm2.run import CONFIG, MODEL, prepare
+from examples.smollm2.run import CONFIG, MODEL, link_model
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.gguf import resolve_model
@@ -132,7 +132,7 @@ def engine_bytes(pid: int) -> int:
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("real", __doc__).parse_args()
-    if not prepare(0):
+    if not link_model():
         print("the model is not installed: make real")
         report([], options)
         return

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.smollm2.environment import calculate, solved
-from examples.smollm2.run import CONFIG, prepare
+from examples.smollm2.run import CONFIG, link_model
 from tests.conftest import ROOT
 from tests.serving.openai.test_server import fetched
 from tests.test_cli import metrics_of, turnwise
@@ -40,16 +40,12 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's configuration, with its problems and with the model's GGUF file."""
+    """The example's configuration, for shorter runs."""
     subprocess.run(["make", "-s", ".venv/.real"], cwd=ROOT, check=True, timeout=900)
     folder = tmp_path_factory.mktemp("real")
-    assert prepare(0, folder)
-    paths = {
-        "model.path": folder / "SmolLM2-135M-Instruct.gguf",
-        "data.path": folder / "train.jsonl",
-        "data.eval_path": folder / "heldout.jsonl",
-        "output_dir": folder / "runs",
-    }
+    model = folder / "SmolLM2-135M-Instruct.gguf"
+    assert link_model(model)
+    paths = {"model.path": model, "output_dir": folder / "runs"}
     config = load_config(CONFIG, [*(f"{key}={path}" for key, path in paths.items()), *SMALL])
     path = folder / "config.yaml"
     path.write_text(dump_config(config))
