@@ -8,8 +8,10 @@ and top-k), the one that the tokens were drawn from.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
 
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.core.aio import run_in_thread
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from turnwise.engine.vllm_api import SamplingParams
 
 _T = TypeVar("_T")
+_STEP_SECONDS = 5.0
+"""Time after which a health check looks at whether the engine still computes."""
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
@@ -323,8 +327,17 @@ class VllmEngine(UpdatableEngine):
     async def check_health(self) -> None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
-        # A round trip to the process that computes.
-        await self._in_time("a health check", self._llm.is_paused())
+        busy = _processor_seconds() if self._pending else 0.0
+        # A round trip to the process that computes, which answers between two steps.
+        answer = asyncio.ensure_future(self._in_time("a health check", self._llm.is_paused()))
+        try:
+            await asyncio.wait([answer], timeout=_STEP_SECONDS)
+            # A step of a large model on a CPU takes long. Whether it ever ends is a question of
+            # the requests' own deadline, `engine.request_timeout`.
+            if answer.done() or not self._pending or _processor_seconds() < busy + 1.0:
+                await answer
+        finally:
+            answer.cancel()
 
     async def num_in_flight(self) -> int:
         return len(self._pending)
@@ -338,3 +351,13 @@ class VllmEngine(UpdatableEngine):
         self._llm.shutdown()
         # vLLM calls it again from `__del__`, at the interpreter's end without the modules it needs.
         self._llm.shutdown = lambda timeout=None: None
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of this process's children: the engine's processes."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
