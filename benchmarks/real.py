@@ -41,7 +41,7 @@ NAME, PARAMETERS = "SmolLM2-135M", 134_515_008
 BUDGET = 2048
 SEQUENCES = 16
 CONCURRENCY = 32
-PROMPT_TOKENS = 400
+PROMPT_TOKENS = 500
 """About the length of a prompt of `make real`."""
 
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.smollm2.environment import calculate, solved
+from examples.smollm2.environment import SHOWN, calculate, solved
 from examples.smollm2.run import CONFIG, link_model
 from tests.conftest import ROOT
 from tests.serving.openai.test_server import fetched
@@ -151,13 +151,15 @@ async def server(ray_started: None, file: Path) -> AsyncIterator[tuple[Config, O
 def as_client(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as OpenAI's API has them."""
     made: list[dict[str, Any]] = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if "tool_calls" in message:
             (call,) = message["tool_calls"]
             function = call["function"]
             function = function | {"arguments": json.dumps(function["arguments"])}
-            message = message | {"tool_calls": [call | {"id": "c0", "function": function}]}
-        made.append(message | ({"tool_call_id": "c0"} if message["role"] == "tool" else {}))
+            message = message | {"tool_calls": [call | {"id": f"c{number}", "function": function}]}
+        if message["role"] == "tool":
+            message = message | {"tool_call_id": f"c{number - 1}"}
+        made.append(message)
     return made
 
 
@@ -173,7 +175,8 @@ async def test_a_client_with_tools_is_served(server: tuple[Config, OpenAIServer]
         model = (await client.models.list()).data[0].id
         for number, expression in enumerate(("23 + 45", "81 - 17 + 4", "120 + 35")):
             session = f"sum-{number}"
-            asked = as_client(solved("31 + 8 - 12")) + as_client(solved(expression))[:1]
+            shown = [message for each in SHOWN for message in solved(each)]
+            asked = as_client([*shown, solved(expression)[0]])
             for _ in range(3):
                 answer = await client.chat.completions.create(
                     model=model,

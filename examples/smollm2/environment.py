@@ -1,7 +1,7 @@
 """Sums of reasoning-gym, with a calculator that the model has never seen.
 
 The problems and their scorer are reasoning-gym's `chain_sum` as it is: two to six numbers of one to
-four digits. The prompt begins with one problem that is solved with the tool.
+four digits. The prompt begins with problems that are solved with the tool.
 """
 
 import re
@@ -11,6 +11,8 @@ import turnwise
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 """How `chain_sum` asks."""
+SHOWN = ("31 + 8 - 12", "704 - 25", "6 + 9 - 3 + 5")
+"""Sums of the prompt. With one alone, the model answers at once and never calls the tool."""
 _SUM = re.compile(r"\s*-?\d+(\s*[-+]\s*\d+)*\s*")
 _TERM = re.compile(r"[-+]?\s*\d+")
 
@@ -22,7 +24,8 @@ class Sums(turnwise.ReasoningGym):
 
     def __init__(self, row: dict[str, Any], **config: Any) -> None:
         super().__init__(row, **{"system_prompt": None, **config})
-        self.problem = [*solved("31 + 8 - 12"), *self.problem]
+        shown = [message for expression in SHOWN for message in solved(expression)]
+        self.problem = [*shown, *self.problem]
         self.tools = [calculate]
 
 
