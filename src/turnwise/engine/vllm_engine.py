@@ -327,17 +327,28 @@ class VllmEngine(UpdatableEngine):
     async def check_health(self) -> None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
-        busy = _processor_seconds() if self._pending else 0.0
+        busy = self._processor_seconds()
         # A round trip to the process that computes, which answers between two steps.
         answer = asyncio.ensure_future(self._in_time("a health check", self._llm.is_paused()))
         try:
             await asyncio.wait([answer], timeout=_STEP_SECONDS)
             # A step of a large model on a CPU takes long. Whether it ever ends is a question of
             # the requests' own deadline, `engine.request_timeout`.
-            if answer.done() or not self._pending or _processor_seconds() < busy + 1.0:
+            if answer.done() or not self._pending or self._processor_seconds() < busy + 1.0:
                 await answer
         finally:
             answer.cancel()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time of the processes that compute."""
+        total = 0.0
+        for pid in self._vllm.engine_processes(self._llm):
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                for each in (process, *process.children(recursive=True)):
+                    times = each.cpu_times()
+                    total += times.user + times.system
+        return total
 
     async def num_in_flight(self) -> int:
         return len(self._pending)
@@ -351,13 +362,3 @@ class VllmEngine(UpdatableEngine):
         self._llm.shutdown()
         # vLLM calls it again from `__del__`, at the interpreter's end without the modules it needs.
         self._llm.shutdown = lambda timeout=None: None
-
-
-def _processor_seconds() -> float:
-    """Return the processor time of this process's children: the engine's processes."""
-    total = 0.0
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            times = child.cpu_times()
-            total += times.user + times.system
-    return total
