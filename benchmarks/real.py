@@ -26,7 +26,7 @@ from benchmarks import rollouts, training, updates
 from benchmarks.models import as_in_a_worker
 from benchmarks.report import Claim, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
-from examples.smollm2.run import CONFIG, MODEL, prepare
+from examples.smollm2.run import CONFIG, MODEL, link_model
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.gguf import resolve_model
@@ -41,7 +41,7 @@ NAME, PARAMETERS = "SmolLM2-135M", 134_515_008
 BUDGET = 2048
 SEQUENCES = 16
 CONCURRENCY = 32
-PROMPT_TOKENS = 400
+PROMPT_TOKENS = 500
 """About the length of a prompt of `make real`."""
 
 
@@ -132,7 +132,7 @@ def engine_bytes(pid: int) -> int:
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("real", __doc__).parse_args()
-    if not prepare(0):
+    if not link_model():
         print("the model is not installed: make real")
         report([], options)
         return

@@ -7,6 +7,7 @@ at once: `tests/no_engines.py` has the tier of tests that need neither vLLM nor 
 import copy
 import fcntl
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 # One thread for torch, here and in the programs that tests start: the models are tiny, and threads
 # that wait for each other beside another worker of pytest-xdist take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell's background job ignores Ctrl-C, and so would the programs to which tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = (
     "serving/test_fleet.py",
     "test_runs.py",

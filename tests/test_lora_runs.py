@@ -109,7 +109,7 @@ if __name__ == "__main__":
     model, adapter, source = sys.argv[1:]
     more = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
     llm = LLM(
-        model, dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
+        model, dtype="float32", enforce_eager=True, max_model_len=1024, block_size=32,
         kv_cache_memory_bytes=2**26, **more,
     )
     rows = json.load(open(source))

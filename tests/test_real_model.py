@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.smollm2.environment import calculate, solved
-from examples.smollm2.run import CONFIG, prepare
+from examples.smollm2.environment import SHOWN, calculate, solved
+from examples.smollm2.run import CONFIG, link_model
 from tests.conftest import ROOT
 from tests.serving.openai.test_server import fetched
 from tests.test_cli import metrics_of, turnwise
@@ -40,16 +40,12 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's configuration, with its problems and with the model's GGUF file."""
+    """The example's configuration, for shorter runs."""
     subprocess.run(["make", "-s", ".venv/.real"], cwd=ROOT, check=True, timeout=900)
     folder = tmp_path_factory.mktemp("real")
-    assert prepare(0, folder)
-    paths = {
-        "model.path": folder / "SmolLM2-135M-Instruct.gguf",
-        "data.path": folder / "train.jsonl",
-        "data.eval_path": folder / "heldout.jsonl",
-        "output_dir": folder / "runs",
-    }
+    model = folder / "SmolLM2-135M-Instruct.gguf"
+    assert link_model(model)
+    paths = {"model.path": model, "output_dir": folder / "runs"}
     config = load_config(CONFIG, [*(f"{key}={path}" for key, path in paths.items()), *SMALL])
     path = folder / "config.yaml"
     path.write_text(dump_config(config))
@@ -155,13 +151,15 @@ async def server(ray_started: None, file: Path) -> AsyncIterator[tuple[Config, O
 def as_client(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as OpenAI's API has them."""
     made: list[dict[str, Any]] = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if "tool_calls" in message:
             (call,) = message["tool_calls"]
             function = call["function"]
             function = function | {"arguments": json.dumps(function["arguments"])}
-            message = message | {"tool_calls": [call | {"id": "c0", "function": function}]}
-        made.append(message | ({"tool_call_id": "c0"} if message["role"] == "tool" else {}))
+            message = message | {"tool_calls": [call | {"id": f"c{number}", "function": function}]}
+        if message["role"] == "tool":
+            message = message | {"tool_call_id": f"c{number - 1}"}
+        made.append(message)
     return made
 
 
@@ -177,7 +175,8 @@ async def test_a_client_with_tools_is_served(server: tuple[Config, OpenAIServer]
         model = (await client.models.list()).data[0].id
         for number, expression in enumerate(("23 + 45", "81 - 17 + 4", "120 + 35")):
             session = f"sum-{number}"
-            asked = as_client(solved("31 + 8 - 12")) + as_client(solved(expression))[:1]
+            shown = [message for each in SHOWN for message in solved(each)]
+            asked = as_client([*shown, solved(expression)[0]])
             for _ in range(3):
                 answer = await client.chat.completions.create(
                     model=model,

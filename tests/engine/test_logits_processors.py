@@ -75,6 +75,18 @@ async def test_without_statistics_an_engine_has_none_to_show(worker: WorkerHandl
     assert await worker.metrics() == []
 
 
+async def test_an_engine_that_computes_a_long_step_is_healthy(worker: WorkerHandle) -> None:
+    """A step of a large model on a CPU takes longer than a health check may."""
+    slow = asyncio.create_task(generate(worker, Request(PROMPT, chosen("computes"), "slow")))
+    async with asyncio.timeout(60):
+        while not await worker.num_in_flight():
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(10):  # the step takes 12 s
+        await worker.check_health()
+    assert len((await slow).token_ids) == 8
+
+
 def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch.Tensor:
     """Log-probs [V] of the token after `ids`, without the banned ones."""
     with torch.no_grad():

@@ -426,10 +426,10 @@ async def test_tools_described_by_hand_are_not_shown_by_the_template(
     attempt: Callable[..., Any], template: ChatTemplate
 ) -> None:
     said = [call("double", x=4) + END, "It is 8." + END]
-    shown, by_hand = (
+    shown, by_hand = [
         (await attempt(said, tools_in_prompt=in_prompt)).trajectories[0]
         for in_prompt in (True, False)
-    )
+    ]
     prompts = [template.decode_all(t.prompt_token_ids(1)) for t in (shown, by_hand)]
     assert ["Double a number" in prompt for prompt in prompts] == [True, False]
     assert by_hand.events == {"tool_call": 1}

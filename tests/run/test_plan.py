@@ -152,13 +152,11 @@ def be_rank(place: Any, config: Config, folder: Path, reply: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     samples = []
     groups = place.ranks // (size := config.training.context_parallel)
-    for index in range(2 * groups * config.training.micro_batch(on_gpu=False) // length):
+    for index in range(2 * groups * config.training.micro_batch_tokens // length):
         ids = torch.randint(3, 8000, (length,), generator=generator).tolist()
         mask = [0] + [1] * (length - 1)
         samples.append(Sample.of(ids, mask, [-9.0] * length, [0] * length, 1.0, index))
-    shares = plan_micro_batches(
-        samples, 1, groups, config.training.micro_batch(on_gpu=False), False
-    )
+    shares = plan_micro_batches(samples, 1, groups, config.training.micro_batch_tokens, False)
     base = resident("VmRSS")
 
     def work() -> None:

@@ -15,7 +15,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.config.chat_template import template_text
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
-from turnwise.training.batching import plan_micro_batches
+from turnwise.training.batching import micro_batch_tokens, plan_micro_batches
 from turnwise.training.rank import TrainerRank, layout_of
 from turnwise.training.reports import merge
 
@@ -45,7 +45,7 @@ def train(policy: TrainerRank, samples: list[Sample]) -> dict[str, Any]:
         samples,
         training.updates_per_step,
         1,
-        training.micro_batch(on_gpu=False),
+        micro_batch_tokens(training, on_gpu=False),
         layout_of(training, torch.device("cpu")),
     )
     return merge([policy.train(shares[0])])

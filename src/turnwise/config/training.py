@@ -11,9 +11,6 @@ from turnwise.config.base import (
     Section,
 )
 
-_GPU_TOKENS, _CPU_TOKENS = 16384, 2048
-"""Tokens of a micro-batch where training.micro_batch_tokens is null."""
-
 
 class TrainingConfig(Section):
     """Training steps, ranks, optimizer and checkpoints.
@@ -94,10 +91,6 @@ class TrainingConfig(Section):
     max_skipped: PositiveInt = 3
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends;
     each such update is skipped."""
-
-    def micro_batch(self, on_gpu: bool) -> int:
-        """Return `micro_batch_tokens`, or the number that null stands for on such a device."""
-        return self.micro_batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
 
 
 class TrajectoriesConfig(Section):

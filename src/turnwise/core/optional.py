@@ -4,8 +4,12 @@ import importlib
 import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any, TypeAlias
 
 from turnwise.errors import InputError
+
+Foreign: TypeAlias = Any
+"""A value of another package, or of the user's, whose type is not known here."""
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 

@@ -279,6 +279,12 @@ async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
+def engine_processes(llm: AsyncLLM) -> list[int]:
+    """Return the ids of the processes that compute; none for an engine in this process."""
+    manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
+    return [process.pid for process in getattr(manager, "processes", ())]
+
+
 def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersionSpan]:
     """Return the versions of a running request's tokens; outputs carry them only at its end."""
     processor = llm.output_processor
@@ -335,6 +341,7 @@ __all__ = [
     "cleanup_dist_env_and_memory",
     "current_platform",
     "enable_envs_cache",
+    "engine_processes",
     "finalize_layerwise_reload",
     "get_cached_tokenizer",
     "get_distributed_init_method",

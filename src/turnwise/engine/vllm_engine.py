@@ -18,6 +18,8 @@ from contextlib import (
 )
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import psutil
+
 from turnwise.config import EngineConfig, ModelConfig
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock, deadline
@@ -56,6 +58,8 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """Time after the workers' own deadlines, whose errors are more specific."""
+_STEP_SECONDS = 5.0
+"""Time after which a health check looks at whether the engine still computes."""
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
@@ -469,8 +473,28 @@ class VllmEngine:
     async def check_health(self) -> None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
-        # A round trip to the process that computes.
-        await self._in_time("a health check", self._llm.is_paused())
+        busy = self._processor_seconds()
+        # A round trip to the process that computes, which answers between two steps.
+        answer = asyncio.ensure_future(self._in_time("a health check", self._llm.is_paused()))
+        try:
+            await asyncio.wait([answer], timeout=_STEP_SECONDS)
+            # A step of a large model on a CPU takes long. Whether it ever ends is a question of
+            # the requests' own deadline, `engine.request_timeout`.
+            if answer.done() or not self._pending or self._processor_seconds() < busy + 1.0:
+                await answer
+        finally:
+            answer.cancel()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time of the processes that compute."""
+        total = 0.0
+        for pid in self._vllm.engine_processes(self._llm):
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                for each in (process, *process.children(recursive=True)):
+                    times = each.cpu_times()
+                    total += times.user + times.system
+        return total
 
     async def num_in_flight(self) -> int:
         return len(self._pending)

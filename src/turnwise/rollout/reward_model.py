@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 4096
 _NO_LIMIT = 10**9
+_BATCH_TOKENS = 16_384
+"""Tokens of a forward pass where training.micro_batch_tokens is null."""
 
 
 class RewardModel:
@@ -248,12 +250,13 @@ class RewardModelActor:
     async def start(self, path: str, config: Config, gpu: bool) -> int:
         """Load the model; return this process's id."""
         logs.follow()
+        tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
         dtypes = {part.model: part.dtype for part in config.rollout.rewards}
         self._model = await run_in_thread(
             lambda: RewardModel(
                 path,
                 # The shape of a batch changes the last bits of a score.
-                batch_tokens=0 if config.deterministic else config.training.micro_batch(gpu),
+                batch_tokens=0 if config.deterministic else tokens,
                 gpu=gpu,
                 trust_remote_code=config.model.trust_remote_code,
                 dtype=dtypes.get(path, "auto"),

@@ -88,8 +88,9 @@ class Runner:
         """Stages by the environment's name; a single one has the name ""."""
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
+        parts = config.parts()
         self._shown = {
-            name: ShownPrompt(part, self.template) for name, part in config.parts().items()
+            name: ShownPrompt(parts.get(name, config), self.template) for name in self._stages
         }
         self._prompts = PromptCache(self.template)
         self._limit: PromptLimit | None = PromptLimit(config, self._prompts)

@@ -21,6 +21,7 @@ from turnwise.errors import InputError
 from turnwise.run.fleet import gpu_share
 from turnwise.serving.engine_worker import GPU_MEMORY
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.batching import micro_batch_tokens
 from turnwise.training.footprint import activation_bytes, model_size
 from turnwise.training.loading import POLICY, learning_dtype, parameters_of, shared_roles
 from turnwise.training.rank import missing_model
@@ -218,7 +219,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
 def _steps(config: Config, alternative: str, on_gpu: bool) -> Iterator[str]:
     """Yield the values of an alternative, the mildest first."""
     if "{shorter}" in alternative:
-        tokens = config.training.micro_batch(on_gpu) // 2
+        tokens = micro_batch_tokens(config.training, on_gpu) // 2
         while tokens >= 256:
             yield alternative.format(shorter=tokens)
             tokens //= 2
@@ -274,7 +275,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         count = _parameters(config, value, size.parameters)
         more = learning_dtype(config, value).itemsize * count
         others, learning = others + more, learning + more
-    fullest = max(training.micro_batch(on_gpu), model.max_length)
+    fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)
 

@@ -9,20 +9,18 @@ import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeAlias, get_origin, get_type_hints
+from typing import get_origin, get_type_hints
 from uuid import uuid4
 
 from pydantic import ValidationError
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.tools.schema import ArgumentsError, describe_mistakes
 from turnwise.tools.tool import Tool
 
-_Foreign: TypeAlias = Any
-"""An object whose package has no types here."""
 
-
-def adopted(tool: _Foreign, context: object = None) -> _Foreign:
+def adopted(tool: Foreign, context: object = None) -> Foreign:
     """Return a tool of another framework as a `Tool`, and any other object as it is.
 
     Args:
@@ -48,7 +46,7 @@ def adopted(tool: _Foreign, context: object = None) -> _Foreign:
     return tool
 
 
-def _from_openai_agents(tool: _Foreign, context: object) -> Tool:
+def _from_openai_agents(tool: Foreign, context: object) -> Tool:
     """Return a `FunctionTool`."""
 
     def call(arguments: JsonObject) -> object:
@@ -62,7 +60,7 @@ def _from_openai_agents(tool: _Foreign, context: object) -> Tool:
     return Tool(tool.name, tool.description, tool.params_json_schema, call)
 
 
-def _from_pydantic_ai(tool: _Foreign, context: object) -> Tool:
+def _from_pydantic_ai(tool: Foreign, context: object) -> Tool:
     """Return pydantic-ai's `Tool`."""
     schema = tool.function_schema
 
@@ -99,7 +97,7 @@ def _takes_context(function: Callable[..., object]) -> bool:
     return kind is import_module("pydantic_ai").RunContext
 
 
-def _from_langchain(tool: _Foreign, _: object) -> Tool:
+def _from_langchain(tool: Foreign, _: object) -> Tool:
     """Return a `BaseTool`, such as `@tool` makes."""
     calling = import_module("langchain_core.utils.function_calling")
     function = calling.convert_to_openai_tool(tool)["function"]
@@ -108,7 +106,7 @@ def _from_langchain(tool: _Foreign, _: object) -> Tool:
     return Tool(tool.name, tool.description, function["parameters"], call)
 
 
-def _from_smolagents(tool: _Foreign, _: object) -> Tool:
+def _from_smolagents(tool: Foreign, _: object) -> Tool:
     """Return smolagents' `Tool`."""
     function = import_module("smolagents.models").get_tool_json_schema(tool)["function"]
     return Tool(tool.name, tool.description, function["parameters"], lambda given: tool(**given))
@@ -118,7 +116,7 @@ def _call_id() -> str:
     return f"call_{uuid4().hex}"
 
 
-_FRAMEWORKS: dict[tuple[str, ...], Callable[[_Foreign, object], Tool]] = {
+_FRAMEWORKS: dict[tuple[str, ...], Callable[[Foreign, object], Tool]] = {
     ("name", "params_json_schema", "on_invoke_tool"): _from_openai_agents,
     ("name", "function_schema", "takes_ctx"): _from_pydantic_ai,
     ("name", "args_schema", "ainvoke"): _from_langchain,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter
 from itertools import islice
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -19,6 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.tools.tool import ToolFunction
 
@@ -143,7 +144,7 @@ def _alternatives(messages: list[str]) -> str:
     return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 
 
-def _path(location: tuple[int | str, ...], given: Any, *, missing: bool) -> str:
+def _path(location: tuple[int | str, ...], given: Foreign, *, missing: bool) -> str:
     """Return the keys and indices of a location, without pydantic's names of types."""
     steps = []
     for number, step in enumerate(location):
@@ -175,7 +176,7 @@ def _refused(function: ToolFunction, why: str) -> InputError:
     )
 
 
-def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Any]) -> str | None:
+def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Foreign]) -> str | None:
     """Return which argument has a type that pydantic cannot read; None if each can be read."""
     for parameter in parameters:
         try:
@@ -196,7 +197,7 @@ def _field(parameter: Parameter, hint: object, line: str | None) -> object:
     line = next((extra for extra in extras if isinstance(extra, str)), line)
     # First, so that a `Field` of the user's own counts more.
     known = Field(alias=parameter.name, description=line or None)
-    annotated: Any = Annotated  # with metadata that a type checker cannot know
+    annotated: Foreign = Annotated  # with metadata that a type checker cannot know
     annotation = annotated[(kind, known, *extras)]
     return annotation if parameter.default is Parameter.empty else (annotation, parameter.default)
 
@@ -239,7 +240,7 @@ def _is_plain(schema: JsonObject) -> bool:
 
 
 def _returned(
-    hints: Mapping[str, Any], line: docstring_parser.DocstringReturns | None
+    hints: Mapping[str, Foreign], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
     """Return the schema of a plain result, which Transformers adds too; None for any other."""
     if "return" not in hints:
@@ -269,7 +270,7 @@ class _Tidy:
         self._definitions = definitions
         self._recursive: dict[str, None] = {}
 
-    def schema(self, schema: object, within: tuple[str, ...] = ()) -> Any:
+    def schema(self, schema: object, within: tuple[str, ...] = ()) -> Foreign:
         """Return a schema tidied.
 
         Args:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from turnwise.config import TrainingConfig
 from turnwise.training.prefixes import SharedPrefixes, common_length, in_order
 from turnwise.training.sample import Array, Sample
 
@@ -38,6 +39,14 @@ class RankBatches:
     def total_trajectories(self) -> int:
         """Trajectories with trained tokens."""
         return sum(tokens > 0 for tokens in self.trajectory_tokens.values())
+
+
+def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
+    """Return `training.micro_batch_tokens`, or what null stands for on such a device.
+
+    A CPU's cores have enough to do with few tokens, so more of them only take memory.
+    """
+    return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
 
 
 def plan_micro_batches(

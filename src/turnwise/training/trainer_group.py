@@ -25,7 +25,12 @@ from turnwise.core.actor import (
 )
 from turnwise.core.aio import run_in_thread
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
-from turnwise.training.batching import Layout, RankBatches, plan_micro_batches
+from turnwise.training.batching import (
+    Layout,
+    RankBatches,
+    micro_batch_tokens,
+    plan_micro_batches,
+)
 from turnwise.training.reports import TrainedSample, TrainMetrics, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
@@ -191,7 +196,7 @@ class TrainerGroup:
             samples,
             updates,
             training.ranks // size,
-            training.micro_batch(self._on_gpu),
+            micro_batch_tokens(training, self._on_gpu),
             self.layout,
         )
         return [share for share in planned for _ in range(size)]

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a prompt in silence: tools, messages, reasoning.
+"""Parts that a chat template leaves out of a prompt in silence: tools, messages, reasoning.
 
 A template ignores what it has no place for, and a model cannot learn from what it never reads. Here
 conversations are rendered with and without a part, or with marks in place of their contents.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -423,7 +424,7 @@ def test_an_evaluation_of_a_public_environment_by_the_command_line(
     assert "answers_without_action " in done.stdout
     assert "trajectories 6  dropped {}" in done.stdout
     (file,) = [line for line in done.stdout.splitlines() if line.endswith("eval.jsonl")]
-    trajectories = list(read_jsonl(file))
+    trajectories = list(read_jsonl(Path(file)))
     assert [trajectory.problem_id for trajectory in trajectories] == [
         f"eval:{number}" for number in range(1, 7)
     ]
