@@ -31,7 +31,7 @@ from turnwise.chat.responses import StoredResponses
 from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import TurnTimes
+from turnwise.engine.protocol import Completion, TurnTimes
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
@@ -203,17 +203,13 @@ class Session:
     def record(
         self,
         prompt_token_ids: Sequence[int],
-        token_ids: list[int],
-        logprobs: list[float],
-        weight_versions: list[int],
-        finish_reason: str,
+        completion: Completion,
         *,
         asked: Conversation,
         answer: Callable[[], Answer],
         prompt: NextPrompt,
         adapter: str = "",
         times: TurnTimes | None = None,
-        experts: bytes = b"",
     ) -> None:
         """Add a turn.
 
@@ -223,7 +219,6 @@ class Session:
             prompt: The result of `next_prompt` for the request.
             adapter: Name of the adapter that sampled; "" for the policy.
             times: When it was sampled, with any number as the turn's; None if it is not known.
-            experts: As in `Trajectory.add_turn`.
         """
         if self.closed:
             self.lost_turns += 1
@@ -235,14 +230,14 @@ class Session:
         new = self._sent[prompt.covered :]
         turn = self.trajectory.add_turn(
             prompt_token_ids,
-            token_ids,
-            logprobs,
-            weight_versions,
-            finish_reason,
+            completion.token_ids,
+            completion.logprobs,
+            completion.weight_versions,
+            completion.finish_reason,
             fork_reason=prompt.fork_reason,
             messages=new,
             adapter=adapter,
-            experts=experts,
+            experts=completion.experts,
         )
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
@@ -261,7 +256,7 @@ class Session:
         self.size += (
             _TURN_BYTES
             + len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
-            + len(token_ids) * _SAMPLED_TOKEN_BYTES
+            + len(completion.token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
         )

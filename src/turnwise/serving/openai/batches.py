@@ -19,7 +19,7 @@ from turnwise.serving.openai.middleware import (
     split_path,
     unless_gone,
 )
-from turnwise.serving.openai.on_policy import MAX_COMPLETIONS
+from turnwise.serving.openai.request_options import MAX_COMPLETIONS
 
 BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""

@@ -1,7 +1,7 @@
 """The current request, for the code on both sides of vLLM's application."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from turnwise.chat.messages import Answer, Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
+from turnwise.engine.protocol import Completion
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.vllm_api import SamplingRequest
@@ -32,8 +33,7 @@ class RequestContext:
     asked: Conversation = field(default_factory=Conversation)
     """Messages and tools of a chat; empty for other requests."""
     prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
-    finished: dict[ChoiceKey, tuple[list[float], list[int]]] = field(default_factory=dict)
-    """Log-probs and weight versions of each completion."""
+    finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
     """vLLM's text of each completion."""
     undelivered: list[Callable[[], None]] = field(default_factory=list)
@@ -52,6 +52,11 @@ class RequestContext:
         return bool(getattr(self.request, "echo", False)) and (
             getattr(self.request, "max_tokens", None) == 0
         )
+
+    def within(self, prompt: Sequence[int], most: int) -> int:
+        """Return how many of `most` tokens may follow a prompt in the session; 0 or less if none."""
+        room = self.session.room(prompt, self.prompt.fork_reason)
+        return most if room is None else min(most, room)
 
     def deliver(self) -> None:
         """Record the finished completions: the next bytes that the client gets have their end.
