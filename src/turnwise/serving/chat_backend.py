@@ -5,16 +5,18 @@ means the same as over HTTP. The backend also runs batches of conversations and 
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.deadlines import StallClock
+from turnwise.core.deadlines import StallClock, trajectory_limits
+from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
@@ -23,13 +25,7 @@ from turnwise.errors import (
     InputError,
     TrajectoryError,
     TurnwiseError,
-)
-from turnwise.serving.chat_request import (
-    chunks_of,
-    completion_of,
-    own_errors,
-    parse_request,
-    parse_sampling,
+    first_line,
 )
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
@@ -42,9 +38,12 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     from turnwise.serving.chat_scheduler import Completions
-    from turnwise.serving.openai.vllm_api import ChatCompletionRequest, ChatCompletionResponse
 
-_Result = TypeVar("_Result")
+    Reply: TypeAlias = ChatCompletion | ChatCompletionChunk | Exception | None
+
+_HEADERS = {"x-request-id", "x-session-id"}
+_SAMPLING_NAMES = {"max_completion_tokens": "max_tokens", "vllm_xargs": "logits_processor_args"}
+"""Our names of sampling keys, by OpenAI's and vLLM's."""
 
 
 class ChatBackend:
@@ -91,43 +90,42 @@ class ChatBackend:
             self.sessions.remember_completion,
             [self.model_name],
         )
-        self._chat = self._app.state.openai_serving_chat
-        self.tokenizer = self._chat.renderer.tokenizer
+        self._chats = self._app.state.chats
+        self.tokenizer = self._chats.tokenizer
 
     async def stop(self) -> None:
         """Cancel the application's tasks."""
-        if hasattr(self, "_chat"):
-            self._chat.engine_client.shutdown()
+        if hasattr(self, "_app"):
+            self._app.state.engine_client.shutdown()
 
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
         """Answer one request; see `ChatCompletionScheduler.chat_completion`."""
-        parsed, headers = parse_request(request)
-        if not parsed.stream:
-            return await self._on_own_loop(self._complete(parsed, headers, session))
-        replies: asyncio.Queue[ChatCompletionChunk | Exception | None] = asyncio.Queue()
-        running = asyncio.run_coroutine_threadsafe(
-            self._stream(parsed, headers, session, replies), self._loop
-        )
-        try:
-            first = await self._on_own_loop(replies.get())
-        except asyncio.CancelledError:
-            running.cancel()
-            raise
-        if isinstance(first, Exception):
-            raise first
+        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        answering = self._answer(request, session, replies)
+        running = asyncio.run_coroutine_threadsafe(answering, self._loop)
+
+        async def following() -> object:
+            waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
+            reply = await asyncio.wrap_future(waiting)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
 
         async def chunks() -> AsyncGenerator["ChatCompletionChunk", None]:
             try:
-                while (piece := await self._on_own_loop(replies.get())) is not None:
-                    if isinstance(piece, Exception):
-                        raise piece
-                    yield piece
+                while (piece := await following()) is not None:
+                    yield cast("ChatCompletionChunk", piece)
             finally:
                 running.cancel()
 
-        return chunks()
+        try:
+            first = await following()
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        return chunks() if first is None else cast("ChatCompletion", first)
 
     async def converse(
         self,
@@ -211,14 +209,19 @@ class ChatBackend:
             prompts = DataProto.from_conversations(prompts)
         if "raw_prompt" not in prompts.non_tensor_batch:
             raise InputError("generate_sequences needs conversations in the column raw_prompt")
-        sampling = parse_sampling(self.config.sampling, sampling_params)
+        sampling = _sampling(self.config.sampling, sampling_params)
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []
+        rollout = self.config.rollout
 
         async def one(index: int, number: int) -> Trajectory | None:
-            trajectory = Trajectory(str(index), number)
+            trajectory, row = Trajectory(str(index), number), prompts.row(index)
+            limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
-                await self._converse_in_time(trajectory, prompts.row(index), sampling, params)
+                async with self._slots, limits as clock:
+                    await self.converse(
+                        trajectory, row, sampling, sampling_params=params, clock=clock
+                    )
             except (TrajectoryError, EngineError, DeadlineError) as error:
                 failures.append(error)
                 return None
@@ -239,37 +242,6 @@ class ChatBackend:
         )
         batch.meta_info["dropped"] = Counter(map(_reason, failures))
         return batch
-
-    async def _converse_in_time(
-        self,
-        trajectory: Trajectory,
-        batch: DataProto,
-        sampling: SamplingConfig,
-        params: Mapping[str, object],
-    ) -> None:
-        """Run one conversation within the trajectory's deadlines, once a slot is free.
-
-        Raises:
-            TrajectoryError: reason trajectory_timeout or stalled, or see `converse`.
-        """
-        seconds = self.config.rollout.trajectory_timeout
-        clock = StallClock(self.config.rollout.stall_timeout)
-        try:
-            async with self._slots, asyncio.timeout(seconds), clock.watching() as stall:
-                await self.converse(
-                    trajectory, batch, sampling, sampling_params=params, clock=clock
-                )
-        except TimeoutError as error:
-            if stall.expired():
-                raise TrajectoryError(
-                    "stalled",
-                    f"it made no progress for {clock.seconds:g} s (rollout.stall_timeout)",
-                ) from error
-            raise TrajectoryError("trajectory_timeout", f"not done after {seconds:g} s") from error
-
-    async def _on_own_loop(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Run a coroutine on the backend's event loop and await it on the current one."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @contextmanager
     def _held_session(
@@ -300,47 +272,58 @@ class ChatBackend:
             finally:
                 context.drop()
 
-    async def _complete(
-        self, parsed: "ChatCompletionRequest", headers: Mapping[str, str], own: Session | None
-    ) -> "ChatCompletion":
-        """Answer a request that is not streamed."""
-        with own_errors(), self._held_session(headers, own) as context:
-            answer = await self._ask(parsed)
-            assert not isinstance(answer, AsyncGenerator)
-            completion = completion_of(answer.model_dump())
-            context.deliver()
-            return completion
-
-    async def _stream(
+    async def _answer(
         self,
-        parsed: "ChatCompletionRequest",
-        headers: Mapping[str, str],
+        request: Mapping[str, object],
         own: Session | None,
-        replies: "asyncio.Queue[ChatCompletionChunk | Exception | None]",
+        replies: "asyncio.Queue[Reply]",
     ) -> None:
-        """Stream an answer into a queue: None at the start, the chunks, then None or an error."""
+        """Put an answer into a queue: the completion; or None, a stream's chunks, and None.
+
+        An error takes the place of any of them.
+        """
+        from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
+
         try:
-            with own_errors(), self._held_session(headers, own) as context:
-                answer = await self._ask(parsed)
-                if not isinstance(answer, AsyncGenerator):
-                    completion_of(answer.model_dump())  # raises the error that it holds
+            tree, headers = _read(request)
+            with _own_errors(), self._held_session(headers, own) as context:
+                answer = await self._ask(tree, context)
+                if isinstance(answer, dict):
+                    completion = ChatCompletion.model_validate(_checked(answer))
+                    context.deliver()
+                    replies.put_nowait(completion)
+                    return
                 replies.put_nowait(None)
                 async with aclosing(answer) as events:
                     async for event in events:
                         context.deliver()
-                        for chunk in chunks_of(event):
-                            replies.put_nowait(chunk)
+                        for line in event.splitlines():
+                            data = line.removeprefix("data: ")
+                            if data != line and data != "[DONE]":
+                                chunk = _checked(json.loads(data))
+                                replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
             replies.put_nowait(None)
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(error)
 
     async def _ask(
-        self, parsed: "ChatCompletionRequest"
-    ) -> "ChatCompletionResponse | AsyncGenerator[str, None]":
-        from starlette.requests import Request
+        self, tree: JsonObject, context: RequestContext
+    ) -> JsonObject | AsyncGenerator[str, None]:
+        """Return the answer of the chat service, or that of vLLM's application."""
+        from turnwise.engine.vllm_api import ChatCompletionRequest
 
-        raw = Request({"type": "http", "headers": [], "app": self._app})
-        return await self._chat.create_chat_completion(parsed, raw)
+        planned = await self._chats.plan(tree, context)
+        if planned is not None:
+            answered: JsonObject = await self._chats.complete(planned, context)
+            return answered
+        if unknown := tree.keys() - ChatCompletionRequest.model_fields:
+            raise InputError(f"a chat completion's request has no key {min(unknown)}")
+        chat = self._app.state.openai_serving_chat
+        answer = await chat.create_chat_completion(ChatCompletionRequest(**tree))
+        if isinstance(answer, AsyncGenerator):
+            return answer
+        dumped: JsonObject = answer.model_dump()
+        return dumped
 
 
 def _import_app() -> "ModuleType":
@@ -361,3 +344,76 @@ def _reason(error: TurnwiseError) -> str:
     if isinstance(error, TrajectoryError):
         return error.reason
     return "engine_timeout" if isinstance(error, DeadlineError) else "engine_error"
+
+
+def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
+    """Return a request as JSON that asks for ids, and its headers.
+
+    Raises:
+        InputError: when it has another header.
+    """
+    tree: JsonObject = dict(request)
+    tree |= tree.pop("extra_body", None) or {}
+    given = tree.pop("extra_headers", None) or {}
+    headers = {name.lower(): str(value) for name, value in given.items()}
+    if unknown := headers.keys() - _HEADERS:
+        raise InputError(
+            f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
+        )
+    tree["messages"] = [  # callers may pass OpenAI's objects, too
+        message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
+        for message in tree.get("messages", ())
+    ]
+    tree["return_token_ids"] = True
+    return tree, headers
+
+
+def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
+    """Return the configuration's sampling with a caller's changes, by our keys or OpenAI's.
+
+    Raises:
+        InputError: naming the key that is unknown or has a wrong value.
+    """
+    tree = {_SAMPLING_NAMES.get(name, name): value for name, value in changes.items()}
+    if unknown := tree.keys() - SamplingConfig.model_fields:
+        raise InputError(f"there is no sampling key {min(unknown)}")
+    try:
+        return SamplingConfig.model_validate(base.model_dump() | tree)
+    except ValueError as error:
+        raise InputError(f"sampling: {_sentence(error)}") from error
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of vLLM's application as ours; unknown ones pass unchanged."""
+    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
+
+    try:
+        yield
+    except TurnwiseError:
+        raise
+    except GracefulHTTPError as error:
+        raise EngineError(str(error)) from error
+    except (VLLMError, ValueError, TypeError) as error:
+        raise InputError(_sentence(error)) from error
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error as one sentence; for pydantic's errors the first, with its key."""
+    errors = getattr(error, "errors", None)
+    if callable(errors) and (details := errors()):
+        key = ".".join(str(part) for part in details[0]["loc"])
+        return f"{key}: {details[0]['msg']}" if key else str(details[0]["msg"])
+    return first_line(error)
+
+
+def _checked(tree: JsonObject) -> JsonObject:
+    """Return an answer of vLLM's application.
+
+    Raises:
+        InputError, EngineError: when it is an error.
+    """
+    if error := tree.get("error"):
+        kind = InputError if int(error.get("code") or 500) < 500 else EngineError
+        raise kind(str(error.get("message")))
+    return tree

@@ -2,7 +2,7 @@
 
 `HeadRequests` answers HEAD, `BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the
 key; then come the retries of `deduplicate`, and `SessionMiddleware` finds the session of each
-request. `web_pages` is around them.
+request, whose chats the chat service answers. `web_pages` is around them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
 from http import HTTPStatus
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
@@ -25,13 +25,19 @@ from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import CURRENT, RequestContext
 
+if TYPE_CHECKING:
+    from turnwise.serving.openai.chat_service import ChatService
+
 _Result = TypeVar("_Result")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_CHAT = "/v1/chat/completions"
+GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
 OPENING = "/v1/sessions"
 """Path, below that of a session, that opens another under it."""
+_OWN_HEADERS = b"endpoint-load-metrics-format"
+"""Header of a request whose answer needs headers of its own."""
 _TOKENIZE_BYTES = 2 << 20
 """Maximum body of /tokenize and /detokenize.
 
@@ -222,15 +228,17 @@ class SessionMiddleware:
     header name a session under that of the path.
 
     Args:
+        app: vLLM's application.
+        chats: Answers the chats that it can plan; all other requests are the application's.
         store: The server's sessions.
         counts: Counts answers, by their status.
-
-    Example:
-        >>> app = SessionMiddleware(app, store, Counter())
     """
 
-    def __init__(self, app: ASGIApp, store: SessionStore, counts: Counter[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, chats: "ChatService", store: SessionStore, counts: Counter[str]
+    ) -> None:
         self._app = app
+        self._chats = chats
         self._store = store
         self._counts = counts
 
@@ -291,10 +299,29 @@ class SessionMiddleware:
             context = RequestContext(session, held)
             token = CURRENT.set(context)
             try:
-                await self._app(scope, noticed, counted)
+                await self._answer(context, scope, noticed, counted)
             finally:
                 context.drop()
                 CURRENT.reset(token)
+
+    async def _answer(
+        self, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        headers = dict(scope["headers"])
+        kind: bytes = headers.get(b"content-type", b"")
+        readable = kind.startswith(b"application/json") and _OWN_HEADERS not in headers
+        if scope["path"] == _CHAT and readable:
+            body = await read_body(receive)
+            if body is None:
+                return
+            body, planned = await self._chats.plan_body(body, context)
+            if planned is not None:
+                answered = await unless_gone(self._chats.respond(planned, context), receive)
+                if answered is not None:
+                    await send_json(send, *answered)
+                return
+            receive = replaying(body, receive)
+        await self._app(scope, receive, send)
 
 
 def _trace(headers: Mapping[bytes, bytes]) -> dict[str, str]:

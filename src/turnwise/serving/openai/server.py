@@ -1,7 +1,8 @@
 """The OpenAI server: one address for one engine or a whole fleet.
 
-vLLM's application (`vllm_app`) answers requests, behind the layers of `middleware` and next to the
-routes of `routes`. The server runs on the event loop of the engine that it serves.
+The chat service (`chat_service`) and vLLM's application (`vllm_app`) answer requests, behind the
+layers of `middleware` and next to the routes of `routes`. The server runs on the event loop of the
+engine that it serves.
 """
 
 import asyncio
@@ -27,7 +28,6 @@ from turnwise.serving.openai.address import QUEUE, listen, reachable
 from turnwise.serving.openai.batches import Batches
 from turnwise.serving.openai.connections import Connection, most_connections
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
-from turnwise.serving.openai.direct_chat import DirectChat
 from turnwise.serving.openai.forward import ForwardSessions
 from turnwise.serving.openai.metrics import make_metrics
 from turnwise.serving.openai.middleware import (
@@ -177,8 +177,8 @@ class OpenAIServer:
         )
         app.state.server = self  # vLLM's error handler reads it
         key = api_key(self._config)
-        direct = DirectChat(app, self._config, self._generator)
-        inner = RetryDeduplicator(Batches(SessionMiddleware(direct, store, counts)), counts)
+        sessions = SessionMiddleware(app, app.state.chats, store, counts)
+        inner = RetryDeduplicator(Batches(sessions), counts)
         self._forwarding = ForwardSessions(inner, processes)
         keyed = ApiKeyMiddleware(self._forwarding, key, store)
         return guarded(HeadRequests(BodyLimit(keyed, serving.max_body_mb << 20)), serving)
