@@ -7,7 +7,7 @@ means the same as over HTTP. The backend also runs batches of conversations and 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, TypeAlias, cast
 

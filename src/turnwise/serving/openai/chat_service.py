@@ -1,9 +1,9 @@
 """Chat completions of sessions, over HTTP and in this process.
 
 `ChatService` finds the exact prompt of a conversation, samples within the tokens that are left,
-reads the answer with vLLM's detokenizer and parser, and records the turn. A request that it cannot
-plan, because it has an option that `request_options` does not know or has to be refused, is answered
-by vLLM's application (`vllm_app`), which takes prompts from here and records turns here as well.
+reads the answer with vLLM's detokenizer and parser, and records the turn. A request with an option
+that `request_options` does not know, or that has to be refused, is answered by vLLM's application
+(`vllm_app`), which takes prompts from here and records turns here as well.
 
 vLLM's application checks, renders and answers a request with every option in mind, which takes more
 processor time than all other work of the server, and most requests of agents have no such option.
@@ -205,9 +205,7 @@ class ChatService:
         digest = Conversation(tools=dumped).tools_digest
         return _Offer(dumped, digest, request, variables, params)
 
-    async def respond(
-        self, planned: "PlannedChat", context: RequestContext
-    ) -> tuple[int, bytes]:
+    async def respond(self, planned: "PlannedChat", context: RequestContext) -> tuple[int, bytes]:
         """Answer a planned request: return the status and the body for an HTTP client."""
         try:
             status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
@@ -417,9 +415,7 @@ class ChatService:
         )
         context.undelivered.append(record)
 
-    def _read_answer(
-        self, context: RequestContext, key: ChoiceKey, token_ids: list[int]
-    ) -> Answer:
+    def _read_answer(self, context: RequestContext, key: ChoiceKey, token_ids: list[int]) -> Answer:
         """Return an answer as the client got it, or would have got it from the whole text.
 
         Its tool calls are counted as a loop does: the client may not notice a broken one.

@@ -26,7 +26,6 @@ from turnwise.serving.openai.vllm_api import (
     EngineDeadError,
     FinishReason,
     InputProcessor,
-    LoRARequest,
     LogprobsLists,
     LogprobsTensors,
     OutputProcessor,

@@ -54,7 +54,7 @@ class RequestContext:
         )
 
     def within(self, prompt: Sequence[int], most: int) -> int:
-        """Return how many of `most` tokens may follow a prompt in the session; 0 or less if none."""
+        """Return how many of `most` tokens may follow a prompt; 0 or less if none may."""
         room = self.session.room(prompt, self.prompt.fork_reason)
         return most if room is None else min(most, room)
 

@@ -207,12 +207,10 @@ def _refusing() -> Iterator[None]:
 
 
 def _around_answer(create_chat_completion: Create, service: ChatService) -> Create:
-    """Wrap the method that answers chats, to note the answers and add the ids that are asked for."""
+    """Wrap the method that answers chats, to note answers and add the ids that clients ask for."""
     watching = _watching(create_chat_completion, False)
 
-    async def create(
-        request: ChatCompletionRequest, raw_request: Request | None = None
-    ) -> object:
+    async def create(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
         response, context = await watching(request, raw_request), CURRENT.get()
         if context is None:
             return response
