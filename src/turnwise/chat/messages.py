@@ -25,13 +25,7 @@ _VIEW_BYTES = 300
 
 @dataclass
 class Conversation:
-    """The messages and tools of one request, each digested once.
-
-    Example:
-        >>> asked = Conversation([{"role": "user", "content": "2 + 2?"}])
-        >>> len(asked.prefixes)
-        2
-    """
+    """The messages and tools of one request, each digested once."""
 
     messages: Sequence[Message] = ()
     tools: list[JsonObject] | None = None

@@ -15,19 +15,7 @@ class _Stored:
 
 
 class StoredResponses:
-    """Items of a session's responses, each after the one that it continues.
-
-    Example:
-        >>> responses = StoredResponses()
-        >>> responses.add("resp_1", None, ["question"], ["answer"], {"id": "resp_1"})
-        >>> responses.add("resp_2", "resp_1", ["another"], ["its answer"], {"id": "resp_2"})
-        >>> responses.items("resp_2")
-        ['question', 'answer', 'another', 'its answer']
-        >>> responses.given("resp_2")
-        ['question', 'answer', 'another']
-        >>> responses.body("resp_2")
-        {'id': 'resp_2'}
-    """
+    """Items of a session's responses, each after the one that it continues."""
 
     def __init__(self) -> None:
         self._stored: dict[str, _Stored] = {}

@@ -86,14 +86,7 @@ class _RecordedTurn:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One trajectory in progress, made by an agent that only sees text.
-
-    Example:
-        >>> session = store.open("weather-1")
-        >>> prompt = session.next_prompt(Conversation(messages), template)
-        >>> session.finish().turns
-        []
-    """
+    """One trajectory in progress, made by an agent that only sees text."""
 
     id: str
     sampling: SamplingConfig | None = None

@@ -42,13 +42,6 @@ class SessionStore:
         sampling: Sampling of training sessions.
         idle_seconds: Seconds without a request after which a session ends.
         max_bytes: Estimated memory of all sessions that are not private.
-
-    Example:
-        >>> store = SessionStore(SamplingConfig())
-        >>> session = store.open("weather-1", training=True)
-        >>> store.close("weather-1")
-        >>> store.gone("weather-1")
-        'is closed'
     """
 
     def __init__(

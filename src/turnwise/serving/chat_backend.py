@@ -55,11 +55,6 @@ class ChatBackend:
         config: Model, sampling defaults, tool parser, sizes of sessions.
         generator: One engine, or the scheduler of several.
         scheduler: Class that `converse` and `generate_sequences` use.
-
-    Example:
-        >>> backend = ChatBackend(config, engine)
-        >>> await backend.start()
-        >>> answer = await backend.create({"messages": [{"role": "user", "content": "2 + 2?"}]})
     """
 
     def __init__(

@@ -35,9 +35,6 @@ class Batches:
 
     The answer to a batch is that of one chat, with a choice for each conversation, in their order.
     If one conversation cannot be answered, its error is the answer.
-
-    Example:
-        >>> app = Batches(SessionMiddleware(app, store, counts))
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -98,11 +98,7 @@ async def unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | N
 
 
 class HeadRequests:
-    """Answers HEAD as GET, without the body: not all routes of the framework know HEAD.
-
-    Example:
-        >>> app = HeadRequests(app)
-    """
+    """Answers HEAD as GET, without the body: not all routes of the framework know HEAD."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,9 +121,6 @@ class BodyLimit:
 
     Args:
         most: Maximum size of one body, in bytes.
-
-    Example:
-        >>> app = BodyLimit(app, 32 << 20)
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -187,9 +180,6 @@ class ApiKeyMiddleware:
     Args:
         key: The key; None lets every request pass.
         store: The server's sessions.
-
-    Example:
-        >>> app = ApiKeyMiddleware(app, "a-long-key", store)
     """
 
     def __init__(self, app: ASGIApp, key: str | None, store: SessionStore) -> None:

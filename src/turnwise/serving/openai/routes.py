@@ -77,9 +77,6 @@ def add_routes(
         url: Returns the base URL of a session, or the server's for None.
         workers: Returns the base URLs of workers' own servers, by name.
         processes: Processes that serve the sessions that clients open; None without any.
-
-    Example:
-        >>> add_routes(app, store, metrics, model="policy", url=url, workers=dict)
     """
     router = APIRouter()
 

@@ -66,11 +66,6 @@ class OpenAIServer:
         port: Port to listen on; None is serving.port, 0 a free one.
         processes: Processes that serve the sessions that clients open; started and stopped with
             the server. None without any.
-
-    Example:
-        >>> server = OpenAIServer(config, engine, port=0)
-        >>> base_url = await server.start()
-        >>> await server.stop()
     """
 
     def __init__(

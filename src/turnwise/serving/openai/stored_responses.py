@@ -39,9 +39,6 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
     Args:
         create_responses: The method of vLLM's `OpenAIServingResponses`.
         store: The server's sessions.
-
-    Example:
-        >>> responses.create_responses = storing(responses.create_responses, sessions)
     """
 
     async def create(request: ResponsesRequest, raw_request: Request | None = None) -> object:
