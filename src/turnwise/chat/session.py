@@ -27,7 +27,6 @@ from turnwise.chat.messages import (
     view_of,
 )
 from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
-from turnwise.chat.responses import StoredResponses
 from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
@@ -85,6 +84,28 @@ class _RecordedTurn:
 
 
 @dataclass(slots=True, eq=False)
+class StoredResponse:
+    """A response (OpenAI's Responses) that a session keeps, for requests that continue it."""
+
+    before: "StoredResponse | None"
+    """The response that it continues."""
+    asked: list[object]
+    """Its own items of input."""
+    output: list[object]
+    body: JsonObject
+    """The response as its client got it."""
+
+    @property
+    def given(self) -> list[object]:
+        """Its whole input, with the conversation that it continues."""
+        parts, before = [self.asked], self.before
+        while before is not None:
+            parts += [before.output, before.asked]
+            before = before.before
+        return [item for part in reversed(parts) for item in part]
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One trajectory in progress, made by an agent that only sees text."""
 
@@ -130,8 +151,8 @@ class Session:
     """Number of requests in flight."""
     completions: list[str] = field(default_factory=list)
     """Ids by which a later request can refer to the session."""
-    responses: StoredResponses = field(default_factory=StoredResponses)
-    """Responses that a request may continue by `previous_response_id`."""
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    """Responses that a request may continue by `previous_response_id`, by id."""
     _last: _RecordedTurn | None = None
     """The session's own last turn."""
     _openings: set[bytes] = field(default_factory=set)

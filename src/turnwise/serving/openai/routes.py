@@ -199,12 +199,12 @@ def add_routes(
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str, request: Request) -> JsonObject:
         """Return a response that its session keeps."""
-        return keeping(response_id, request).responses.body(response_id)
+        return keeping(response_id, request).responses[response_id].body
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> JsonObject:
         """Delete a response that its session keeps; those that continue it stay."""
-        keeping(response_id, request).responses.remove(response_id)
+        del keeping(response_id, request).responses[response_id]
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get("/v1/responses/{response_id}/input_items")
