@@ -20,8 +20,7 @@ from turnwise.pipeline import LLMServerManager
 from turnwise.rollout import Runner
 from turnwise.rollout.data import load_training
 from turnwise.rollout.loops.chat_scheduler import load_chat_scheduler
-from turnwise.serving.chat_backend import ChatBackend
-from turnwise.serving.chat_scheduler import ChatCompletionScheduler
+from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle

@@ -50,7 +50,7 @@ from turnwise.rollout.rewards import RewardManager
 from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.shown_prompt import ShownPrompt
 from turnwise.rollout.stage import Stage
-from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 

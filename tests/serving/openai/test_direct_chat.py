@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from turnwise.serving.openai.plain_request import read
 
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.chat.tool_formats import is_object
 from turnwise.config import Config
-from turnwise.serving.openai.plain_request import read
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
