@@ -114,6 +114,25 @@ async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_
         assert len(trajectory.branches()) == 1
 
 
+async def test_chats_with_common_options_need_nothing_of_vllms_application(
+    backend: ChatBackend,
+    chats: ChatCompletionScheduler,
+    template: ChatTemplate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def missing(*request: Any) -> None:
+        raise AssertionError("vLLM's application was asked")
+
+    monkeypatch.setattr(backend._app.state.openai_serving_chat, "create_chat_completion", missing)
+    options = {"model": "any/name", "tools": [TOOL_SCHEMA], "temperature": 0.5}
+    options |= scripted(template, ANSWER, ANSWER)
+    first: Any = await chats.chat_completion(messages=[QUESTION], **options)
+    messages = [QUESTION, first.choices[0].message, QUESTION]  # with their ids
+    await chats.chat_completion(messages=messages, **options)
+    with pytest.raises(AssertionError, match="was asked"):
+        await chats.chat_completion(messages=messages, logprobs=True, **options)
+
+
 async def test_the_turns_after_x_request_id_stay_on_their_worker(
     engine: WorkerHandle, make_config: Callable[..., Config], template: ChatTemplate
 ) -> None:

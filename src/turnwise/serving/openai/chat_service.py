@@ -50,7 +50,7 @@ from turnwise.engine.protocol import (
 )
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.openai.request_context import ChoiceKey, RequestContext
-from turnwise.serving.openai.request_options import PlainRequest, read, texts, without_empty_tools
+from turnwise.serving.openai.request_options import ECHO, PlainRequest, read, texts, without_empty_tools
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -472,13 +472,9 @@ class PlannedChat:
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:
-    """Return the keys of a message by which a client may send its ids back."""
-    return {
-        "prompt_token_ids": prompt,
-        "generation_token_ids": completion.token_ids,
-        "generation_log_probs": completion.logprobs,
-        "weight_versions": completion.weight_versions,
-    }
+    """Return the values of a message's `ECHO`."""
+    values = prompt, completion.token_ids, completion.logprobs, completion.weight_versions
+    return dict(zip(ECHO, values, strict=True))
 
 
 def client_error(error: Exception) -> Exception:

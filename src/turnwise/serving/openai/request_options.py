@@ -28,6 +28,13 @@ MAX_COMPLETIONS = 1_024
 """Maximum number of completions of all prompts of one request."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
+ECHO = (
+    "prompt_token_ids",
+    "generation_token_ids",
+    "generation_log_probs",
+    "weight_versions",
+)
+"""Keys of an answer's message by which a client may send its ids back."""
 _OWN_NAMES = (*_DISTRIBUTION, "min_tokens", "ignore_eos")
 """Sampling parameters that the configuration calls by the same names."""
 _NEUTRAL: dict[str, object] = {
@@ -154,7 +161,10 @@ def without_empty_tools(tree: object) -> object:
 
 def texts(messages: Sequence[JsonObject]) -> list[JsonObject] | None:
     """Return messages of nothing but text, which every template renders; None for others."""
-    shown = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    shown = [
+        {key: value for key, value in message.items() if value is not None and key not in ECHO}
+        for message in messages
+    ]
     return shown if all(message.keys() == {"role", "content"} for message in shown) else None
 
 
