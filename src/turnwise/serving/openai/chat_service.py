@@ -50,7 +50,13 @@ from turnwise.engine.protocol import (
 )
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.serving.openai.request_context import ChoiceKey, RequestContext
-from turnwise.serving.openai.request_options import ECHO, PlainRequest, read, texts, without_empty_tools
+from turnwise.serving.openai.request_options import (
+    ECHO,
+    PlainRequest,
+    read,
+    texts,
+    without_empty_tools,
+)
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
