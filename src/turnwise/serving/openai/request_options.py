@@ -240,7 +240,6 @@ def _sets(request: "SamplingRequest", name: str) -> bool:
 
 def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> None:
     """Refuse parameters that would make the tokens of a training session off-policy."""
-    written_fields = request.model_fields_set
 
     def refuse(name: str, advice: str) -> None:
         raise RefusedParameter(
@@ -249,28 +248,13 @@ def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> Non
             f"off-policy: {advice}",
         )
 
-    for name in _DISTRIBUTION:
-        wanted = getattr(sampling, name)
-        if name in written_fields and getattr(request, name) not in (None, wanted):
-            refuse(name, f"leave it out, or set it to {wanted:g}")
-    for name, neutral in _NEUTRAL.items():
-        if getattr(request, name, neutral) not in (None, neutral):
-            advice = "" if neutral is None else f", or set it to {neutral!r}"
-            refuse(name, f"leave it out{advice}")
-    ours = {
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "vllm_xargs": sampling.logits_processor_args or None,
-    }
-    if (request.model_extra or {}).get("logits_processors") not in (None, written(sampling)):
-        raise RefusedParameter(
-            "logits_processors",
-            "logits_processors would make the tokens of this training session off-policy: leave "
-            "it out",
-        )
-    for name, wanted in ours.items():
-        if name in written_fields and getattr(request, name) not in (None, wanted):
-            refuse(name, "leave it out")
+    wanted: dict[str, object] = {name: getattr(sampling, name) for name in _OWN_NAMES}
+    wanted |= _NEUTRAL | {"vllm_xargs": sampling.logits_processor_args or None}
+    wanted["logits_processors"] = written(sampling)
+    for name, value in wanted.items():
+        if name in request.model_fields_set and getattr(request, name) not in (None, value):
+            shown = f"{value:g}" if isinstance(value, float) else repr(value)
+            refuse(name, "leave it out" + ("" if value is None else f", or set it to {shown}"))
     if getattr(request, "parallel_tool_calls", True) is False and request.tools:
         refuse("parallel_tool_calls", "a grammar changes what is sampled; leave it out")
     for name in ("response_format", "text"):  # the second is Responses'
