@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from turnwise.chat.session import Session
+from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
@@ -26,6 +26,14 @@ MAX_TURNS = 10_000
 
 Place = tuple[float, str]
 """Position of a session among all: the time at which it was opened, and its name."""
+
+
+class SessionRefused(InputError):
+    """A request whose session cannot be its own; `status` is that of the answer over HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SessionStore:
@@ -246,7 +254,16 @@ class SessionStore:
     def request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[Session]:
-        """Hold the session of a request (see `of_request`) while the request runs."""
+        """Hold the session of a request (see `of_request`) while the request runs.
+
+        Raises:
+            SessionRefused: when a name cannot be one, or the session has ended.
+            InputError: as `of_request` does.
+        """
+        if not all(valid_name(name) for name in (session_id, child) if name is not None):
+            raise SessionRefused(400, NAME_RULE)
+        if session_id is not None and (why := self.gone(session_id, child)) is not None:
+            raise SessionRefused(410, f"the session {child or session_id} {why}")
         with self.holding(self.of_request(session_id, previous, child)) as session:
             yield session
 

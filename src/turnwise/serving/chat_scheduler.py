@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from turnwise.chat.session import NAME_RULE, Session, valid_name
+from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
@@ -361,15 +361,11 @@ class ChatBackend:
         name, previous = headers.get("x-session-id"), headers.get("x-request-id")
         if own is not None:
             name, previous = own.id, None
-        elif name is not None and not valid_name(name):
-            raise InputError(f"x-session-id: {NAME_RULE}")
         elif name is None and previous and not self.sessions.has_completion(previous):
             raise InputError(
                 f"x-request-id: no completion {previous} is remembered (serving.session_idle, "
                 "serving.session_memory_mb)"
             )
-        if name is not None and (why := self.sessions.gone(name)) is not None:
-            raise InputError(f"the conversation {name} {why}")
         with self.sessions.request(name, previous) as session:
             context = RequestContext(session)
             CURRENT.set(context)  # in this task's context

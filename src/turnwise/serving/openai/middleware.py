@@ -19,7 +19,6 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.chat.session import NAME_RULE, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
@@ -250,12 +249,6 @@ class SessionMiddleware:
         if path not in GENERATING or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        if not all(valid_name(given) for given in (name, own) if given is not None):
-            await refuse(send, 400, NAME_RULE)
-            return
-        if name is not None and (why := self._store.gone(name, own)) is not None:
-            await refuse(send, 410, f"the session {own or name} {why}")
-            return
         previous = headers.pop(b"x-request-id", b"").decode("latin-1")
         headers.pop(b"x-session-id", None)
 
@@ -280,8 +273,8 @@ class SessionMiddleware:
         with ExitStack() as held:
             try:
                 session = held.enter_context(self._store.request(name, previous, own))
-            except InputError as error:
-                await refuse(send, 409, str(error))
+            except InputError as error:  # 409: it has too many sessions under it
+                await refuse(send, getattr(error, "status", 409), str(error))
                 return
             headers[b"x-session-id"] = session.id.encode()
             scope["headers"] = list(headers.items())
