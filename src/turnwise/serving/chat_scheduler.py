@@ -32,7 +32,7 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.request_context import RequestContext, serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -349,31 +349,6 @@ class ChatBackend:
         batch.meta_info["dropped"] = Counter(map(_reason, failures))
         return batch
 
-    @contextmanager
-    def _held_session(
-        self, headers: Mapping[str, str], own: Session | None
-    ) -> Iterator[RequestContext]:
-        """Keep the request's session open, and set `CURRENT`, while the request runs.
-
-        Raises:
-            InputError: when the session has ended, or the completion or session does not exist.
-        """
-        name, previous = headers.get("x-session-id"), headers.get("x-request-id")
-        if own is not None:
-            name, previous = own.id, None
-        elif name is None and previous and not self.sessions.has_completion(previous):
-            raise InputError(
-                f"x-request-id: no completion {previous} is remembered (serving.session_idle, "
-                "serving.session_memory_mb)"
-            )
-        with self.sessions.request(name, previous) as session:
-            context = RequestContext(session)
-            CURRENT.set(context)  # in this task's context
-            try:
-                yield context
-            finally:
-                context.drop()
-
     async def _answer(
         self,
         request: Mapping[str, object],
@@ -388,7 +363,15 @@ class ChatBackend:
 
         try:
             tree, headers = _read(request)
-            with _own_errors(), self._held_session(headers, own) as context:
+            name, previous = headers.get("x-session-id"), headers.get("x-request-id")
+            if own is not None:
+                name, previous = own.id, None
+            elif name is None and previous and not self.sessions.has_completion(previous):
+                raise InputError(
+                    f"x-request-id: no completion {previous} is remembered "
+                    "(serving.session_idle, serving.session_memory_mb)"
+                )
+            with _own_errors(), serving(self.sessions, name, previous) as context:
                 answer = await self._ask(tree, context)
                 if isinstance(answer, dict):
                     completion = ChatCompletion.model_validate(_checked(answer))

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
-from turnwise.serving.openai.request_context import CURRENT, RequestContext
+from turnwise.serving.openai.request_context import RequestContext, serving
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.chat_service import ChatService
@@ -211,7 +211,7 @@ class ApiKeyMiddleware:
 
 
 class SessionMiddleware:
-    """Finds the session of each request and sets `CURRENT` while the request runs.
+    """Finds the session of each request, and answers its chats.
 
     The path or, without one in it, the header X-Session-ID names the session. A path and another
     header name a session under that of the path.
@@ -272,20 +272,14 @@ class SessionMiddleware:
 
         with ExitStack() as held:
             try:
-                session = held.enter_context(self._store.request(name, previous, own))
+                context = held.enter_context(serving(self._store, name, previous, own))
             except InputError as error:  # 409: it has too many sessions under it
                 await refuse(send, getattr(error, "status", 409), str(error))
                 return
-            headers[b"x-session-id"] = session.id.encode()
+            headers[b"x-session-id"] = context.session.id.encode()
             scope["headers"] = list(headers.items())
-            held.enter_context(joined(_trace(headers) or session.trace))
-            context = RequestContext(session, held)
-            token = CURRENT.set(context)
-            try:
-                await self._answer(context, scope, noticed, counted)
-            finally:
-                context.drop()
-                CURRENT.reset(token)
+            held.enter_context(joined(_trace(headers) or context.session.trace))
+            await self._answer(context, scope, noticed, counted)
 
     async def _answer(
         self, context: RequestContext, scope: Scope, receive: Receive, send: Send

@@ -1,8 +1,8 @@
-"""The current request, for the code on both sides of vLLM's application."""
+"""The current request of a session, for the code on both sides of vLLM's application."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,10 +23,10 @@ ChoiceKey = tuple[str, int]
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request on its way through vLLM."""
+    """One request on its way to the engine and back."""
 
     session: Session
-    held: ExitStack = field(default_factory=ExitStack)
+    held: ExitStack
     """Closed at the end of the request."""
     request: "SamplingRequest | None" = None
     """The request as parsed by vLLM; None before rendering."""
@@ -82,3 +82,24 @@ class RequestContext:
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
 """The request that the current task serves; None outside requests that sample."""
+
+
+@contextmanager
+def serving(
+    store: SessionStore, name: str | None, previous: str | None, child: str | None = None
+) -> Iterator[RequestContext]:
+    """Hold the session of a request, and make the request `CURRENT`, until it is answered.
+
+    Completions that were not delivered then are lost.
+
+    Raises:
+        InputError: as `SessionStore.request` does.
+    """
+    with ExitStack() as held:
+        context = RequestContext(held.enter_context(store.request(name, previous, child)), held)
+        token = CURRENT.set(context)
+        try:
+            yield context
+        finally:
+            context.drop()
+            CURRENT.reset(token)
