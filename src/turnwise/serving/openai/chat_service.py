@@ -156,7 +156,9 @@ class ChatService:
         if (parsed := read(tree)) is None:
             return None
         request, messages = parsed
-        if (offer := self._offer(msgspec.json.encode(request.tools or None))) is None:
+        tools = msgspec.json.encode(request.tools or None)
+        offer = self._offer(tools) if len(tools) <= _TOOLS_BYTES else None
+        if offer is None:
             return None
         changes = request.sampling
         if own is not None and any(getattr(own, name) != changes[name] for name in changes):
@@ -185,8 +187,6 @@ class ChatService:
 
     def _read_offer(self, encoded: bytes) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
-        if len(encoded) > _TOOLS_BYTES:
-            return None
         try:
             request = ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
             dumped = [tool.model_dump() for tool in request.tools or ()] or None
