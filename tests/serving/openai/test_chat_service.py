@@ -54,8 +54,8 @@ async def counted(
     counting = Counted(server)
     around = vllm_app._around_answer
 
-    def counted_answer(create: Any, service: Any) -> Any:
-        create = around(create, service)
+    def counted_answer(create: Any, service: Any, **options: Any) -> Any:
+        create = around(create, service, **options)
 
         async def noting(*request: Any) -> Any:
             counting.chats += 1

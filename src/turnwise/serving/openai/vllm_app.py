@@ -126,7 +126,9 @@ async def build(
     chat.create_chat_completion = _around_answer(chat.create_chat_completion, service)
     messages = app.state.anthropic_serving_messages
     if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
-        messages.create_chat_completion = _watching(messages.create_chat_completion, True)
+        messages.create_chat_completion = _around_answer(
+            messages.create_chat_completion, service, objects=True
+        )
     return app
 
 
@@ -206,18 +208,25 @@ def _refusing() -> Iterator[None]:
         raise VLLMValidationError(message, parameter="messages") from error
 
 
-def _around_answer(create_chat_completion: Create, service: ChatService) -> Create:
-    """Wrap the method that answers chats, to note answers and add the ids that clients ask for."""
-    watching = _watching(create_chat_completion, False)
+def _around_answer(create: Create, service: ChatService, *, objects: bool = False) -> Create:
+    """Wrap a method that answers chats, to note answers and add the ids that clients ask for.
 
-    async def create(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
-        response, context = await watching(request, raw_request), CURRENT.get()
+    Args:
+        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do, so
+            that arguments which are not JSON are none; other answers of theirs need no notes.
+    """
+
+    async def noting(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
+        response, context = await create(request, raw_request), CURRENT.get()
         if context is None:
             return response
-        if isinstance(response, (ChatCompletionResponse, AsyncGenerator)):
-            service.remember(f"chatcmpl-{request.request_id}", context.session)
-        if not isinstance(response, ChatCompletionResponse):
+        if isinstance(response, AsyncGenerator):
+            if not objects:
+                service.remember(f"chatcmpl-{request.request_id}", context.session)
+            return _watched(response, context.answers, objects) if request.tools else response
+        if objects or not isinstance(response, ChatCompletionResponse):
             return response
+        service.remember(response.id, context.session)
         for choice in response.choices:
             message = choice.message
             calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
@@ -228,42 +237,26 @@ def _around_answer(create_chat_completion: Create, service: ChatService) -> Crea
                     setattr(message, key, value)
         return response
 
-    return create
+    return noting
 
 
-def _watching(create: Create, objects: bool) -> Create:
-    """Wrap a method that answers chats, to note the answers that are streamed with calls.
+async def _watched(
+    events: AsyncGenerator[str, None], answers: dict[int, Answer], objects: bool
+) -> AsyncGenerator[str, None]:
+    """Pass on the events of a stream, and note each answer once it is finished.
 
     vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
     answer than the whole text parsed at once would give; the client sends back what it got.
-
-    Args:
-        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do, so
-            that arguments which are not JSON are none.
     """
-
-    async def watched(
-        events: AsyncGenerator[str, None], answers: dict[int, Answer]
-    ) -> AsyncGenerator[str, None]:
-        choices: dict[int, _Parts] = defaultdict(_Parts)
-        async for event in events:
-            if event.startswith("data: {"):
-                for choice in json.loads(event[6:]).get("choices") or []:
-                    parts = choices[choice["index"]]
-                    parts.add(choice.get("delta") or {})
-                    if choice.get("finish_reason"):
-                        answers[choice["index"]] = parts.whole(objects)
-            yield event
-
-    async def watching(
-        request: ChatCompletionRequest, raw_request: Request | None = None
-    ) -> object:
-        response, context = await create(request, raw_request), CURRENT.get()
-        if context is None or not request.tools or not isinstance(response, AsyncGenerator):
-            return response
-        return watched(response, context.answers)
-
-    return watching
+    choices: dict[int, _Parts] = defaultdict(_Parts)
+    async for event in events:
+        if event.startswith("data: {"):
+            for choice in json.loads(event[6:]).get("choices") or []:
+                parts = choices[choice["index"]]
+                parts.add(choice.get("delta") or {})
+                if choice.get("finish_reason"):
+                    answers[choice["index"]] = parts.whole(objects)
+        yield event
 
 
 @dataclass(slots=True)
