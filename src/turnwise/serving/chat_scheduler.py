@@ -372,7 +372,7 @@ class ChatBackend:
                     "(serving.session_idle, serving.session_memory_mb)"
                 )
             with _own_errors(), serving(self.sessions, name, previous) as context:
-                answer = await self._ask(tree, context)
+                answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
                     completion = ChatCompletion.model_validate(_checked(answer))
                     context.deliver()
@@ -390,25 +390,6 @@ class ChatBackend:
             replies.put_nowait(None)
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(error)
-
-    async def _ask(
-        self, tree: JsonObject, context: RequestContext
-    ) -> JsonObject | AsyncGenerator[str, None]:
-        """Return the answer of the chat service, or that of vLLM's application."""
-        from turnwise.engine.vllm_api import ChatCompletionRequest
-
-        planned = await self._chats.plan(tree, context)
-        if planned is not None:
-            answered: JsonObject = await self._chats.complete(planned, context)
-            return answered
-        if unknown := tree.keys() - ChatCompletionRequest.model_fields:
-            raise InputError(f"a chat completion's request has no key {min(unknown)}")
-        chat = self._app.state.openai_serving_chat
-        answer = await chat.create_chat_completion(ChatCompletionRequest(**tree))
-        if isinstance(answer, AsyncGenerator):
-            return answer
-        dumped: JsonObject = answer.model_dump()
-        return dumped
 
 
 def _import_app() -> "ModuleType":

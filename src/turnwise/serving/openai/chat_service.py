@@ -132,6 +132,25 @@ class ChatService:
         self._empty: JsonObject = empty.model_dump()
         """An answer with all of vLLM's keys."""
 
+    async def answer(
+        self, tree: JsonObject, context: RequestContext
+    ) -> JsonObject | AsyncGenerator[str, None]:
+        """Answer a request with vLLM's answer, or the server-sent events of one that is streamed.
+
+        Raises:
+            InputError: when it has an unknown key.
+            Exception: errors of vLLM's, and as `complete` does.
+        """
+        if (planned := await self.plan(tree, context)) is not None:
+            return await self.complete(planned, context)
+        if unknown := tree.keys() - ChatCompletionRequest.model_fields:
+            raise InputError(f"a chat completion's request has no key {min(unknown)}")
+        answered = await self._chat.create_chat_completion(ChatCompletionRequest(**tree))
+        if isinstance(answered, AsyncGenerator):
+            return answered
+        dumped: JsonObject = answered.model_dump()
+        return dumped
+
     async def plan_body(
         self, body: bytes, context: RequestContext
     ) -> "tuple[bytes, PlannedChat | None]":
