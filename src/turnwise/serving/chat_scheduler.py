@@ -32,7 +32,7 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.request_context import RequestContext, serving
+from turnwise.serving.openai.request_context import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -361,6 +361,7 @@ class ChatBackend:
         """
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
+        whole: ChatCompletion | None = None
         try:
             tree, headers = _read(request)
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
@@ -374,20 +375,16 @@ class ChatBackend:
             with _own_errors(), serving(self.sessions, name, previous) as context:
                 answer = await self._chats.answer(tree, context)
                 if isinstance(answer, dict):
-                    completion = ChatCompletion.model_validate(_checked(answer))
+                    whole = ChatCompletion.model_validate(_checked(answer))
                     context.deliver()
-                    replies.put_nowait(completion)
-                    return
-                replies.put_nowait(None)
-                async with aclosing(answer) as events:
-                    async for event in events:
-                        context.deliver()
-                        for line in event.splitlines():
-                            data = line.removeprefix("data: ")
-                            if data != line and data != "[DONE]":
-                                chunk = _checked(json.loads(data))
+                else:
+                    replies.put_nowait(None)
+                    async with aclosing(answer) as events:
+                        async for event in events:
+                            context.deliver()
+                            for chunk in _chunks(event):
                                 replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
-            replies.put_nowait(None)
+            replies.put_nowait(whole)
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(error)
 
@@ -471,6 +468,14 @@ def _sentence(error: Exception) -> str:
         key = ".".join(str(part) for part in details[0]["loc"])
         return f"{key}: {details[0]['msg']}" if key else str(details[0]["msg"])
     return first_line(error)
+
+
+def _chunks(event: str) -> Iterator[JsonObject]:
+    """Iterate over the chunks in an event of vLLM's stream."""
+    for line in event.splitlines():
+        data = line.removeprefix("data: ")
+        if data != line and data != "[DONE]":
+            yield _checked(json.loads(data))
 
 
 def _checked(tree: JsonObject) -> JsonObject:
