@@ -3,6 +3,10 @@
 `HeadRequests` answers HEAD, `BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the
 key; then come the retries of `deduplicate`, and `SessionMiddleware` finds the session of each
 request, whose chats the chat service answers. `web_pages` is around them.
+
+vLLM's own server knows chats in other envelopes, too: several in one request, and requests to one
+path for every API. A batch is taken apart, so that each of its chats takes the path of a chat that
+is sent alone, and is a turn of the request's session.
 """
 
 import asyncio
@@ -10,19 +14,22 @@ import hashlib
 import hmac
 import json
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.chat.session_store import SessionStore
+from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, joined
 from turnwise.errors import InputError
 from turnwise.serving.openai.request_context import RequestContext, serving
+from turnwise.serving.openai.request_options import MAX_COMPLETIONS
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.chat_service import ChatService
@@ -33,6 +40,12 @@ SESSION_NAME = "turnwise.session"
 _CHAT = "/v1/chat/completions"
 GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
+BATCH = "/v1/chat/completions/batch"
+"""Path of a request with several chats; `messages` is a list of conversations."""
+INVOCATIONS = "/invocations"
+"""Path of SageMaker's requests."""
+_APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
+"""Path of each API, by a key that only its requests have."""
 OPENING = "/v1/sessions"
 """Path, below that of a session, that opens another under it."""
 _OWN_HEADERS = b"endpoint-load-metrics-format"
@@ -240,6 +253,9 @@ class SessionMiddleware:
         if path == OPENING and name is not None:  # its route needs the session's name
             await self._app(scope, receive, send)
             return
+        if path in (BATCH, INVOCATIONS) and scope["method"] == "POST":
+            await self._unwrap(path, scope, receive, send)
+            return
         own = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else None
         if name is None:
             name, own = own, None
@@ -299,6 +315,100 @@ class SessionMiddleware:
                 return
             receive = replaying(body, receive)
         await self._app(scope, receive, send)
+
+    async def _unwrap(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a batch of chats, or a request to the one path for every API.
+
+        The answer to a batch is that of one chat, with a choice for each conversation, in their
+        order. If one conversation cannot be answered, its error is the answer.
+        """
+        body = await read_body(receive)
+        if body is None:
+            return
+        try:
+            tree = msgspec.json.decode(body)
+            if not isinstance(tree, dict):
+                raise ValueError("the body is no object")
+        except (ValueError, RecursionError) as error:
+            await refuse(send, 400, f"the body is not valid JSON: {error}")
+            return
+        if path == INVOCATIONS:
+            api = next((api for key, api in _APIS.items() if key in tree), None)
+            if api is None:
+                await refuse(send, 400, f"the body has none of {', '.join(_APIS)}")
+            else:
+                await self(_at(scope, api), replaying(body, receive), send)
+        elif (wrong := _wrong_batch(tree)) is not None:
+            await refuse(send, 400, wrong)
+        else:
+            answered = await unless_gone(self._ask_all(tree, scope), receive)
+            if answered is not None:
+                await send_json(send, *answered)
+
+    async def _ask_all(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
+        """Ask for each chat of a batch; return the status and the body of the answer."""
+        scope = _at(scope, scope["path"].removesuffix("/batch"))
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(self._ask({**tree, "messages": messages}, scope))
+                for messages in tree["messages"]
+            ]
+        answers = [task.result() for task in asked]
+        for status, body in answers:
+            if status >= 400:
+                return status, body
+        return 200, msgspec.json.encode(_joined([msgspec.json.decode(b) for _, b in answers]))
+
+    async def _ask(self, tree: JsonObject, scope: Scope) -> tuple[int, bytes]:
+        """Ask for one chat, until cancelled."""
+        status, pieces = 500, list[bytes]()
+
+        async def never() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def keep(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                pieces.append(message.get("body", b""))
+
+        await self(dict(scope), replaying(msgspec.json.encode(tree), never), keep)
+        return status, b"".join(pieces)
+
+
+def _wrong_batch(tree: JsonObject) -> str | None:
+    """Return what is wrong with a batch as a whole; None if nothing is."""
+    conversations = tree.get("messages")
+    if not isinstance(conversations, list) or not conversations:
+        return "messages: a batch needs a list of conversations, each a list of messages"
+    if not all(isinstance(messages, list) for messages in conversations):
+        return "messages: each conversation of a batch is a list of messages"
+    if len(conversations) > MAX_COMPLETIONS:
+        return f"messages: a batch has at most {MAX_COMPLETIONS:,} conversations"
+    if tree.get("stream"):
+        return "stream: a batch is not streamed"
+    if tree.get("n") not in (None, 1):
+        return "n: a batch has one completion of each conversation"
+    return None
+
+
+def _joined(answers: Sequence[JsonObject]) -> JsonObject:
+    choices = [
+        {**choice, "index": index}
+        for index, answer in enumerate(answers)
+        for choice in answer["choices"]
+    ]
+    usage = dict(answers[0]["usage"])
+    for name, value in usage.items():
+        if isinstance(value, int):
+            usage[name] = sum(answer["usage"][name] for answer in answers)
+    return {**answers[0], "choices": choices, "usage": usage}
+
+
+def _at(scope: Scope, path: str) -> Scope:
+    return {**scope, "path": path, "raw_path": path.encode()}
 
 
 def _trace(headers: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -25,7 +25,6 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.api_key import api_key
 from turnwise.serving.openai.address import QUEUE, listen, reachable
-from turnwise.serving.openai.batches import Batches
 from turnwise.serving.openai.connections import Connection, most_connections
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
 from turnwise.serving.openai.forward import ForwardSessions
@@ -173,7 +172,7 @@ class OpenAIServer:
         app.state.server = self  # vLLM's error handler reads it
         key = api_key(self._config)
         sessions = SessionMiddleware(app, app.state.chats, store, counts)
-        inner = RetryDeduplicator(Batches(sessions), counts)
+        inner = RetryDeduplicator(sessions, counts)
         self._forwarding = ForwardSessions(inner, processes)
         keyed = ApiKeyMiddleware(self._forwarding, key, store)
         return guarded(HeadRequests(BodyLimit(keyed, serving.max_body_mb << 20)), serving)
