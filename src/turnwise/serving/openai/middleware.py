@@ -1,8 +1,8 @@
 """Plain ASGI middleware around vLLM's application, from the outside in.
 
-`HeadRequests` answers HEAD, `BodyLimit` limits request bodies and `ApiKeyMiddleware` checks the
-key; then come the retries of `deduplicate`, and `SessionMiddleware` finds the session of each
-request, whose chats the chat service answers. `web_pages` is around them.
+`Gate` checks the key and limits bodies; then come the retries of `deduplicate`, and
+`SessionMiddleware` finds the session of each request, whose chats the chat service answers.
+`web_pages` is around them.
 
 vLLM's own server knows chats in other envelopes, too: several in one request, and requests to one
 path for every API. A batch is taken apart, so that each of its chats takes the path of a chat that
@@ -109,42 +109,31 @@ async def unless_gone(work: Awaitable[_Result], receive: Receive) -> _Result | N
         gone.cancel()
 
 
-class HeadRequests:
-    """Answers HEAD as GET, without the body: not all routes of the framework know HEAD."""
+class Gate:
+    """Requires the API key, and refuses bodies that are too large (413) or too many (503).
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-
-        async def without_body(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
-
-        await self._app({**scope, "method": "GET"}, receive, without_body)
-
-
-class BodyLimit:
-    """Refuses bodies that are too large (413) or too many (503), before they are read.
+    Every route but /health and /ping needs the key. Sessions of rollouts need none: their paths are
+    random secrets, known only to their agents. HEAD is answered as GET, without the body.
 
     Args:
         most: Maximum size of one body, in bytes.
+        key: The key; None lets every request pass.
+        store: The server's sessions.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: int, key: str | None, store: SessionStore) -> None:
         self._app = app
         self._most = most
         self._held = 0
         """Size of all bodies of requests in flight, in bytes."""
+        self._digest = _digest(f"Bearer {key}".encode()) if key else None
+        self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        head = scope["method"] == "HEAD"  # which not all routes of the framework know
         most = self._most
         if split_path(scope["path"])[1] in ("/tokenize", "/detokenize"):
             most = min(most, _TOKENIZE_BYTES)
@@ -170,40 +159,22 @@ class BodyLimit:
         async def noting(message: Message) -> None:
             nonlocal started
             started = True
+            if head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
             announced = dict(scope["headers"]).get(b"content-length", b"")
             check(int(announced) if announced.isdigit() else 0)
-            await self._app(scope, limited, noting)
+            if not self._open(scope):
+                raise HTTPException(401, "this server needs its API key as a bearer token")
+            await self._app({**scope, "method": "GET"} if head else scope, limited, noting)
         except HTTPException as error:
             if started:
                 raise
-            await refuse(send, error.status_code, error.detail)
+            await refuse(noting, error.status_code, error.detail)
         finally:
             self._held -= read
-
-
-class ApiKeyMiddleware:
-    """Requires the API key on every route except /health and /ping.
-
-    Sessions of rollouts need no key: their paths are random secrets, known only to their agents.
-
-    Args:
-        key: The key; None lets every request pass.
-        store: The server's sessions.
-    """
-
-    def __init__(self, app: ASGIApp, key: str | None, store: SessionStore) -> None:
-        self._app = app
-        self._digest = _digest(f"Bearer {key}".encode()) if key else None
-        self._store = store
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._open(scope):
-            await refuse(send, 401, "this server needs its API key as a bearer token")
-            return
-        await self._app(scope, receive, send)
 
     def _open(self, scope: Scope) -> bool:
         path: str = scope["path"]

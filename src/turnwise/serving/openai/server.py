@@ -29,12 +29,7 @@ from turnwise.serving.openai.connections import Connection, most_connections
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
 from turnwise.serving.openai.forward import ForwardSessions
 from turnwise.serving.openai.metrics import make_metrics
-from turnwise.serving.openai.middleware import (
-    ApiKeyMiddleware,
-    BodyLimit,
-    HeadRequests,
-    SessionMiddleware,
-)
+from turnwise.serving.openai.middleware import Gate, SessionMiddleware
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
@@ -174,8 +169,8 @@ class OpenAIServer:
         sessions = SessionMiddleware(app, app.state.chats, store, counts)
         inner = RetryDeduplicator(sessions, counts)
         self._forwarding = ForwardSessions(inner, processes)
-        keyed = ApiKeyMiddleware(self._forwarding, key, store)
-        return guarded(HeadRequests(BodyLimit(keyed, serving.max_body_mb << 20)), serving)
+        gate = Gate(self._forwarding, serving.max_body_mb << 20, key, store)
+        return guarded(gate, serving)
 
     def _healthy(self) -> bool:
         scheduler = self._generator
