@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from turnwise.chat.session import Session
@@ -36,8 +37,6 @@ from turnwise.serving.openai.request_context import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
     Completions: TypeAlias = ChatCompletion | AsyncGenerator[ChatCompletionChunk, None]
@@ -187,7 +186,8 @@ class ChatBackend:
         Raises:
             InputError: when vLLM refuses the model.
         """
-        vllm_app = await run_in_thread(_import_app)
+        # In a thread: importing vLLM's application takes seconds.
+        vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
         self._app = await vllm_app.build(
             self.config,
@@ -387,13 +387,6 @@ class ChatBackend:
             replies.put_nowait(whole)
         except Exception as error:  # raised to the caller of `create`
             replies.put_nowait(error)
-
-
-def _import_app() -> "ModuleType":
-    """Import vLLM's application, which takes seconds."""
-    from turnwise.serving.openai import vllm_app
-
-    return vllm_app
 
 
 def _only(error: Exception) -> Exception:
