@@ -504,10 +504,11 @@ def echo_of(prompt: list[int], completion: Completion) -> JsonObject:
 
 def client_error(error: Exception) -> Exception:
     """Return an error in the form that vLLM sends to a client."""
+    shown = error
     if isinstance(error, EngineError | DeadlineError):
-        return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
-    if isinstance(error, InputError):
-        return VLLMValidationError(str(error))
-    if isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
-        return GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
-    return error
+        shown = GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    elif isinstance(error, InputError):
+        shown = VLLMValidationError(str(error))
+    elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
+        shown = GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+    return shown

@@ -249,7 +249,8 @@ def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> Non
         )
 
     wanted: dict[str, object] = {name: getattr(sampling, name) for name in _OWN_NAMES}
-    wanted |= _NEUTRAL | {"vllm_xargs": sampling.logits_processor_args or None}
+    wanted |= _NEUTRAL
+    wanted["vllm_xargs"] = sampling.logits_processor_args or None
     wanted["logits_processors"] = written(sampling)
     for name, value in wanted.items():
         if name in request.model_fields_set and getattr(request, name) not in (None, value):

@@ -106,7 +106,8 @@ def page_of_input(
         KeyError: when no item has the id `after`.
     """
     items: list[JsonObject] = []
-    for index, item in enumerate(session.responses[response_id].given):
+    given: list[Item] = session.responses[response_id].given
+    for index, item in enumerate(given):
         tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
         if isinstance(tree.get("content"), str):
             tree["content"] = [{"type": "input_text", "text": tree["content"]}]
