@@ -259,9 +259,9 @@ def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> Non
     if getattr(request, "parallel_tool_calls", True) is False and request.tools:
         refuse("parallel_tool_calls", "a grammar changes what is sampled; leave it out")
     for name in ("response_format", "text"):  # the second is Responses'
-        wanted = getattr(request, name, None)
-        wanted = getattr(wanted, "format", wanted)
-        if getattr(wanted, "type", "text") != "text":
+        grammar = getattr(request, name, None)
+        grammar = getattr(grammar, "format", grammar)
+        if getattr(grammar, "type", "text") != "text":
             refuse(name, "a grammar changes what is sampled; leave it out")
     if getattr(request, "tools", None) and request.tool_choice not in (None, "auto", "none"):
         refuse("tool_choice", "a forced call changes what is sampled; use auto")
