@@ -14,6 +14,7 @@ from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session, valid_name
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory, audit
 
@@ -29,10 +30,7 @@ def turn(session: Session, text: str = "4", sent: int = 1, **unknown: Any) -> Re
     messages = [{"role": "user", "content": f"{n}: 2 + 2?", **unknown} for n in range(sent)]
     session.record(
         [1, 2, 3, before],
-        [4, 0],
-        [-0.1, -0.2],
-        [0, 0],
-        "stop",
+        Completion([4, 0], [-0.1, -0.2], [0, 0], "stop"),
         asked=Conversation(messages),
         answer=lambda held=request: (text, ()),  # type: ignore[misc]
         prompt=NextPrompt(None, covered=sent - 1),
@@ -174,10 +172,7 @@ def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of
         assert (None if before is None else before.index) == expected, texts
         session.record(
             [*range(len(texts))],
-            [len(session.trajectory.turns)],
-            [-0.1],
-            [0],
-            "stop",
+            Completion([len(session.trajectory.turns)], [-0.1], [0], "stop"),
             asked=said(*texts),
             answer=lambda: ("said", ()),
             prompt=NextPrompt(None),
@@ -233,10 +228,7 @@ def ask(session: Session, messages: list[dict[str, Any]], text: str) -> None:
     sampled = template.encode(f"{text}<|im_end|>")
     session.record(
         ids,
-        sampled,
-        [-0.1] * len(sampled),
-        [0] * len(sampled),
-        "stop",
+        Completion(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop"),
         asked=asked,
         answer=lambda: (text, ()),
         prompt=prompt,

@@ -11,6 +11,7 @@ from turnwise.chat.messages import Answer, Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Completion
 
 FEW, MANY = 10, 200
 SAMPLED, ADDED = 100, 250
@@ -37,10 +38,7 @@ def bytes_per_turn(turns: int, *, forked: bool) -> tuple[float, float]:
         with store.request("agent", None) as session:
             session.record(
                 path,
-                sampled,
-                [-0.01 * i for i in range(SAMPLED)],
-                [turn] * SAMPLED,
-                "stop",
+                Completion(sampled, [-0.01 * i for i in range(SAMPLED)], [turn] * SAMPLED, "stop"),
                 asked=asked,
                 answer=read,
                 prompt=NextPrompt(None, "history_changed" if forked else None, covered),

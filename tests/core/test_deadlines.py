@@ -10,8 +10,8 @@ import pytest
 
 from tests.virtual_time import stand_still, virtual_time
 from turnwise.config import NO_DEADLINE, Config, dump_config, known_keys, load_config
-from turnwise.core.deadlines import StallClock, deadline, deadline_error
-from turnwise.errors import DeadlineError, first_line
+from turnwise.core.deadlines import StallClock, deadline, deadline_error, trajectory_limits
+from turnwise.errors import DeadlineError, TrajectoryError, first_line
 
 
 @virtual_time
@@ -143,6 +143,20 @@ async def test_a_doubt_ends_with_the_waits_that_it_was_about() -> None:
         asyncio.get_running_loop().call_later(1.2, arrived.set_result, None)
         stand_still(1.5)
         await arrived
+
+
+@virtual_time
+async def test_a_trajectory_ends_after_its_time_or_without_progress() -> None:
+    for seconds, stall, reason in ((1.0, 5.0, "trajectory_timeout"), (5.0, 1.0, "stalled")):
+        with pytest.raises(TrajectoryError) as failed:
+            async with trajectory_limits(seconds, stall):
+                await asyncio.sleep(30)
+        assert failed.value.reason == reason
+        assert failed.value.__cause__ is None
+    async with trajectory_limits(5.0, 1.0) as clock:
+        for _ in range(4):
+            await asyncio.sleep(0.8)
+            clock.moved()
 
 
 DEADLINES = [

@@ -206,7 +206,7 @@ async def test_a_request_chooses_its_own_over_http(
     async with httpx.AsyncClient(base_url=root) as http:
         opened = (await http.post("/sessions", json={"training": True})).json()
     training = client.with_options(base_url=opened["base_url"])
-    with pytest.raises(openai.BadRequestError, match="logits_processors would make the tokens"):
+    with pytest.raises(openai.BadRequestError, match=r"logits_processors=.* would make the tokens"):
         await training.chat.completions.create(**common, **told, extra_body=body)
 
 

@@ -20,8 +20,7 @@ from turnwise.pipeline import LLMServerManager
 from turnwise.rollout import Runner
 from turnwise.rollout.data import load_training
 from turnwise.rollout.loops.chat_scheduler import load_chat_scheduler
-from turnwise.serving.chat_backend import ChatBackend
-from turnwise.serving.chat_scheduler import ChatCompletionScheduler
+from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
@@ -113,6 +112,25 @@ async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_
         assert audit(trajectory).first_violation is None
         assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
         assert len(trajectory.branches()) == 1
+
+
+async def test_chats_with_common_options_need_nothing_of_vllms_application(
+    backend: ChatBackend,
+    chats: ChatCompletionScheduler,
+    template: ChatTemplate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def missing(*request: Any) -> None:
+        raise AssertionError("vLLM's application was asked")
+
+    monkeypatch.setattr(backend._app.state.openai_serving_chat, "create_chat_completion", missing)
+    options = {"model": "any/name", "tools": [TOOL_SCHEMA], "temperature": 0.5}
+    options |= scripted(template, ANSWER, ANSWER)
+    first: Any = await chats.chat_completion(messages=[QUESTION], **options)
+    messages = [QUESTION, first.choices[0].message, QUESTION]  # with their ids
+    await chats.chat_completion(messages=messages, **options)
+    with pytest.raises(AssertionError, match="was asked"):
+        await chats.chat_completion(messages=messages, logprobs=True, **options)
 
 
 async def test_the_turns_after_x_request_id_stay_on_their_worker(
@@ -252,7 +270,7 @@ async def test_what_cannot_be_served_is_told_by_its_key(chats: ChatCompletionSch
         ({"timeout": 5}, "no key timeout"),
         ({"extra_headers": {"x-other": "1"}}, "extra_headers .* not x-other"),
         ({"extra_headers": {"x-request-id": "chatcmpl-none"}}, "no completion chatcmpl-none"),
-        ({"extra_headers": {"x-session-id": "a/b"}}, "x-session-id: a session's name"),
+        ({"extra_headers": {"x-session-id": "a/b"}}, "a session's name is"),
         ({"n": 1000}, "n=1000 is more than 128"),
         ({"temperature": -1}, "temperature"),
         ({"messages": [{"role": "user", "content": "1 2 3 " * 500}]}, "context length"),

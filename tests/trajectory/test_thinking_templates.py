@@ -15,6 +15,7 @@ from tests.trajectory.published import TOOLS, template_of
 from turnwise.chat.messages import Conversation, answer
 from turnwise.chat.prompts import next_prompt
 from turnwise.chat.session import Session
+from turnwise.engine.protocol import Completion
 from turnwise.trajectory import ChatTemplate, Trajectory, audit, bridge
 from turnwise.trajectory.check_template import check_template
 
@@ -194,10 +195,7 @@ def test_a_session_continues_with_sampled_ids_whatever_reasoning_its_client_retu
         said = answer("", [("calculate", {"a": str(turn)})])
         session.record(
             path,
-            sampled,
-            [-0.5] * len(sampled),
-            [0] * len(sampled),
-            "stop",
+            Completion(sampled, [-0.5] * len(sampled), [0] * len(sampled), "stop"),
             asked=asked,
             answer=lambda said=said: said,  # type: ignore[misc]
             prompt=prompt,

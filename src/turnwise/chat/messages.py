@@ -25,13 +25,7 @@ _VIEW_BYTES = 300
 
 @dataclass
 class Conversation:
-    """The messages and tools of one request, each digested once.
-
-    Example:
-        >>> asked = Conversation([{"role": "user", "content": "2 + 2?"}])
-        >>> len(asked.prefixes)
-        2
-    """
+    """The messages and tools of one request, each digested once."""
 
     messages: Sequence[Message] = ()
     tools: list[JsonObject] | None = None
@@ -46,7 +40,7 @@ class Conversation:
         """Digests of the first 0, 1, 2 ... messages; one more than there are messages."""
         prefixes = [b""]
         for digest in self.digests:
-            prefixes.append(_joined(prefixes[-1], digest))
+            prefixes.append(_hash(prefixes[-1] + digest))
         return prefixes
 
     @cached_property
@@ -57,7 +51,7 @@ class Conversation:
 
 def extended_by(prefix: bytes, said: Answer) -> bytes:
     """Return the digest of a conversation whose next message is this answer."""
-    return _joined(prefix, _digest(_canonical_answer(said)))
+    return _hash(prefix + _digest(("assistant", said)))
 
 
 def plain(message: Message) -> Message:
@@ -115,20 +109,11 @@ def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
 def _canonical(message: Message) -> object:
     """Return a value that is equal for messages of equal meaning."""
     if message["role"] == "assistant":
-        return _canonical_answer(_answer_of(message))
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        called = [(call["name"], call.get("arguments") or "") for call in calls]
+        return ("assistant", answer(_text(message.get("content")), called))
     rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
     return (message["role"], _text(message.get("content")), _canonical_json(rest))
-
-
-def _canonical_answer(said: Answer) -> object:
-    return ("assistant", said)
-
-
-def _answer_of(message: Message) -> Answer:
-    functions = [call["function"] for call in message.get("tool_calls") or []]
-    return answer(
-        _text(message.get("content")), [(f["name"], f.get("arguments") or "") for f in functions]
-    )
 
 
 def _arguments(value: object) -> str:
@@ -155,10 +140,6 @@ def _canonical_json(value: object) -> str:
 
 def _digest(value: object) -> bytes:
     return _hash(_canonical_json(value).encode("utf-8", "surrogatepass"))
-
-
-def _joined(prefix: bytes, digest: bytes) -> bytes:
-    return _hash(prefix + digest)
 
 
 def _hash(text: bytes) -> bytes:

@@ -34,11 +34,7 @@ Tools = Sequence[JsonObject]
 
 
 class RefusedParameter(InputError):
-    """A parameter of a request that cannot be served; the message gives the reason.
-
-    Example:
-        >>> raise RefusedParameter("n", "n=1000 is more than 128: ask several times")
-    """
+    """A parameter of a request that cannot be served; the message gives the reason."""
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
@@ -113,16 +109,6 @@ async def next_prompt(
     Raises:
         TrajectoryError: `message_dropped`, when the template leaves out a new message;
             `template_refuses`, when it raises.
-
-    Example:
-        >>> ids, fork_reason = await next_prompt(
-        ...     template,
-        ...     prompt_token_ids=prompt,
-        ...     completion_token_ids=completion.token_ids,
-        ...     new_messages=[{"role": "tool", "content": "42"}],
-        ...     conversation=messages,
-        ...     tools=None,
-        ... )
     """
     continued = await in_thread_if_long(
         new_messages,
@@ -264,10 +250,6 @@ class PromptCache:
 
     Args:
         cached_tokens: Tokens of all prompts together.
-
-    Example:
-        >>> prompts = PromptCache(template)
-        >>> ids = prompts.render([{"role": "user", "content": "2 + 2?"}], tools=None)
     """
 
     def __init__(self, template: ChatTemplate, cached_tokens: int = _CACHED_TOKENS) -> None:

@@ -27,11 +27,10 @@ from turnwise.chat.messages import (
     view_of,
 )
 from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
-from turnwise.chat.responses import StoredResponses
 from turnwise.config import SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import TurnTimes
+from turnwise.engine.protocol import Completion, TurnTimes
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
@@ -85,15 +84,30 @@ class _RecordedTurn:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """One trajectory in progress, made by an agent that only sees text.
+class StoredResponse:
+    """A response (OpenAI's Responses) that a session keeps, for requests that continue it."""
 
-    Example:
-        >>> session = store.open("weather-1")
-        >>> prompt = session.next_prompt(Conversation(messages), template)
-        >>> session.finish().turns
-        []
-    """
+    before: "StoredResponse | None"
+    """The response that it continues."""
+    asked: list[object]
+    """Its own items of input."""
+    output: list[object]
+    body: JsonObject
+    """The response as its client got it."""
+
+    @property
+    def given(self) -> list[object]:
+        """Its whole input, with the conversation that it continues."""
+        parts, before = [self.asked], self.before
+        while before is not None:
+            parts += [before.output, before.asked]
+            before = before.before
+        return [item for part in reversed(parts) for item in part]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One trajectory in progress, made by an agent that only sees text."""
 
     id: str
     sampling: SamplingConfig | None = None
@@ -137,8 +151,8 @@ class Session:
     """Number of requests in flight."""
     completions: list[str] = field(default_factory=list)
     """Ids by which a later request can refer to the session."""
-    responses: StoredResponses = field(default_factory=StoredResponses)
-    """Responses that a request may continue by `previous_response_id`."""
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    """Responses that a request may continue by `previous_response_id`, by id."""
     _last: _RecordedTurn | None = None
     """The session's own last turn."""
     _openings: set[bytes] = field(default_factory=set)
@@ -203,17 +217,13 @@ class Session:
     def record(
         self,
         prompt_token_ids: Sequence[int],
-        token_ids: list[int],
-        logprobs: list[float],
-        weight_versions: list[int],
-        finish_reason: str,
+        completion: Completion,
         *,
         asked: Conversation,
         answer: Callable[[], Answer],
         prompt: NextPrompt,
         adapter: str = "",
         times: TurnTimes | None = None,
-        experts: bytes = b"",
     ) -> None:
         """Add a turn.
 
@@ -223,7 +233,6 @@ class Session:
             prompt: The result of `next_prompt` for the request.
             adapter: Name of the adapter that sampled; "" for the policy.
             times: When it was sampled, with any number as the turn's; None if it is not known.
-            experts: As in `Trajectory.add_turn`.
         """
         if self.closed:
             self.lost_turns += 1
@@ -235,14 +244,14 @@ class Session:
         new = self._sent[prompt.covered :]
         turn = self.trajectory.add_turn(
             prompt_token_ids,
-            token_ids,
-            logprobs,
-            weight_versions,
-            finish_reason,
+            completion.token_ids,
+            completion.logprobs,
+            completion.weight_versions,
+            completion.finish_reason,
             fork_reason=prompt.fork_reason,
             messages=new,
             adapter=adapter,
-            experts=experts,
+            experts=completion.experts,
         )
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
@@ -261,7 +270,7 @@ class Session:
         self.size += (
             _TURN_BYTES
             + len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
-            + len(token_ids) * _SAMPLED_TOKEN_BYTES
+            + len(completion.token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
         )

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from turnwise.chat.session import Session
+from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
@@ -28,6 +28,14 @@ Place = tuple[float, str]
 """Position of a session among all: the time at which it was opened, and its name."""
 
 
+class SessionRefused(InputError):
+    """A request whose session cannot be its own; `status` is that of the answer over HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class SessionStore:
     """The sessions of a server.
 
@@ -42,13 +50,6 @@ class SessionStore:
         sampling: Sampling of training sessions.
         idle_seconds: Seconds without a request after which a session ends.
         max_bytes: Estimated memory of all sessions that are not private.
-
-    Example:
-        >>> store = SessionStore(SamplingConfig())
-        >>> session = store.open("weather-1", training=True)
-        >>> store.close("weather-1")
-        >>> store.gone("weather-1")
-        'is closed'
     """
 
     def __init__(
@@ -253,7 +254,16 @@ class SessionStore:
     def request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[Session]:
-        """Hold the session of a request (see `of_request`) while the request runs."""
+        """Hold the session of a request (see `of_request`) while the request runs.
+
+        Raises:
+            SessionRefused: when a name cannot be one, or the session has ended.
+            InputError: as `of_request` does.
+        """
+        if not all(valid_name(name) for name in (session_id, child) if name is not None):
+            raise SessionRefused(400, NAME_RULE)
+        if session_id is not None and (why := self.gone(session_id, child)) is not None:
+            raise SessionRefused(410, f"the session {child or session_id} {why}")
         with self.holding(self.of_request(session_id, previous, child)) as session:
             yield session
 

@@ -18,12 +18,7 @@ _SPACE = re.compile(r"([\[{(:,])\s+")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Marks of a tool-call format.
-
-    Example:
-        >>> FORMATS["hermes"].unreadable('<tool_call>{"name": "now"', ["now"], [])
-        True
-    """
+    """Marks of a tool-call format."""
 
     begins: tuple[str, ...]
     """Texts that begin calls: of a section, or of one call."""

@@ -41,11 +41,7 @@ def _drop(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model asks for.
-
-    Example:
-        >>> ToolCall("calculate", '{"operation": "+", "a": 12, "b": 30}')
-    """
+    """One call that a model asks for."""
 
     name: str
     arguments: str
@@ -54,11 +50,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """An assistant's turn, split into its text and its calls.
-
-    Example:
-        >>> ParsedText("The answer is 42.", [], malformed=False)
-    """
+    """An assistant's turn, split into its text and its calls."""
 
     content: str
     """Text before the calls; the whole text if there are none."""
@@ -77,11 +69,6 @@ class ToolParser:
 
     Raises:
         InputError: when vLLM has no parser of that name, or the parser does not fit the tokenizer.
-
-    Example:
-        >>> parser = ToolParser("hermes", tokenizer)
-        >>> parser.parse('<tool_call>{"name": "now", "arguments": {}}</tool_call>', []).calls
-        [ToolCall(name='now', arguments='{}')]
     """
 
     def __init__(self, name: str, tokenizer: "Tokenizer") -> None:

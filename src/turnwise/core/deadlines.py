@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from turnwise.errors import DeadlineError
+from turnwise.errors import DeadlineError, TrajectoryError
 
 _LATE_SECONDS = 1.0
 """Lateness of a timer that shows that the event loop was held up."""
@@ -170,3 +170,21 @@ class StallClock:
             waits, self._waits = self._waits, set()
             for wait in waits:
                 wait.reschedule(now)
+
+
+@asynccontextmanager
+async def trajectory_limits(seconds: float, stall_seconds: float) -> AsyncIterator[StallClock]:
+    """Raise TrajectoryError from the block of one trajectory that takes too long.
+
+    The reason is `trajectory_timeout` after `seconds`, and `stalled` after `stall_seconds` without
+    progress, which the block reports to the clock.
+    """
+    clock = StallClock(stall_seconds)
+    try:
+        async with asyncio.timeout(seconds), clock.watching() as stall:
+            yield clock
+    except TimeoutError:
+        if stall.expired():
+            message = f"it made no progress for {stall_seconds:g} s (rollout.stall_timeout)"
+            raise TrajectoryError("stalled", message) from None
+        raise TrajectoryError("trajectory_timeout", f"not done after {seconds:g} s") from None

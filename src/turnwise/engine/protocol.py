@@ -345,30 +345,26 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
 
 async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
-    """Join a stream's chunks into one completion.
+    """Join a stream's chunks; see `joined`."""
+    return joined([chunk async for chunk in chunks], request_id)
+
+
+def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
+    """Join the chunks of a whole stream into one completion.
 
     Raises:
         EngineError: when the stream ended without a finish reason.
     """
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    prompt_logprobs: list[float | None] | None = None
-    last: Chunk | None = None
-    async for last in chunks:
-        prompt_logprobs = prompt_logprobs or last.prompt_logprobs
-        token_ids += last.token_ids
-        logprobs += last.logprobs
-        versions += last.weight_versions
+    last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")
     return Completion(
-        token_ids,
-        logprobs,
-        versions,
+        [token for chunk in chunks for token in chunk.token_ids],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        [version for chunk in chunks for version in chunk.weight_versions],
         last.finish_reason,
         last.cached_tokens,
-        prompt_logprobs,
+        next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs), None),
         None if last.first_token_age is None else time.time() - last.first_token_age,
         last.queued,
         last.worker,

@@ -29,7 +29,7 @@ from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
-from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools

@@ -21,7 +21,7 @@ from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.runner import Runner
-from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler_process import SchedulerProcess
 

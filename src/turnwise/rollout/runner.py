@@ -19,7 +19,7 @@ from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
-from turnwise.core.deadlines import StallClock
+from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
     call_and_wait,
@@ -50,7 +50,7 @@ from turnwise.rollout.rewards import RewardManager
 from turnwise.rollout.run_files import RunFiles
 from turnwise.rollout.shown_prompt import ShownPrompt
 from turnwise.rollout.stage import Stage, make_stages
-from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 
@@ -308,9 +308,9 @@ class Runner:
     ) -> tuple[str, str] | None:
         """Fill the trajectory; if that fails, return the reason and its message."""
         rollout = self._stage(run.problem).rollout
-        clock, seconds = StallClock(rollout.stall_timeout), rollout.trajectory_timeout
+        limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
         try:
-            async with asyncio.timeout(seconds), clock.watching() as stall:
+            async with limits as clock:
                 with agent_span(rollout.loop, name, trajectory.problem_id) as span:
                     await self._attempt(run, trajectory, name, clock)
                     if self._config.engine.routing_replay:
@@ -328,11 +328,6 @@ class Runner:
             failure = "engine_timeout", str(error)
         except EngineError as error:
             failure = "engine_error", str(error)
-        except TimeoutError:
-            failure = "trajectory_timeout", f"not done after {seconds:g} s"
-            if stall.expired():
-                message = f"it made no progress for {clock.seconds:g} s (rollout.stall_timeout)"
-                failure = "stalled", message
         except (OSError, MemoryError) as error:  # too few threads, descriptors, pages for a moment
             failure = "system_error", str(error)
         except asyncio.CancelledError:

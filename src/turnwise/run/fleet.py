@@ -21,7 +21,7 @@ from turnwise.core.ray import start_ray, watching_ray
 from turnwise.errors import InputError
 from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
-from turnwise.serving.chat_backend import ChatBackend
+from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
 from turnwise.serving.placement import WorkerStarter

@@ -1,26 +1,50 @@
-"""Users' classes that lead conversations with chat completions, without HTTP.
+"""Chat completions without HTTP, and users' classes that lead conversations with them.
 
 `ChatCompletionScheduler` has the methods of verl's class of that name: a request has
 OpenAI's keys, and a callback gets the `ChatCompletion` and may submit the next turn. `ChatBackend`
-answers in this process. User code runs on its own event loop, and its requests on the backend's.
+answers in this process with the OpenAI server's own code: sessions keep each conversation's tokens
+exactly as they were sampled, and every key of a request means the same as over HTTP. User code
+runs on its own event loop, and its requests on the backend's.
 """
 
+import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, TypeAlias
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from turnwise.chat.session import Session
-from turnwise.core.aio import task_group
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.engine.protocol import Generator, TurnTimes
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    TrajectoryError,
+    TurnwiseError,
+    first_line,
+)
 from turnwise.serving.data_proto import DataProto
+from turnwise.serving.openai.request_context import serving
+from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    from turnwise.serving.chat_backend import ChatBackend
-
     Completions: TypeAlias = ChatCompletion | AsyncGenerator[ChatCompletionChunk, None]
+    Reply: TypeAlias = ChatCompletion | ChatCompletionChunk | Exception | None
 
+_HEADERS = {"x-request-id", "x-session-id"}
+_SAMPLING_NAMES = {"max_completion_tokens": "max_tokens", "vllm_xargs": "logits_processor_args"}
+"""Our names of sampling keys, by OpenAI's and vLLM's."""
 Callback = Callable[..., Awaitable[object] | object]
 """Called as `callback(completions, info, exception)`; may be async.
 
@@ -130,3 +154,330 @@ class ChatCompletionScheduler:
                 )
                 group.create_task(submitted)
         return None
+
+
+class ChatBackend:
+    """Answers chat requests in this process.
+
+    `create` may be awaited on any event loop, all other methods only on the loop of `start`.
+
+    Args:
+        config: Model, sampling defaults, tool parser, sizes of sessions.
+        generator: One engine, or the scheduler of several.
+        scheduler: Class that `converse` and `generate_sequences` use.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        generator: Generator,
+        scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.model_name = config.serving.served_model_name or config.model.path
+        self.sessions = SessionStore.from_config(config)
+        self._generator = generator
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+
+    async def start(self) -> None:
+        """Build vLLM's application.
+
+        Raises:
+            InputError: when vLLM refuses the model.
+        """
+        # In a thread: importing vLLM's application takes seconds.
+        vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
+        self._loop = asyncio.get_running_loop()
+        self._app = await vllm_app.build(
+            self.config,
+            self._generator,
+            lambda: True,
+            self.sessions.remember_completion,
+            [self.model_name],
+        )
+        self._chats = self._app.state.chats
+        self.tokenizer = self._chats.tokenizer
+
+    async def stop(self) -> None:
+        """Cancel the application's tasks."""
+        if hasattr(self, "_app"):
+            self._app.state.engine_client.shutdown()
+
+    async def create(
+        self, request: Mapping[str, object], session: Session | None = None
+    ) -> "Completions":
+        """Answer one request; see `ChatCompletionScheduler.chat_completion`."""
+        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        answering = self._answer(request, session, replies)
+        running = asyncio.run_coroutine_threadsafe(answering, self._loop)
+
+        async def following() -> object:
+            waiting = asyncio.run_coroutine_threadsafe(replies.get(), self._loop)
+            reply = await asyncio.wrap_future(waiting)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+        async def chunks() -> AsyncGenerator["ChatCompletionChunk", None]:
+            try:
+                while (piece := await following()) is not None:
+                    yield cast("ChatCompletionChunk", piece)
+            finally:
+                running.cancel()
+
+        try:
+            first = await following()
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        return chunks() if first is None else cast("ChatCompletion", first)
+
+    async def converse(
+        self,
+        trajectory: Trajectory,
+        batch: DataProto,
+        sampling: SamplingConfig,
+        *,
+        group: str = "",
+        sampling_params: Mapping[str, object] | None = None,
+        clock: StallClock | None = None,
+        calls: list[TurnTimes] | None = None,
+    ) -> None:
+        """Run one conversation with an instance of the scheduler class, as user code.
+
+        Args:
+            trajectory: Records the sampled turns.
+            batch: The conversation, as a batch of one.
+            sampling: Sampling that requests may not change.
+            group: Name shared by trajectories that begin with the same prompt.
+            sampling_params: Passed to `generate_sequences`.
+            clock: Held while a request is in flight.
+            calls: The list to which the times of the turns are added; None records none.
+
+        Raises:
+            TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
+                (chat_scheduler_silent).
+            EngineError, DeadlineError: when the workers fail.
+        """
+        session = self.sessions.open_private(
+            trajectory,
+            sampling=sampling,
+            group=group,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            max_turns=self.config.rollout.max_turns,
+            calls=calls,
+        )
+        session.clock = clock
+        name = f"the chat scheduler {self.config.rollout.chat_scheduler or self.scheduler.__name__}"
+
+        async def hold() -> None:
+            scheduler = self.scheduler(self, session)
+            await scheduler.generate_sequences(batch, **(sampling_params or {}))
+
+        try:
+            seconds, key = self.config.rollout.trajectory_timeout, "rollout.trajectory_timeout"
+            await call_user_code(hold, name=name, seconds=seconds, key=key)
+        except Exception as raised:
+            error = _only(raised)
+            if isinstance(error, TrajectoryError | EngineError | DeadlineError):
+                raise error from raised.__cause__
+            if not session.refused_turns:  # it may fail where it gets no more turns
+                message = await describe_user_error(error)
+                raise TrajectoryError("chat_scheduler_error", f"{name}: {message}") from error
+        finally:
+            self.sessions.close(session.id)
+        session.finish()
+        if session.lost_turns:
+            trajectory.events["lost_turn"] += session.lost_turns
+        if not trajectory.turns:
+            raise TrajectoryError("chat_scheduler_silent", f"{name} sampled nothing")
+
+    async def generate_sequences(
+        self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
+    ) -> DataProto:
+        """Run `sampling.n` conversations for each prompt, at most `rollout.concurrency` at once.
+
+        Args:
+            prompts: Conversations, in `non_tensor_batch["raw_prompt"]` or as lists of messages.
+            sampling_params: Changes to the configuration's `sampling`, by its keys or OpenAI's.
+
+        Returns:
+            A row for each conversation (or for each of its branches), in the prompts' order, as in
+            `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
+            reason.
+
+        Raises:
+            InputError: for an unknown sampling key.
+            TrajectoryError, EngineError, DeadlineError: the first error, when all failed.
+        """
+        if not isinstance(prompts, DataProto):
+            prompts = DataProto.from_conversations(prompts)
+        if "raw_prompt" not in prompts.non_tensor_batch:
+            raise InputError("generate_sequences needs conversations in the column raw_prompt")
+        sampling = _sampling(self.config.sampling, sampling_params)
+        params = {name: value for name, value in sampling_params.items() if name != "n"}
+        failures: list[TurnwiseError] = []
+        rollout = self.config.rollout
+
+        async def one(index: int, number: int) -> Trajectory | None:
+            trajectory, row = Trajectory(str(index), number), prompts.row(index)
+            limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
+            try:
+                async with self._slots, limits as clock:
+                    await self.converse(
+                        trajectory, row, sampling, sampling_params=params, clock=clock
+                    )
+            except (TrajectoryError, EngineError, DeadlineError) as error:
+                failures.append(error)
+                return None
+            return trajectory
+
+        places = [(i, number) for i in range(len(prompts)) for number in range(sampling.n)]
+        async with task_group() as group:
+            running = [group.create_task(one(*place)) for place in places]
+        held = [task.result() for task in running]
+        done = [(place[0], t) for place, t in zip(places, held, strict=True) if t is not None]
+        if failures and not done:
+            raise failures[0]
+        pad = self.tokenizer.pad_token_id
+        batch = DataProto.from_trajectories(
+            [trajectory for _, trajectory in done],
+            [index for index, _ in done],
+            self.tokenizer.eos_token_id if pad is None else pad,
+        )
+        batch.meta_info["dropped"] = Counter(map(_reason, failures))
+        return batch
+
+    async def _answer(
+        self,
+        request: Mapping[str, object],
+        own: Session | None,
+        replies: "asyncio.Queue[Reply]",
+    ) -> None:
+        """Put an answer into a queue: the completion; or None, a stream's chunks, and None.
+
+        An error takes the place of any of them.
+        """
+        from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
+
+        whole: ChatCompletion | None = None
+        try:
+            tree, headers = _read(request)
+            name, previous = headers.get("x-session-id"), headers.get("x-request-id")
+            if own is not None:
+                name, previous = own.id, None
+            elif name is None and previous and not self.sessions.has_completion(previous):
+                raise InputError(
+                    f"x-request-id: no completion {previous} is remembered "
+                    "(serving.session_idle, serving.session_memory_mb)"
+                )
+            with _own_errors(), serving(self.sessions, name, previous) as context:
+                answer = await self._chats.answer(tree, context)
+                if isinstance(answer, dict):
+                    whole = ChatCompletion.model_validate(_checked(answer))
+                    context.deliver()
+                else:
+                    replies.put_nowait(None)
+                    async with aclosing(answer) as events:
+                        async for event in events:
+                            context.deliver()
+                            for chunk in _chunks(event):
+                                replies.put_nowait(ChatCompletionChunk.model_validate(chunk))
+            replies.put_nowait(whole)
+        except Exception as error:  # raised to the caller of `create`
+            replies.put_nowait(error)
+
+
+def _only(error: Exception) -> Exception:
+    """Return the error itself if a task group raised only one."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _reason(error: TurnwiseError) -> str:
+    if isinstance(error, TrajectoryError):
+        return error.reason
+    return "engine_timeout" if isinstance(error, DeadlineError) else "engine_error"
+
+
+def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
+    """Return a request as JSON that asks for ids, and its headers.
+
+    Raises:
+        InputError: when it has another header.
+    """
+    tree: JsonObject = dict(request)
+    tree |= tree.pop("extra_body", None) or {}
+    given = tree.pop("extra_headers", None) or {}
+    headers = {name.lower(): str(value) for name, value in given.items()}
+    if unknown := headers.keys() - _HEADERS:
+        raise InputError(
+            f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
+        )
+    tree["messages"] = [  # callers may pass OpenAI's objects, too
+        message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
+        for message in tree.get("messages", ())
+    ]
+    tree["return_token_ids"] = True
+    return tree, headers
+
+
+def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
+    """Return the configuration's sampling with a caller's changes, by our keys or OpenAI's.
+
+    Raises:
+        InputError: naming the key that is unknown or has a wrong value.
+    """
+    tree = {_SAMPLING_NAMES.get(name, name): value for name, value in changes.items()}
+    if unknown := tree.keys() - SamplingConfig.model_fields:
+        raise InputError(f"there is no sampling key {min(unknown)}")
+    try:
+        return SamplingConfig.model_validate(base.model_dump() | tree)
+    except ValueError as error:
+        raise InputError(f"sampling: {_sentence(error)}") from error
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of vLLM's application as ours; unknown ones pass unchanged."""
+    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
+
+    try:
+        yield
+    except TurnwiseError:
+        raise
+    except GracefulHTTPError as error:
+        raise EngineError(str(error)) from error
+    except (VLLMError, ValueError, TypeError) as error:
+        raise InputError(_sentence(error)) from error
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error as one sentence; for pydantic's errors the first, with its key."""
+    errors = getattr(error, "errors", None)
+    if callable(errors) and (details := errors()):
+        key = ".".join(str(part) for part in details[0]["loc"])
+        return f"{key}: {details[0]['msg']}" if key else str(details[0]["msg"])
+    return first_line(error)
+
+
+def _chunks(event: str) -> Iterator[JsonObject]:
+    """Iterate over the chunks in an event of vLLM's stream."""
+    for line in event.splitlines():
+        data = line.removeprefix("data: ")
+        if data != line and data != "[DONE]":
+            yield _checked(json.loads(data))
+
+
+def _checked(tree: JsonObject) -> JsonObject:
+    """Return an answer of vLLM's application.
+
+    Raises:
+        InputError, EngineError: when it is an error.
+    """
+    if error := tree.get("error"):
+        kind = InputError if int(error.get("code") or 500) < 500 else EngineError
+        raise kind(str(error.get("message")))
+    return tree

@@ -18,8 +18,7 @@ from turnwise.serving.supervisor import ManagedEngine, WorkerFailure, WorkerSupe
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from turnwise.serving.chat_backend import ChatBackend
-    from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
+    from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
     from turnwise.serving.data_proto import DataProto
     from turnwise.trajectory import Message
 

@@ -17,11 +17,12 @@ from starlette.responses import PlainTextResponse
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
-from turnwise.config import Config
+from turnwise.chat.session_store import SessionStore
+from turnwise.config import Config, SamplingConfig
 from turnwise.serving.openai.address import listen
 from turnwise.serving.openai.connections import Connection
 from turnwise.serving.openai.forward import ForwardSessions
-from turnwise.serving.openai.middleware import HeadRequests
+from turnwise.serving.openai.middleware import Gate
 from turnwise.serving.openai.server import OpenAIServer, _Server
 
 LONG = {"messages": HELLO, "padding": "x" * 80_000, "n": 12, "max_tokens": 400}
@@ -47,7 +48,11 @@ async def root(make_config: Callable[..., Config], tokenizer: Any) -> AsyncItera
     forwarding = ForwardSessions(PlainTextResponse("here"), Places(await behind.start()))  # type: ignore[arg-type]
     listening = listen("127.0.0.1", 0)
     options = uvicorn.Config(
-        HeadRequests(forwarding), http=Connection, ws="none", lifespan="off", log_level="error"
+        Gate(forwarding, 1 << 20, None, SessionStore(SamplingConfig())),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_level="error",
     )
     front = _Server(options)
     serving = asyncio.create_task(front.serve(sockets=[listening]))

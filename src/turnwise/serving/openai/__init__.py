@@ -9,12 +9,7 @@ if TYPE_CHECKING:
 
 
 async def import_server() -> "type[OpenAIServer]":
-    """Import the server's class in a thread: vLLM's application takes seconds.
-
-    Example:
-        server = (await import_server())(config, scheduler, port=0)
-        await server.start()
-    """
+    """Import the server's class in a thread: vLLM's application takes seconds."""
 
     def import_it() -> "type[OpenAIServer]":
         from turnwise.serving.openai.server import OpenAIServer

@@ -21,9 +21,6 @@ def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
 
     Raises:
         InputError: when the address cannot be used.
-
-    Example:
-        >>> listen("127.0.0.1", 0).getsockname()
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = map(int, (ports or "0-0").split("-"))
@@ -50,12 +47,7 @@ def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
 
 
 def both_urls(base_url: str) -> JsonObject:
-    """Return a base URL as OpenAI's and Anthropic's clients take it.
-
-    Example:
-        >>> both_urls("http://127.0.0.1:8000/v1")["anthropic_base_url"]
-        'http://127.0.0.1:8000'
-    """
+    """Return a base URL as OpenAI's and Anthropic's clients take it."""
     return {"base_url": base_url, "anthropic_base_url": base_url.removesuffix("/v1")}
 
 

@@ -48,11 +48,7 @@ def _has_input(transport: asyncio.Transport) -> bool:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection; uvicorn makes them.
-
-    Example:
-        >>> uvicorn.Config(app, http=Connection)
-    """
+    """One client's connection; uvicorn makes them."""
 
     most: ClassVar[int] = _MOST
     """Maximum number of open connections of one server; `most_connections` when one starts."""

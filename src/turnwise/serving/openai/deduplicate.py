@@ -43,9 +43,6 @@ class RetryDeduplicator:
 
     Args:
         counts: Counts retries that joined a request, as `joined`.
-
-    Example:
-        >>> app = RetryDeduplicator(app, Counter())
     """
 
     def __init__(self, app: ASGIApp, counts: Counter[str]) -> None:

@@ -33,9 +33,6 @@ class ForwardSessions:
 
     Args:
         processes: None forwards nothing.
-
-    Example:
-        >>> app = ForwardSessions(app, processes)
     """
 
     def __init__(self, app: ASGIApp, processes: "SessionProcesses | None") -> None:

@@ -39,9 +39,6 @@ class EngineMetrics:
     Args:
         generator: The engine or scheduler that the server serves.
         seconds: Time for all engines together.
-
-    Example:
-        >>> metrics = await EngineMetrics(scheduler).collect()
     """
 
     def __init__(self, generator: Generator, seconds: float = _SECONDS) -> None:
@@ -133,9 +130,6 @@ def make_metrics(
         sessions: Returns the number of open sessions.
         generator: The engine or scheduler that the server serves.
         counts: HTTP requests, by status or event.
-
-    Example:
-        >>> text = await make_metrics(lambda: 0, scheduler, Counter())()
     """
     engines = EngineMetrics(generator)
 

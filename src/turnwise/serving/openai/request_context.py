@@ -1,8 +1,8 @@
-"""The current request, for the code on both sides of vLLM's application."""
+"""The current request of a session, for the code on both sides of vLLM's application."""
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from turnwise.chat.messages import Answer, Conversation
 from turnwise.chat.prompts import NextPrompt
 from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
+from turnwise.engine.protocol import Completion
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.vllm_api import SamplingRequest
@@ -22,18 +23,17 @@ ChoiceKey = tuple[str, int]
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request on its way through vLLM."""
+    """One request on its way to the engine and back."""
 
     session: Session
-    held: ExitStack = field(default_factory=ExitStack)
+    held: ExitStack
     """Closed at the end of the request."""
     request: "SamplingRequest | None" = None
     """The request as parsed by vLLM; None before rendering."""
     asked: Conversation = field(default_factory=Conversation)
     """Messages and tools of a chat; empty for other requests."""
     prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
-    finished: dict[ChoiceKey, tuple[list[float], list[int]]] = field(default_factory=dict)
-    """Log-probs and weight versions of each completion."""
+    finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
     """vLLM's text of each completion."""
     undelivered: list[Callable[[], None]] = field(default_factory=list)
@@ -52,6 +52,11 @@ class RequestContext:
         return bool(getattr(self.request, "echo", False)) and (
             getattr(self.request, "max_tokens", None) == 0
         )
+
+    def within(self, prompt: Sequence[int], most: int) -> int:
+        """Return how many of `most` tokens may follow a prompt; 0 or less if none may."""
+        room = self.session.room(prompt, self.prompt.fork_reason)
+        return most if room is None else min(most, room)
 
     def deliver(self) -> None:
         """Record the finished completions: the next bytes that the client gets have their end.
@@ -77,3 +82,24 @@ class RequestContext:
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
 """The request that the current task serves; None outside requests that sample."""
+
+
+@contextmanager
+def serving(
+    store: SessionStore, name: str | None, previous: str | None, child: str | None = None
+) -> Iterator[RequestContext]:
+    """Hold the session of a request, and make the request `CURRENT`, until it is answered.
+
+    Completions that were not delivered then are lost.
+
+    Raises:
+        InputError: as `SessionStore.request` does.
+    """
+    with ExitStack() as held:
+        context = RequestContext(held.enter_context(store.request(name, previous, child)), held)
+        token = CURRENT.set(context)
+        try:
+            yield context
+        finally:
+            context.drop()
+            CURRENT.reset(token)

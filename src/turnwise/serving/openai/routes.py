@@ -77,9 +77,6 @@ def add_routes(
         url: Returns the base URL of a session, or the server's for None.
         workers: Returns the base URLs of workers' own servers, by name.
         processes: Processes that serve the sessions that clients open; None without any.
-
-    Example:
-        >>> add_routes(app, store, metrics, model="policy", url=url, workers=dict)
     """
     router = APIRouter()
 
@@ -202,12 +199,12 @@ def add_routes(
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str, request: Request) -> JsonObject:
         """Return a response that its session keeps."""
-        return keeping(response_id, request).responses.body(response_id)
+        return keeping(response_id, request).responses[response_id].body
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> JsonObject:
         """Delete a response that its session keeps; those that continue it stay."""
-        keeping(response_id, request).responses.remove(response_id)
+        del keeping(response_id, request).responses[response_id]
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get("/v1/responses/{response_id}/input_items")

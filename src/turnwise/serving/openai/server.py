@@ -1,7 +1,8 @@
 """The OpenAI server: one address for one engine or a whole fleet.
 
-vLLM's application (`vllm_app`) answers requests, behind the layers of `middleware` and next to the
-routes of `routes`. The server runs on the event loop of the engine that it serves.
+The chat service (`chat_service`) and vLLM's application (`vllm_app`) answer requests, behind the
+layers of `middleware` and next to the routes of `routes`. The server runs on the event loop of the
+engine that it serves.
 """
 
 import asyncio
@@ -24,18 +25,11 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import Generator
 from turnwise.serving.api_key import api_key
 from turnwise.serving.openai.address import QUEUE, listen, reachable
-from turnwise.serving.openai.batches import Batches
 from turnwise.serving.openai.connections import Connection, most_connections
 from turnwise.serving.openai.deduplicate import RetryDeduplicator
-from turnwise.serving.openai.direct_chat import DirectChat
 from turnwise.serving.openai.forward import ForwardSessions
 from turnwise.serving.openai.metrics import make_metrics
-from turnwise.serving.openai.middleware import (
-    ApiKeyMiddleware,
-    BodyLimit,
-    HeadRequests,
-    SessionMiddleware,
-)
+from turnwise.serving.openai.middleware import Gate, SessionMiddleware
 from turnwise.serving.openai.routes import add_routes
 from turnwise.serving.openai.stored_responses import storing
 from turnwise.serving.openai.vllm_app import build
@@ -66,11 +60,6 @@ class OpenAIServer:
         port: Port to listen on; None is serving.port, 0 a free one.
         processes: Processes that serve the sessions that clients open; started and stopped with
             the server. None without any.
-
-    Example:
-        >>> server = OpenAIServer(config, engine, port=0)
-        >>> base_url = await server.start()
-        >>> await server.stop()
     """
 
     def __init__(
@@ -177,11 +166,11 @@ class OpenAIServer:
         )
         app.state.server = self  # vLLM's error handler reads it
         key = api_key(self._config)
-        direct = DirectChat(app, self._config, self._generator)
-        inner = RetryDeduplicator(Batches(SessionMiddleware(direct, store, counts)), counts)
+        sessions = SessionMiddleware(app, app.state.chats, store, counts)
+        inner = RetryDeduplicator(sessions, counts)
         self._forwarding = ForwardSessions(inner, processes)
-        keyed = ApiKeyMiddleware(self._forwarding, key, store)
-        return guarded(HeadRequests(BodyLimit(keyed, serving.max_body_mb << 20)), serving)
+        gate = Gate(self._forwarding, serving.max_body_mb << 20, key, store)
+        return guarded(gate, serving)
 
     def _healthy(self) -> bool:
         scheduler = self._generator

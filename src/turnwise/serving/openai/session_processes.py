@@ -42,12 +42,6 @@ class SessionProcesses(SchedulerProcesses):
     Args:
         scheduler: Scheduler of the engines.
         process_class: Class of the actors.
-
-    Example:
-        processes = SessionProcesses(config, manager.scheduler)
-        await processes.start()
-        opened = await processes.open(None, training=False, group="")
-        await processes.stop()
     """
 
     def __init__(

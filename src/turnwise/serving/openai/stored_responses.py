@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from turnwise.chat.session import Session
+from turnwise.chat.session import Session, StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.core.json_types import JsonObject
 from turnwise.serving.openai.request_context import CURRENT
@@ -39,9 +39,6 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
     Args:
         create_responses: The method of vLLM's `OpenAIServingResponses`.
         store: The server's sessions.
-
-    Example:
-        >>> responses.create_responses = storing(responses.create_responses, sessions)
     """
 
     async def create(request: ResponsesRequest, raw_request: Request | None = None) -> object:
@@ -54,20 +51,24 @@ def storing(create_responses: Create, store: SessionStore) -> Create:
         context = CURRENT.get()
         if context is None:
             return await create_responses(request, raw_request)
-        previous, kept, new = request.previous_response_id, request.store, _items(request.input)
-        if previous is not None:
-            session = store.of_response(context.session, previous)
-            if session is not None:
-                context.move_to(session, store)
-                request.input = [*session.responses.items(previous), *new]
-                request.previous_response_id = None
+        previous, kept, asked = request.previous_response_id, request.store, request.input
+        new: list[Item] = (
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        )
+        before: StoredResponse | None = None
+        if previous is not None and (found := store.of_response(context.session, previous)):
+            context.move_to(found, store)
+            before = found.responses[previous]
+            request.input = [*before.given, *before.output, *new]
+            request.previous_response_id = None
         session = context.session
 
         def finished(response: ResponsesResponse) -> None:
             response.previous_response_id = previous
             if kept and not session.closed:
                 output, body = list(response.output), response.model_dump_json(by_alias=True)
-                session.responses.add(response.id, previous, new, output, json.loads(body))
+                stored = StoredResponse(before, new, output, json.loads(body))
+                session.responses[response.id] = stored
                 session.size += sum(map(_bytes_of, [*new, *output])) + 2 * len(body)
                 store.remember_completion(response.id, session)
 
@@ -92,10 +93,6 @@ async def _watched(
         yield event
 
 
-def _items(given: str | list[Item]) -> list[Item]:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-
-
 def page_of_input(
     session: Session, response_id: str, *, after: str | None, limit: int, newest_first: bool
 ) -> JsonObject:
@@ -109,7 +106,7 @@ def page_of_input(
         KeyError: when no item has the id `after`.
     """
     items: list[JsonObject] = []
-    given: list[Item] = session.responses.given(response_id)
+    given: list[Item] = session.responses[response_id].given
     for index, item in enumerate(given):
         tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
         if isinstance(tree.get("content"), str):

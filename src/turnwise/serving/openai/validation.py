@@ -57,10 +57,6 @@ def explain(errors: Sequence[Error], body: object) -> tuple[str, str]:
 
     Args:
         body: The body, which tells a key from a member of a union; or `UNKNOWN`.
-
-    Example:
-        >>> explain(errors, {"messages": [{"role": "user", "content": None}]})
-        ('messages[0].content: Input should be a valid string or iterable', 'messages[0].content')
     """
     node, path, value = _tree(errors, body), "", body
     while not node.errors:

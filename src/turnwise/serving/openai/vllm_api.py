@@ -6,7 +6,7 @@ Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 from typing import TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.generate.base.protocol import ToolCall
+from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseChoice,
     ChatMessage,
 )
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
@@ -27,58 +26,17 @@ from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.renderers.hf import resolve_chat_template_content_format
+from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 """A request that samples; Anthropic's requests have become chat completions at this point."""
-
-__all__ = [
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "ChatCompletionRequest",
-    "ChatCompletionResponse",
-    "ChatCompletionResponseChoice",
-    "ChatMessage",
-    "CompletionRequest",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreRequest",
-    "EngineDeadError",
-    "FinishReason",
-    "FlexibleArgumentParser",
-    "GracefulHTTPError",
-    "IncrementalDetokenizer",
-    "InputProcessor",
-    "LoRARequest",
-    "LogprobsLists",
-    "LogprobsTensors",
-    "OpenAIServingChat",
-    "OutputProcessor",
-    "PrefillStats",
-    "RequestOutput",
-    "RequestOutputKind",
-    "ResponsesRequest",
-    "ResponsesResponse",
-    "SamplingParams",
-    "SamplingRequest",
-    "ToolCall",
-    "UsageInfo",
-    "VLLMError",
-    "VLLMValidationError",
-    "build_app",
-    "create_error_response",
-    "init_app_state",
-    "make_arg_parser",
-    "make_tool_call_id",
-    "renderer_from_config",
-    "resolve_chat_template_content_format",
-]

@@ -1,35 +1,54 @@
-"""vLLM's OpenAI application around a `Generator`: one worker's engine, or the fleet.
+"""vLLM's OpenAI application around a `ChatService`, for what the service does not answer itself.
 
-Chat Completions, Completions, Responses and Anthropic Messages, streaming, tools, reasoning and
-structured outputs are vLLM's code. Two parts are ours: turning a conversation into ids
-(`session_hooks`), which sessions make exact, and sampling ids (`engine_client`). The server's tests
-fail if vLLM moves these parts. Plain chat completions do not come here (`direct_chat`).
+Completions, Responses, Anthropic Messages, tokenisation, and chats with streaming, several choices,
+log-probs, grammars or reasoning are vLLM's code. Three parts are ours, put in the place of vLLM's
+methods: turning a conversation into ids, which sessions make exact, choosing an adapter, and
+sampling ids (`engine_client`). The server's tests fail if vLLM moves these parts.
 """
 
-import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.datastructures import State
+from starlette.requests import Request
 
+from turnwise.chat.messages import Answer, Conversation, answer
+from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import Session
 from turnwise.chat.tool_parser import silence
 from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import Generator
-from turnwise.errors import InputError
-from turnwise.serving.openai.adapters import serve_adapters
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.serving.openai.chat_service import ChatService, echo_of
 from turnwise.serving.openai.engine_client import EngineClient
-from turnwise.serving.openai.session_hooks import SessionHooks
+from turnwise.serving.openai.request_context import CURRENT
+from turnwise.serving.openai.request_options import settle
+from turnwise.serving.openai.validation import UNKNOWN, explain
 from turnwise.serving.openai.vllm_api import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
     CompletionRequest,
     FlexibleArgumentParser,
+    LoRARequest,
+    SamplingRequest,
+    VLLMError,
+    VLLMValidationError,
     build_app,
     init_app_state,
     make_arg_parser,
 )
 
+Create = Callable[..., Awaitable[object]]
+"""A method of vLLM's that answers or renders a request."""
 ROUTES = {
     "/health",
     "/ping",
@@ -61,6 +80,8 @@ async def build(
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
 
+    Its `state.chats` is the chat service.
+
     Args:
         healthy: Returns whether anything can be served now.
         remember: Called with each chat completion's id and session.
@@ -69,9 +90,6 @@ async def build(
 
     Raises:
         InputError: when vLLM refuses the model, or has no parser of the configured name.
-
-    Example:
-        >>> app = await build(config, engine, lambda: True, store.remember_completion, ["policy"])
     """
     arguments = [
         *("--model", resolve_model(config.model.path)),
@@ -91,22 +109,30 @@ async def build(
     silence(config.rollout.tool_parser)
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
     CompletionRequest.model_fields["max_tokens"].default = None
-    hooks = SessionHooks(config, remember)
     try:
-        client = EngineClient(config, generator, hooks.record, healthy)
+        client = EngineClient(config, healthy)
         with _root_logger_kept():
             app: FastAPI = build_app(args, EngineClient.tasks, client.model_config)
         await init_app_state(client, app.state, args, EngineClient.tasks)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
-    serve_adapters(app.state, config.serving.adapters, names)
-    hooks.attach(app.state, client.renderer.tokenizer)
-    app.state.session_hooks = hooks
+    _serve_adapters(app.state, config.serving.adapters, names)
+    service = ChatService(config, generator, app.state, remember)
+    app.state.chats = client.service = service
+    renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
+    renderer.preprocess_chat = _around_rendering(renderer.preprocess_chat, service, config)
+    renderer.render_completion = _around_completion(renderer.render_completion, config)
+    chat.create_chat_completion = _around_answer(chat.create_chat_completion, service)
+    messages = app.state.anthropic_serving_messages
+    if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
+        messages.create_chat_completion = _around_answer(
+            messages.create_chat_completion, service, objects=True
+        )
     return app
 
 
-@contextlib.contextmanager
+@contextmanager
 def _root_logger_kept() -> Iterator[None]:
     """Restore the root logger after a block.
 
@@ -120,3 +146,190 @@ def _root_logger_kept() -> Iterator[None]:
         root.setLevel(level)
         for handler, own in handlers:
             handler.setLevel(own)
+
+
+def _around_rendering(preprocess_chat: Create, service: ChatService, config: Config) -> Create:
+    """Wrap the method that renders conversations: its ids are exact if the session knows them."""
+
+    async def preprocess(
+        request: SamplingRequest,
+        messages: list[JsonObject],
+        *args: object,
+        tool_dicts: list[JsonObject] | None = None,
+        **options: object,
+    ) -> object:
+        context = CURRENT.get()
+        if context is not None:
+            messages = [dict(message) for message in messages]
+            context.request, context.asked = request, Conversation(messages, tool_dicts)
+            with _refusing():
+                settle(request, context.session.sampling, config)
+                if not getattr(request, "tools", None) and request.tool_choice is None:
+                    request.tool_choice = "none"  # or vLLM removes calls from the text
+                ids = await service.exact_prompt(context, request)
+            if ids is not None:
+                kept = getattr(request, "kv_transfer_params", None) or {}
+                request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+        return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
+
+    return preprocess
+
+
+def _around_completion(render_completion: Create, config: Config) -> Create:
+    """Wrap the method that renders the prompts of Completions."""
+
+    async def render(request: CompletionRequest, **options: object) -> object:
+        context = CURRENT.get()
+        if context is not None:
+            context.request = request
+            with _refusing():
+                settle(request, context.session.sampling, config)
+        return await render_completion(request, **options)
+
+    return render
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise errors of a request in the form that vLLM sends to the client."""
+    try:
+        yield
+    except VLLMError:
+        raise
+    except RefusedParameter as error:
+        raise VLLMValidationError(str(error), parameter=error.parameter) from error
+    except TrajectoryError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error
+    except Exception as error:  # a client's messages may be anything
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValidationError):
+            why, _ = explain(list(map(dict, error.errors())), UNKNOWN)
+        message = f"messages cannot be read: {why}"
+        raise VLLMValidationError(message, parameter="messages") from error
+
+
+def _around_answer(create: Create, service: ChatService, *, objects: bool = False) -> Create:
+    """Wrap a method that answers chats, to note answers and add the ids that clients ask for.
+
+    Args:
+        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do, so
+            that arguments which are not JSON are none; other answers of theirs need no notes.
+    """
+
+    async def noting(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
+        response, context = await create(request, raw_request), CURRENT.get()
+        if context is None:
+            return response
+        if isinstance(response, AsyncGenerator):
+            if not objects:
+                service.remember(f"chatcmpl-{request.request_id}", context.session)
+            return _watched(response, context.answers, objects) if request.tools else response
+        if objects or not isinstance(response, ChatCompletionResponse):
+            return response
+        service.remember(response.id, context.session)
+        for choice in response.choices:
+            message = choice.message
+            calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+            context.answers[choice.index] = answer(message.content, calls)
+            if request.return_token_ids:
+                completion = context.finished[response.id, choice.index]
+                for key, value in echo_of(response.prompt_token_ids, completion).items():
+                    setattr(message, key, value)
+        return response
+
+    return noting
+
+
+async def _watched(
+    events: AsyncGenerator[str, None], answers: dict[int, Answer], objects: bool
+) -> AsyncGenerator[str, None]:
+    """Pass on the events of a stream, and note each answer once it is finished.
+
+    vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
+    answer than the whole text parsed at once would give; the client sends back what it got.
+    """
+    choices: dict[int, _Parts] = defaultdict(_Parts)
+    async for event in events:
+        if event.startswith("data: {"):
+            for choice in json.loads(event[6:]).get("choices") or []:
+                parts = choices[choice["index"]]
+                parts.add(choice.get("delta") or {})
+                if choice.get("finish_reason"):
+                    answers[choice["index"]] = parts.whole(objects)
+        yield event
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The pieces of one choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """Name, then pieces of the arguments, by the index of the call."""
+
+    def add(self, delta: JsonObject) -> None:
+        self.text.append(delta.get("content") or "")
+        for piece in delta.get("tool_calls") or []:
+            function = piece.get("function") or {}
+            call = self.calls.setdefault(piece["index"], [""])
+            call[0] += function.get("name") or ""
+            call.append(function.get("arguments") or "")
+
+    def whole(self, objects: bool) -> Answer:
+        calls = [(call[0], "".join(call[1:])) for call in self.calls.values()]
+        if objects:
+            calls = [(name, said if _is_json(said) else "{}") for name, said in calls]
+        return answer("".join(self.text), calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[str]) -> None:
+    """List adapters next to the model, and let requests choose one by their `model`.
+
+    A request of a session that names no model keeps the adapter of the session's last turn. A
+    training session is sampled by the policy alone. Without adapters a request may name any model.
+
+    Args:
+        adapters: Paths of adapters by name.
+        names: Names of the model itself.
+
+    Raises:
+        InputError: when an adapter has the model's name.
+    """
+    models = state.openai_serving_models
+    if not adapters:
+        models.is_base_model = lambda name: True
+        return
+    if same := [name for name in adapters if name in names or not name]:
+        raise InputError(f"serving.adapters: {same[0]!r} is the model's own name")
+    models.is_base_model = lambda name: name in names
+    for number, (name, path) in enumerate(adapters.items(), start=1):
+        models.lora_requests[name] = LoRARequest(name, number, path, names[0])
+
+    def choose(request: SamplingRequest, **options: object) -> LoRARequest | None:
+        context = CURRENT.get()
+        if context is not None and not request.model:
+            request.model = context.session.adapter or None
+        chosen = models.lora_requests.get(request.model)
+        if context is not None:
+            if chosen is not None and context.session.sampling is not None:
+                raise VLLMValidationError(
+                    f"model={request.model!r} would make the tokens of this training session "
+                    "off-policy: leave it out, or name the model itself",
+                    parameter="model",
+                )
+            context.adapter = chosen.lora_name if chosen is not None else POLICY
+        return chosen
+
+    for kind in ("chat", "completion", "responses"):  # each looks up its request's adapter
+        if (serving := getattr(state, f"openai_serving_{kind}", None)) is not None:
+            serving._maybe_get_adapters = choose
+    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
+        messages._maybe_get_adapters = choose

@@ -24,11 +24,7 @@ ANY = "*"
 
 
 def guarded(app: ASGIApp, serving: ServingConfig) -> ASGIApp:
-    """Return an application behind `PageGuard`, and with CORS for `serving.cors_origins`.
-
-    Example:
-        >>> app = guarded(app, config.serving)
-    """
+    """Return an application behind `PageGuard`, and with CORS for `serving.cors_origins`."""
     if serving.cors_origins:
         app = CORSMiddleware(
             app,
@@ -47,9 +43,6 @@ class PageGuard:
     Names of the server are its address, that of the connection, loopback names, the machine's own
     name if it listens on all addresses, and `serving.allowed_hosts`. A request without a `Host`,
     which no browser sends, may have any.
-
-    Example:
-        >>> app = PageGuard(app, ServingConfig(allowed_hosts=["model.example.com"]))
     """
 
     def __init__(self, app: ASGIApp, serving: ServingConfig) -> None:
@@ -103,12 +96,7 @@ class PageGuard:
 
 
 def canonical(host: str) -> str:
-    """Return a host of a header or of the configuration without its port, in one form.
-
-    Example:
-        >>> canonical("[::1]:8000"), canonical("Example.com."), canonical("10.0.0.1:80")
-        ('::1', 'example.com', '10.0.0.1')
-    """
+    """Return a host of a header or of the configuration without its port, in one form."""
     host = host.strip().lower()
     if host.startswith("["):
         host = host[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""Plain chat completions get the answer that vLLM's application gives to the same request."""
+"""The chat service gives the answers that vLLM's application gives to the same requests."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +10,7 @@ import pytest
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.chat.tool_formats import is_object
 from turnwise.config import Config
-from turnwise.serving.openai.plain_request import read
+from turnwise.serving.openai.request_options import read
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
@@ -48,25 +48,23 @@ class Counted:
 async def counted(
     engine: WorkerHandle, make_config: Callable[..., Config]
 ) -> AsyncIterator[Counted]:
-    from turnwise.serving.openai import direct_chat
+    from turnwise.serving.openai import vllm_app
 
     server = OpenAIServer(make_config(serving={"port": 0}, sampling={"max_tokens": 24}), engine)
     counting = Counted(server)
-    made = direct_chat.DirectChat.__init__
+    around = vllm_app._around_answer
 
-    def counted_init(self: Any, app: Any, *options: Any) -> None:
-        made(self, app, *options)
-        chat = app.state.openai_serving_chat
-        create = chat.create_chat_completion
+    def counted_answer(create: Any, service: Any, **options: Any) -> Any:
+        create = around(create, service, **options)
 
         async def noting(*request: Any) -> Any:
             counting.chats += 1
             return await create(*request)
 
-        chat.create_chat_completion = noting
+        return noting
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(direct_chat.DirectChat, "__init__", counted_init)
+        patched.setattr(vllm_app, "_around_answer", counted_answer)
         await server.start()
     yield counting
     await server.stop()
@@ -174,6 +172,28 @@ async def test_the_text_of_an_answer_is_read_as_vllms_application_reads_it(
     assert answers[0] == answers[1]
 
 
+async def test_ids_that_a_client_sends_back_are_continued_without_vllms_application(
+    counted: Counted, http: httpx.AsyncClient, template: ChatTemplate
+) -> None:
+    """In the session of the answer, and in one that does not know it."""
+    script = scripted(template, f"{CALL}<|im_end|>", "It is 42.<|im_end|>")
+    asked = {"messages": [USER], "tools": [TOOL_SCHEMA], "return_token_ids": True, **script}
+    counted.chats = 0
+    first = (await http.post("/sessions/echo/v1/chat/completions", json=asked)).json()
+    message = first["choices"][0]["message"]
+    before = message["prompt_token_ids"] + message["generation_token_ids"]
+    result = {**RESULT, "tool_call_id": message["tool_calls"][0]["id"]}
+    asked["messages"] = [USER, message, result]
+    for name in ("echo", "other"):
+        answer = (await http.post(f"/sessions/{name}/v1/chat/completions", json=asked)).json()
+        assert answer["prompt_token_ids"][: len(before)] == before
+    assert counted.chats == 0
+    asked["messages"] = [USER, {**message, "generation_token_ids": ["no id"]}, result]
+    refused = await http.post("/sessions/third/v1/chat/completions", json=asked)
+    assert (refused.status_code, counted.chats) == (400, 1)
+    assert "generation_token_ids must be a list" in refused.json()["error"]["message"]
+
+
 async def test_both_ways_continue_one_session(
     counted: Counted, http: httpx.AsyncClient, template: ChatTemplate
 ) -> None:
@@ -271,13 +291,12 @@ async def test_vllms_application_refuses_what_has_to_be_refused(
 )
 def test_requests_with_other_options_are_not_plain(changes: dict[str, Any]) -> None:
     plain = {"messages": [USER], "temperature": 0.5}
-    assert read(json.dumps(plain).encode()) is not None
-    assert read(json.dumps({**plain, **changes}).encode()) is None
+    assert read(plain) is not None
+    assert read({**plain, **changes}) is None
 
 
 def test_a_conversation_with_calls_is_plain() -> None:
-    body = json.dumps({"messages": [USER, CALLED, RESULT], "tools": [TOOL_SCHEMA]}).encode()
-    parsed = read(body)
+    parsed = read({"messages": [USER, CALLED, RESULT], "tools": [TOOL_SCHEMA]})
     assert parsed is not None
     request, messages = parsed
     assert messages == [USER, CALLED, RESULT]
