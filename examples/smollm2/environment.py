@@ -10,7 +10,7 @@ from typing import Any
 import turnwise
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
-"""How `chain_sum` asks."""
+"""The question of `chain_sum`."""
 SHOWN = ("31 + 8 - 12", "704 - 25", "6 + 9 - 3 + 5")
 """Sums of the prompt. With one alone, the model answers at once and never calls the tool."""
 _SUM = re.compile(r"\s*-?\d+(\s*[-+]\s*\d+)*\s*")

@@ -73,7 +73,7 @@ def print_results(run: Path) -> None:
         print(f"\nand after:\n\n{as_text(new)}")
     print("\nAccuracy on held-out problems:")
     print("\n".join(curve(steps)))
-    memory = max(step["train_memory_gib"] or 0 for step in steps)
+    memory = max(step.get("train_memory_gib") or 0.0 for step in steps)
     print(f"at most {memory:.1f} GiB in the trainer")
 
 

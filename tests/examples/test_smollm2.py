@@ -48,7 +48,7 @@ def test_the_results_show_two_problems_and_the_accuracy(
             kept.append(one)
         write_jsonl(tmp_path / "trajectories" / f"eval-{step:04d}.jsonl", kept)
     steps: list[dict[str, Any]] = [
-        {"step": 0, "accuracy_heldout": 0.25, "train_memory_gib": None},
+        {"step": 0, "accuracy_heldout": 0.25},  # nothing is trained in it
         {"step": 1, "accuracy_heldout": None, "train_memory_gib": 4.0},
         {"step": 12, "accuracy_heldout": 0.75, "train_memory_gib": 4.5},
     ]

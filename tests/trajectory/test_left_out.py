@@ -1,4 +1,4 @@
-"""Templates of ours, and what published ones leave out in silence."""
+"""The shipped templates, and what published ones leave out without a word."""
 
 from typing import Any
 

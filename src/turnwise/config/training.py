@@ -73,7 +73,7 @@ class TrainingConfig(Section):
     micro_batch_tokens: PositiveInt | None = None
     """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
     the ranks that share sequences, unless one sequence is longer; null is 16384 on a GPU, and 2048
-    on a CPU, which is no faster with more and would only need more memory."""
+    on a CPU."""
     threads: NonNegativeInt = 0
     """Number of CPU threads of each rank; 0 uses one per core."""
     step_timeout: Seconds = 1800.0

@@ -60,6 +60,8 @@ _GRACE_SECONDS = 5.0
 """Time after the workers' own deadlines, whose errors are more specific."""
 _STEP_SECONDS = 5.0
 """Time after which a health check looks at whether the engine still computes."""
+_LOOK_SECONDS = 2.0
+"""Time in which an engine that computes uses a tenth of a core at the least."""
 _SLEEP_TAGS = {"weights", "kv_cache"}
 """vLLM's tags of the parts whose memory sleep frees."""
 
@@ -162,7 +164,7 @@ class VllmEngine:
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
-            await self._answered(self._llm.get_supported_tasks(), "its first call")  # kept
+            await self._answered(self._llm.get_supported_tasks(), "its first call")  # vLLM keeps it
             if self._captures:
                 await self._ask("capture_experts")
             if self._has_adapters:
@@ -473,15 +475,18 @@ class VllmEngine:
     async def check_health(self) -> None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
-        busy = self._processor_seconds()
         # A round trip to the process that computes, which answers between two steps.
         answer = asyncio.ensure_future(self._in_time("a health check", self._llm.is_paused()))
         try:
             await asyncio.wait([answer], timeout=_STEP_SECONDS)
-            # A step of a large model on a CPU takes long. Whether it ever ends is a question of
-            # the requests' own deadline, `engine.request_timeout`.
-            if answer.done() or not self._pending or self._processor_seconds() < busy + 1.0:
-                await answer
+            if not answer.done() and self._pending:
+                before = self._processor_seconds()
+                await asyncio.wait([answer], timeout=_LOOK_SECONDS)
+                # A step of a large model on a CPU takes long. Whether it ever ends is a question
+                # of the requests' own deadline, `engine.request_timeout`.
+                if not answer.done() and self._processor_seconds() > before + _LOOK_SECONDS / 10:
+                    return
+            await answer
         finally:
             answer.cancel()
 

@@ -255,7 +255,7 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
 
 
 def _made(tool: object, environment: object) -> object:
-    """Return the toolset that a factory makes, and other frameworks' tools as tools of ours."""
+    """Return the toolset that a factory makes, and other frameworks' tools as `Tool` objects."""
     if not isinstance(tool, type) and is_toolset_factory(tool):
         return tool.toolset()
     return adopted(tool, environment)
