@@ -22,7 +22,7 @@ from turnwise.errors import TrajectoryError
 from turnwise.rollout import Group, GroupProducer, Problem, ProblemStream, Runner
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.problems import Problems
-from turnwise.run.metrics import StepMetrics
+from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_episode"

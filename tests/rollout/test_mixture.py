@@ -27,9 +27,9 @@ from turnwise.rollout.mixture import (
 )
 from turnwise.rollout.problems import Problems
 from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.overview import Overview
-from turnwise.run.trackers import Trackers
+from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.conversations import Overview
+from turnwise.observe.trackers import Trackers
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_mixture"

@@ -11,11 +11,11 @@ from turnwise.cli.command import print_error
 from turnwise.core.logs import VisibleFormatter
 from turnwise.errors import TrajectoryError
 from turnwise.run import display as module
-from turnwise.run.conversations import show
+from turnwise.observe.conversations import show
 from turnwise.run.display import Display, why_untrained
-from turnwise.run.doctor import Finding, print_finding
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.overview import Overview
+from turnwise.observe.doctor import Finding, print_finding
+from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.conversations import Overview
 from turnwise.trajectory import Trajectory
 
 STEP = {

@@ -212,7 +212,7 @@ async def evaluate(
     ) as playing:
         from turnwise.rollout.evaluation import evaluate as evaluate_problems
         from turnwise.run.group_log import GroupLog
-        from turnwise.run.timeline import TIMELINE
+        from turnwise.observe.timeline import TIMELINE
 
         folder, name = run_folder(config), "eval.jsonl"
         return await evaluate_problems(
@@ -346,7 +346,7 @@ async def _attempt(
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
     from turnwise.rollout.mixture import first_of_each
-    from turnwise.run.prometheus import serving_metrics
+    from turnwise.observe.prometheus import serving_metrics
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 

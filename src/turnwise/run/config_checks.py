@@ -20,7 +20,7 @@ from turnwise.config.chat_template import TEMPLATE_NAMES
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError
-from turnwise.run.doctor import Check, Finding, State, size
+from turnwise.observe.doctor import Check, Finding, State, size
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 
@@ -150,7 +150,7 @@ class ConfigChecks:
 
     def memory(self) -> Finding:
         """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
-        from turnwise.run.plan import Machine, make_plan  # imports Ray
+        from turnwise.observe.plan import Machine, make_plan  # imports Ray
 
         plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
         each = (

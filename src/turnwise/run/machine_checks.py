@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from turnwise.core.optional import check_vllm
 from turnwise.errors import InputError
-from turnwise.run.doctor import Check, Finding, size
+from turnwise.observe.doctor import Check, Finding, size
 
 _PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest version that is tested."""

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from turnwise.config import Config
 from turnwise.errors import InputError
-from turnwise.run.plan import (
+from turnwise.observe.plan import (
     GIB,
     Holding,
     Machine,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from turnwise.config import Config
 from turnwise.core.watchdog import waiting
 from turnwise.errors import ExactnessError
-from turnwise.run.metrics import UpdateMetrics
+from turnwise.observe.metrics import UpdateMetrics
 from turnwise.run.runtime import Runtime
 from turnwise.training.reports import TrainMetrics
 from turnwise.training.sample import Sample

@@ -24,14 +24,14 @@ from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failure
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
 from turnwise.rollout.mixture import make_stream
-from turnwise.run.alarms import Alarms
-from turnwise.run.metrics import StepMetrics, UpdateMetrics
-from turnwise.run.overview import Overview
+from turnwise.observe.alarms import Alarms
+from turnwise.observe.metrics import StepMetrics, UpdateMetrics
+from turnwise.observe.conversations import Overview
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
-from turnwise.run.stuck import ReportRequest, write_report
+from turnwise.core.stacks import ReportRequest, write_report
 from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm

@@ -28,7 +28,7 @@ SumName = Literal[
 
 
 class TrainMetrics(TypedDict, total=False):
-    """The trainer's part of a step's metrics; `turnwise.run.metrics.StepMetrics` documents each."""
+    """The trainer's part of a step's metrics; `turnwise.observe.metrics.StepMetrics` documents each."""
 
     loss: float
     grad_norm: float

@@ -1,6 +1,6 @@
 """The metrics of a step: one typed record, which is a line of metrics.jsonl.
 
-`python -m turnwise.run.metrics` prints a table of all of them, generated from the docstrings
+`python -m turnwise.observe.metrics` prints a table of all of them, generated from the docstrings
 here.
 """
 

@@ -15,9 +15,9 @@ from examples.calculator.tokenizer import build_tokenizer
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, dump_config, parse_config
-from turnwise.run.config_checks import ConfigChecks
-from turnwise.run.plan import GIB, Machine, expected_length, make_plan
-from turnwise.training.footprint import activation_bytes
+from turnwise.observe.doctor import ConfigChecks
+from turnwise.observe.plan import GIB, Machine, expected_length, make_plan
+from turnwise.training.memory import activation_bytes
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -27,7 +27,7 @@ from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, text_of, translate_unwritable
-from turnwise.run.conversations import conversation
+from turnwise.observe.conversations import conversation
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
 from turnwise.run import config_checks, machine_checks
-from turnwise.run.config_checks import ConfigChecks, spread
-from turnwise.run.doctor import Check, Finding, examine, size
-from turnwise.run.machine_checks import check_packages, check_ray, check_shared_memory, left_over
+from turnwise.observe.doctor import ConfigChecks, spread
+from turnwise.observe.doctor import Check, Finding, examine, size
+from turnwise.observe.doctor import check_packages, check_ray, check_shared_memory, left_over
 from turnwise.trajectory import Trajectory
 
 LEFT = "34159-tp:0-[0-1]-cpushm_0"

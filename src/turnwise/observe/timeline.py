@@ -14,7 +14,7 @@ from pathlib import Path
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.run.conversations import read_trajectories, trajectory_file
+from turnwise.observe.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"

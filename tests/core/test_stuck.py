@@ -10,7 +10,7 @@ from turnwise.cli import app
 from turnwise.core.stacks import register
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.errors import InputError
-from turnwise.run.stuck import REPORT, ReportRequest, ask, write_report
+from turnwise.core.stacks import REPORT, ReportRequest, ask, write_report
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 from turnwise.engine.protocol import TurnTimes
 from turnwise.rollout import Batch, Group
-from turnwise.run.metrics import StepMetrics, UpdateMetrics, table
+from turnwise.observe.metrics import StepMetrics, UpdateMetrics, table
 from turnwise.training.reports import TrainMetrics
 from turnwise.trajectory import Trajectory
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from turnwise.core.files import number_of, numbered
 from turnwise.errors import InputError, visible
-from turnwise.run.overview import Overview, counted
+from turnwise.observe.conversations import Overview, counted
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
