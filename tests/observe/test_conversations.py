@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from turnwise.cli import app
 from turnwise.errors import InputError
 from turnwise.observe.conversations import (
+    Overview,
     conversation,
     read_trajectories,
     select,
     show,
     trajectory_file,
 )
-from turnwise.observe.conversations import Overview
 from turnwise.trajectory import Trajectory, write_jsonl
 
 CALL = {"function": {"name": "calculate", "arguments": '{"a": 1, "b": 2}'}}

@@ -19,10 +19,19 @@ from tests.conftest import ROOT, command_environment, python
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
+from turnwise.observe.doctor import (
+    Check,
+    ConfigChecks,
+    Finding,
+    check_packages,
+    check_ray,
+    check_shared_memory,
+    examine,
+    left_over,
+    size,
+    spread,
+)
 from turnwise.run import config_checks, machine_checks
-from turnwise.observe.doctor import ConfigChecks, spread
-from turnwise.observe.doctor import Check, Finding, examine, size
-from turnwise.observe.doctor import check_packages, check_ray, check_shared_memory, left_over
 from turnwise.trajectory import Trajectory
 
 LEFT = "34159-tp:0-[0-1]-cpushm_0"

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import get_type_hints
 
 from turnwise.engine.protocol import TurnTimes
-from turnwise.rollout import Batch, Group
 from turnwise.observe.metrics import StepMetrics, UpdateMetrics, table
+from turnwise.rollout import Batch, Group
 from turnwise.training.reports import TrainMetrics
 from turnwise.trajectory import Trajectory
 

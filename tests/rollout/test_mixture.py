@@ -15,6 +15,9 @@ import turnwise
 from tests.rollout.test_episode import Talking
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.errors import InputError
+from turnwise.observe.conversations import Overview
+from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.trackers import Trackers
 from turnwise.rollout import Batch, Group, Problem, ProblemStream, RolloutSampler, Runner
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.data import load_heldout, load_training
@@ -27,9 +30,6 @@ from turnwise.rollout.mixture import (
 )
 from turnwise.rollout.problems import Problems
 from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
-from turnwise.observe.metrics import StepMetrics
-from turnwise.observe.conversations import Overview
-from turnwise.observe.trackers import Trackers
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_mixture"

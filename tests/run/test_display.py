@@ -10,12 +10,11 @@ from rich.console import Console
 from turnwise.cli.command import print_error
 from turnwise.core.logs import VisibleFormatter
 from turnwise.errors import TrajectoryError
-from turnwise.run import display as module
-from turnwise.observe.conversations import show
-from turnwise.run.display import Display, why_untrained
+from turnwise.observe.conversations import Overview, show
 from turnwise.observe.doctor import Finding, print_finding
 from turnwise.observe.metrics import StepMetrics
-from turnwise.observe.conversations import Overview
+from turnwise.run import display as module
+from turnwise.run.display import Display, why_untrained
 from turnwise.trajectory import Trajectory
 
 STEP = {

@@ -124,9 +124,14 @@ async def _examine(
     command: Command,
     found: "list[Finding]",
 ) -> None:
-    from turnwise.observe.doctor import ConfigChecks
-    from turnwise.observe.doctor import Finding, examine, print_finding, verdict
-    from turnwise.observe.doctor import machine_checks
+    from turnwise.observe.doctor import (
+        ConfigChecks,
+        Finding,
+        examine,
+        machine_checks,
+        print_finding,
+        verdict,
+    )
 
     console, config = Console(), None
 
@@ -153,11 +158,9 @@ async def _examine(
 
 async def _play(config: Config, console: Console) -> "Finding":
     """Play some problems on an engine, print the best and the worst, and compare the rewards."""
+    from turnwise.observe.conversations import Overview, show
+    from turnwise.observe.doctor import Finding, spread
     from turnwise.run import commands
-    from turnwise.observe.doctor import spread
-    from turnwise.observe.conversations import show
-    from turnwise.observe.doctor import Finding
-    from turnwise.observe.conversations import Overview
 
     few = config.with_row_limit(_ROLLOUT_PROBLEMS)
     try:

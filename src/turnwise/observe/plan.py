@@ -21,8 +21,8 @@ from turnwise.errors import InputError
 from turnwise.run.fleet import gpu_share
 from turnwise.serving.engine_worker import GPU_MEMORY
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.memory import activation_bytes, model_size
 from turnwise.training.loading import POLICY, learning_dtype, parameters_of, shared_roles
+from turnwise.training.memory import activation_bytes, model_size
 from turnwise.training.rank import missing_model
 from turnwise.training.rounding import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES

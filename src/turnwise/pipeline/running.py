@@ -16,8 +16,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
-from turnwise.rollout import Group, check_failures
 from turnwise.observe.metrics import StepMetrics, mean
+from turnwise.rollout import Group, check_failures
 from turnwise.run.runtime import Runtime, open_runtime
 from turnwise.run.step import TrainingStep, check_exactness
 from turnwise.training import checkpoint

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from turnwise.core.aio import run_in_thread
-from turnwise.rollout.group import Group, turn_times
 from turnwise.observe.timeline import append_times
+from turnwise.rollout.group import Group, turn_times
 from turnwise.trajectory.log import TrajectoryLog
 
 

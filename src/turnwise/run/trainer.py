@@ -18,20 +18,20 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.calls import stuck_calls
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
+from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.observe.alarms import Alarms
+from turnwise.observe.conversations import Overview
+from turnwise.observe.metrics import StepMetrics, UpdateMetrics
 from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
 from turnwise.rollout.mixture import make_stream
-from turnwise.observe.alarms import Alarms
-from turnwise.observe.metrics import StepMetrics, UpdateMetrics
-from turnwise.observe.conversations import Overview
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
-from turnwise.core.stacks import ReportRequest, write_report
 from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
@@ -108,10 +108,8 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
         that ended the run early. A run that is asked to end saves its last step first."""
-        request = ReportRequest(self._folder.path)
-        watchdog = Watchdog(
-            self._config.watchdog_seconds, self._report_stall, request.made, request.answer
-        )
+        seconds = self._config.watchdog_seconds
+        watchdog = Watchdog(seconds, self._report_stall, self._folder.path)
         with self._ending:
             async with watchdog, task_group() as tasks:
                 watch = tasks.create_task(self._policy.watch())
