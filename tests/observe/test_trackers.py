@@ -14,7 +14,7 @@ from turnwise.config import Config, parse_config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe.trackers import Trackers
-from turnwise.run import trackers as trackers_module
+from turnwise.observe import trackers as trackers_module
 from turnwise.trajectory import Trajectory
 
 STEP = {

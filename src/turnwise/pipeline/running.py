@@ -84,10 +84,10 @@ class RunningPipeline:
                 training.steps,
             )
         if made.samples:
-            metrics.add_training(await self.step.train(made.samples))
+            metrics.add(await self.step.train(made.samples))
         self.progress.iteration += 1
         self.step.versions.step_ended(self.trainer.version)
-        metrics.add_update(await self.step.update_weights())
+        metrics.add(await self.step.update_weights())
         return metrics.to_json()
 
     async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:

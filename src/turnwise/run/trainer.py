@@ -23,7 +23,7 @@ from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview
-from turnwise.observe.metrics import StepMetrics, UpdateMetrics
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
@@ -179,7 +179,7 @@ class TrainingLoop:
                 break
             metrics = self._describe(step, batch)
             await self._learn(batch, metrics)
-            metrics.add_update(await self._update_weights())
+            metrics.add(await self._update_weights())
             evaluation = await self._evaluate(step)
             metrics.add_evaluation(evaluation)
             await self._write_trajectories(step, batch)
@@ -244,11 +244,11 @@ class TrainingLoop:
         if samples.samples:
             self._progress.phase("train")
             with self._timed("train"):
-                metrics.add_training(await self._step.train(samples.samples))
+                metrics.add(await self._step.train(samples.samples))
             await self._write_token_values(metrics.step, batch, samples, version)
         self._step.versions.step_ended(self._policy.version)
 
-    async def _update_weights(self) -> UpdateMetrics:
+    async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories.
 
         Raises:
@@ -292,7 +292,7 @@ class TrainingLoop:
             trajectories=evaluation.finished,
             dropped=dict(evaluation.dropped),
         )
-        metrics.add_update(update)
+        metrics.add(update)
         metrics.add_evaluation(evaluation)
         metrics.step_seconds = time.perf_counter() - started
         await self._report(metrics)
