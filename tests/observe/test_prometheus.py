@@ -16,9 +16,9 @@ from tests.conftest import ROOT
 from tests.serving.openai.test_engine_metrics import Hung, Told
 from turnwise.config import ServingConfig
 from turnwise.errors import InputError
+from turnwise.observe import prometheus
 from turnwise.observe.metrics import StepMetrics, series
 from turnwise.observe.prometheus import StepCollector, serving_metrics
-from turnwise.observe import prometheus
 from turnwise.serving.scheduler import Scheduler
 
 DASHBOARD = ROOT / "examples" / "grafana" / "turnwise.json"

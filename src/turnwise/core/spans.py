@@ -61,10 +61,6 @@ def agent_span(agent: str, name: str, problem: str) -> Iterator[Span]:
         agent: Name of the loop.
         name: Unique name of the trajectory.
         problem: Id of the problem.
-
-    Example:
-        with agent_span("tool_calling", "group3-rows:7-0", "rows:7"):
-            await loop.run(environment, context)
     """
     with _span(f"invoke_agent {agent}", "invoke_agent") as span:
         span.set_attribute("gen_ai.agent.name", agent)
@@ -75,13 +71,7 @@ def agent_span(agent: str, name: str, problem: str) -> Iterator[Span]:
 
 @contextmanager
 def chat_span(turn: int, temperature: float, max_tokens: int) -> Iterator[Span]:
-    """Record a turn; see `record_answer`.
-
-    Example:
-        with chat_span(0, 1.0, 64) as span:
-            completion = await generate(engine, request)
-            record_answer(span, 120, 17, "stop", version=3)
-    """
+    """Record a turn; see `record_answer`."""
     with _span("chat", "chat") as span:
         span.set_attribute("gen_ai.request.temperature", temperature)
         span.set_attribute("gen_ai.request.max_tokens", max_tokens)
@@ -99,23 +89,14 @@ def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: i
 
 @contextmanager
 def tool_span(tool: str) -> Iterator[Span]:
-    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`.
-
-    Example:
-        with tool_span("search") as span:
-            result = await toolbox.call("search", arguments)
-    """
+    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`."""
     with _span(f"execute_tool {tool}", "execute_tool") as span:
         span.set_attribute("gen_ai.tool.name", tool)
         yield span
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the HTTP headers that name the current span; none without a collector.
-
-    Example:
-        async with client.post(url, json=body, headers=trace_headers()) as response: ...
-    """
+    """Return the HTTP headers that name the current span; none without a collector."""
     headers: dict[str, str] = {}
     if _tracer() is not None:
         from opentelemetry import propagate
@@ -130,10 +111,6 @@ def joined(headers: Mapping[str, str]) -> Iterator[None]:
 
     Args:
         headers: As `trace_headers` returned them there; without them, nothing changes.
-
-    Example:
-        with joined(request.headers), chat_span(0, 1.0, 64):
-            ...
     """
     if not headers or _tracer() is None:
         yield

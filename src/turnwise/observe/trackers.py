@@ -51,11 +51,6 @@ class Trackers:
 
     Raises:
         InputError: when a tracker is not installed or does not start; no other is left open.
-
-    Example:
-        trackers = Trackers(Path("runs/run"), config)
-        trackers.write({"step": 1, "reward_mean": 0.5})
-        trackers.close()
     """
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
@@ -125,13 +120,9 @@ class Trackers:
                     partial(do, tracker), name=f"the tracker {name}", seconds=_CALL_SECONDS
                 )
             except Exception as error:
-                self._give_up(name, error)
-
-    def _give_up(self, name: str, error: Exception) -> None:
-        del self._trackers[name]
-        logger.warning(
-            "%s failed and gets no more metrics: %s: %s", name, type(error).__name__, error
-        )
+                del self._trackers[name]
+                why = f"{type(error).__name__}: {error}"
+                logger.warning("%s failed and gets no more metrics: %s", name, why)
 
 
 class Tracker(Protocol):
@@ -297,10 +288,6 @@ def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float
             yield from _numbers(value, f"{name}/")
         elif isinstance(value, int | float):
             yield name, float(value)
-
-
-def _public(config: Config) -> JsonObject:
-    return config.model_dump(mode="json", exclude={"serving": {"api_key"}})
 
 
 def _remember_run(folder: Path, tracker: str, run_id: str) -> None:
