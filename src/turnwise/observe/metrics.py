@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.rollout.evaluation import Evaluation
     from turnwise.training.samples import SampleBatch
 
+Counts = dict[str, int] | None
 _TOOL = "tool_"
 """Beginning of the events that are outcomes of tool calls."""
 
@@ -67,28 +68,22 @@ class StepMetrics:
     environments: dict[str, JsonObject] | None = None
     """In a run with several environments, by name: reward_mean, trajectories, dropped (their
     number), groups, the environment's own `pools`, and in `heldout` its evaluation."""
-    pools: dict[str, int] | None = None
+    pools: Counts = None
     """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
     because all was right (mastered) or wrong (hopeless), and of those without a group so far
     (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
-    dropped: Annotated[dict[str, int] | None, Series("turnwise_dropped_total", "reason")] = None
+    dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
     """Trajectories whose last attempt failed, by reason."""
-    retried: Annotated[dict[str, int] | None, Series("turnwise_retried_total", "reason")] = None
+    retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
-    groups_discarded: Annotated[
-        dict[str, int] | None, Series("turnwise_groups_discarded_total", "reason")
-    ] = None
+    groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
     """Groups that are not trained on, by reason: no_signal, failed, oversampled,
     prompt_too_long."""
-    statuses: Annotated[
-        dict[str, int] | None, Series("turnwise_trajectory_statuses_total", "status")
-    ] = None
+    statuses: Annotated[Counts, Series("turnwise_trajectory_statuses_total", "status")] = None
     """Trajectories by final status."""
-    events: Annotated[
-        dict[str, int] | None, Series("turnwise_tool_calls_total", "outcome", _tool_calls)
-    ] = None
+    events: Annotated[Counts, Series("turnwise_tool_calls_total", "outcome", _tool_calls)] = None
     """Events of the trajectories, such as tool errors, by kind."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
@@ -113,7 +108,7 @@ class StepMetrics:
     """Trajectories with an overlong penalty."""
     exact_percent: Annotated[float | None, Series("turnwise_exact_percent")] = None
     """Percentage of trained tokens that exactly match the sampled ones."""
-    forked: Annotated[dict[str, int] | None, Series("turnwise_forks_total", "reason")] = None
+    forked: Annotated[Counts, Series("turnwise_forks_total", "reason")] = None
     """Branches started because a prompt did not continue the previous tokens, by reason."""
 
     trained_tokens: Annotated[int | None, Series("turnwise_trained_tokens_total")] = None
@@ -152,9 +147,7 @@ class StepMetrics:
     update; at step 0, on the canary prompt; null if nothing was trained."""
     logprob_diff_max: Annotated[float | None, Series("turnwise_logprob_diff_max")] = None
     """Largest such difference; null if nothing was trained."""
-    staleness: Annotated[
-        dict[str, int] | None, Series("turnwise_stale_tokens_total", "staleness")
-    ] = None
+    staleness: Annotated[Counts, Series("turnwise_stale_tokens_total", "staleness")] = None
     """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
     them and those at the start of the training step."""
     staleness_max: Annotated[int, Series("turnwise_staleness")] = 0

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 try:
     from tensorboardX import SummaryWriter
@@ -158,33 +159,46 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Weights & Biases. If a step is written twice, it keeps the first."""
+class _Logged:
+    """A run of Weights & Biases, or of Trackio, which has the same methods. Of a step that is
+    written twice, W&B keeps the first, Trackio both."""
 
-    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        self._wandb = wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            tags=config.tags,
-            name=config.name,
-            dir=str(folder),
-            config=masked(config),
-            id=_known_run(folder, "wandb") if resumed else None,
-            resume="allow",
-            settings=wandb.Settings(console="off"),
-        )
-        _remember_run(folder, "wandb", self._run.id)
+    def __init__(self, package: ModuleType, run: Any) -> None:
+        self._package, self._run = package, run
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        table = self._wandb.Table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
-        self._run.log({"samples": table}, step=step)
+        data = [[row[name] for name in _COLUMNS] for row in rows]
+        self._run.log({"samples": self._package.Table(columns=_COLUMNS, data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
+    wandb = importlib.import_module("wandb")
+    run = wandb.init(
+        project=config.project,
+        entity=config.entity,
+        tags=config.tags,
+        name=config.name,
+        dir=str(folder),
+        config=masked(config),
+        id=_known_run(folder, "wandb") if resumed else None,
+        resume="allow",
+        settings=wandb.Settings(console="off"),
+    )
+    _remember_run(folder, "wandb", run.id)
+    return _Logged(wandb, run)
+
+
+def _trackio(folder: Path, config: Config, resumed: bool) -> "Tracker":
+    trackio = importlib.import_module("trackio")
+    resume = "allow" if resumed else "never"
+    made = {"project": config.project, "name": config.name, "config": masked(config)}
+    return _Logged(trackio, trackio.init(**made, resume=resume))
 
 
 class Mlflow:
@@ -223,33 +237,10 @@ class Mlflow:
         self._client.set_terminated(self._run_id)
 
 
-class Trackio:
-    """Trackio. If a step is written twice, it keeps both."""
-
-    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        self._trackio = trackio = importlib.import_module("trackio")
-        self._run = trackio.init(
-            project=config.project,
-            name=config.name,
-            config=masked(config),
-            resume="allow" if resumed else "never",
-        )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        data = [[row[name] for name in _COLUMNS] for row in rows]
-        self._run.log({"samples": self._trackio.Table(columns=_COLUMNS, data=data)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 _TRACKERS: dict[str, Callable[[Path, Config, bool], Tracker]] = {
-    "wandb": Wandb,
+    "wandb": _wandb,
     "mlflow": Mlflow,
-    "trackio": Trackio,
+    "trackio": _trackio,
 }
 
 
