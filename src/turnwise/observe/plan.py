@@ -30,15 +30,6 @@ from turnwise.training.rounding import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
 _PASSING = "activations and gathered layers"
-_ALTERNATIVES = (
-    "training.activation_checkpointing=2",
-    "training.activation_checkpointing=true",
-    "training.offload=[params, optimizer]",
-    "training.micro_batch_tokens={shorter}",
-    "model.lora.rank=16",
-    "engine.tensor_parallel_size={wider}",
-)
-"""Changes that are tried in this order where something does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +162,14 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
     engine = _engine(config, shape)
-    loads: list[Load] = []
-    if machine.gpus:
-        _fill_cache(config, engine, machine, share)
-        loads += _gpu_loads(config, machine, rank, engine, share)
-    else:
-        engine.parts["KV cache"] = int((config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
-        loads.append(_host_load(config, machine, rank, engine))
+    if config.engine.kv_cache_gib or not machine.gpus:
+        cache = (config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:  # what vLLM would take
+        part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
+        allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
+        cache = max(0, allowed - engine.peak)
+    engine.parts["KV cache"] = int(cache)
+    loads = list(_loads(config, machine, rank, engine, share))
     tokens = engine.parts["KV cache"] // _cache_bytes(config, shape)
     asks = list(actors(config, share))
     return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
@@ -187,9 +179,8 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
     changes: list[str] = []
     tree = config.model_dump()
-    for alternative in _ALTERNATIVES:
-        for change in _steps(config, alternative, machine.gpus > 0):
-            key, _, text = change.partition("=")
+    for key, values in _alternatives(config, machine.gpus > 0):
+        for text in values:
             changed = _changed(tree, key, text)
             if changed is None:
                 break
@@ -200,26 +191,24 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
                 break  # such a layout needs more GPUs
             if _excess(plan) >= _excess(before):
                 break  # it does not help
-            changes = [*(c for c in changes if not c.startswith(f"{key}=")), change]
+            changes = [*(c for c in changes if not c.startswith(f"{key}=")), f"{key}={text}"]
             tree = changed.model_dump()
             if plan.fits:
                 return changes
     return None
 
 
-def _steps(config: Config, alternative: str, on_gpu: bool) -> Iterator[str]:
-    """Yield the values of an alternative, the mildest first."""
-    if "{shorter}" in alternative:
-        tokens = config.training.micro_batch(on_gpu) // 2
-        while tokens >= 256:
-            yield alternative.format(shorter=tokens)
-            tokens //= 2
-    elif "{wider}" in alternative:
-        for size in (2, 4, 8):
-            if size > config.engine.tensor_parallel_size:
-                yield alternative.format(wider=size)
-    else:
-        yield alternative
+def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield the changes that are tried, in order: a key, and its values, the mildest first."""
+    yield "training.activation_checkpointing", ["2"]
+    yield "training.activation_checkpointing", ["true"]
+    yield "training.offload", ["[params, optimizer]"]
+    tokens = config.training.micro_batch(on_gpu)
+    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
+    yield "training.micro_batch_tokens", [str(each) for each in shorter]
+    yield "model.lora.rank", ["16"]
+    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
+    yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
 def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
@@ -324,49 +313,32 @@ def _cache_bytes(config: Config, shape: PretrainedConfig) -> int:
     return int(2 * layers * heads * size * _width(config))
 
 
-def _fill_cache(config: Config, engine: Holding, machine: Machine, share: float) -> None:
-    """Set the KV cache to what the configuration says, or to what vLLM would take."""
-    if config.engine.kv_cache_gib:
-        engine.parts["KV cache"] = int(config.engine.kv_cache_gib * GIB)
-        return
-    part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
-    allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
-    engine.parts["KV cache"] = max(0, int(allowed) - engine.peak)
-
-
-def _gpu_loads(
+def _loads(
     config: Config, machine: Machine, rank: Holding, engine: Holding, share: float
 ) -> Iterator[Load]:
-    limit, figures = machine.device_bytes, _figures(rank)
-    if config.training.colocated:
-        beside = round(1 / share)
+    training, limit = config.training, machine.device_bytes
+
+    def load(device: str, ranks: int, beside: int) -> Load:
+        figures = (rank.between, rank.expected_peak, rank.peak)
+        return Load(device, *(ranks * each + beside for each in figures), limit)
+
+    if not machine.gpus:
+        beside = config.serving.workers * config.engine.devices * engine.peak
+        if config.weights.transport == "shm":
+            beside += 2 * model_size(config).parameters * _width(config)
+        yield load("memory of the machine", training.ranks, beside)
+    elif training.colocated:
+        ranks = round(1 / share)
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
-        away = {p for kind in config.training.offload for p in (*kept[kind], "gradients")}
-        held = sum(rank.parts[p] for p in rank.lasting - away - {"gradients"})
-        held = beside * (held + engine.peak)
+        away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
+        held = ranks * (sum(rank.parts[p] for p in rank.lasting - away) + engine.peak)
         yield Load("GPU while engines run", held, held, held, limit)
-        least, expected, worst = (beside * figure for figure in figures)
-        yield Load("GPU while ranks train", least, expected, worst, limit)
+        yield load("GPU while ranks train", ranks, 0)
     elif share < 1:
-        more = (round(1 / share) - 1) * engine.peak
-        least, expected, worst = (figure + more for figure in figures)
-        yield Load("GPU of a rank and engines", least, expected, worst, limit)
+        yield load("GPU of a rank and engines", 1, (round(1 / share) - 1) * engine.peak)
     else:
-        yield Load("GPU of an engine", engine.peak, engine.peak, engine.peak, limit)
-        yield Load("GPU of a rank", *figures, limit)
-
-
-def _figures(rank: Holding) -> tuple[int, int, int]:
-    """Return what a rank holds at least, as expected and at the worst."""
-    return rank.between, rank.expected_peak, rank.peak
-
-
-def _host_load(config: Config, machine: Machine, rank: Holding, engine: Holding) -> Load:
-    beside = config.serving.workers * config.engine.devices * engine.peak
-    if config.weights.transport == "shm":
-        beside += 2 * model_size(config).parameters * _width(config)
-    least, expected, worst = (config.training.ranks * each + beside for each in _figures(rank))
-    return Load("memory of the machine", least, expected, worst, machine.device_bytes)
+        yield load("GPU of an engine", 0, engine.peak)
+        yield load("GPU of a rank", 1, 0)
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
@@ -416,8 +388,18 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
         f"The KV cache of an engine holds {plan.cache_tokens:,} tokens: {plan.contexts:.1f} times "
         f"model.max_length."
     )
-    console.print(_loads(plan))
-    console.print(_asks(plan))
+    loads = Table("device", "expected (GiB)", "at the worst", "of", "")
+    for load in plan.loads:
+        likely = "likely fits" if load.expected <= load.limit else "too much"
+        said = "fits" if load.fits else likely
+        loads.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
+    asks = Table("Ray actors", "number", "each asks for")
+    for ask in plan.asks:
+        wanted = {"CPU": ask.cpus, **({"GPU": ask.gpus} if ask.gpus else {}), **ask.resources}
+        text = ", ".join(f"{amount:.4g} {name}" for name, amount in wanted.items())
+        asks.add_row(ask.who, str(ask.count), text)
+    console.print(loads)
+    console.print(asks)
     for line in _verdict(config, machine, plan):
         console.print(line, markup=False)
 
@@ -430,24 +412,6 @@ def _holding(title: str, holding: Holding) -> Table:
             often = "" if part in holding.lasting else "at times"
             table.add_row(part, _gib(usual), _gib(size), often)
     table.add_row("at the peak", _gib(holding.expected_peak), _gib(holding.peak), "")
-    return table
-
-
-def _loads(plan: Plan) -> Table:
-    table = Table("device", "expected (GiB)", "at the worst", "of", "")
-    for load in plan.loads:
-        likely = "likely fits" if load.expected <= load.limit else "too much"
-        said = "fits" if load.fits else likely
-        table.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
-    return table
-
-
-def _asks(plan: Plan) -> Table:
-    table = Table("Ray actors", "number", "each asks for")
-    for ask in plan.asks:
-        wanted = {"CPU": ask.cpus, **({"GPU": ask.gpus} if ask.gpus else {}), **ask.resources}
-        text = ", ".join(f"{amount:.4g} {name}" for name, amount in wanted.items())
-        table.add_row(ask.who, str(ask.count), text)
     return table
 
 
@@ -468,11 +432,8 @@ def _verdict(config: Config, machine: Machine, plan: Plan) -> Iterable[str]:
     if changes is None:
         yield f"{said}, nor with any of the usual changes; use more or larger devices."
         return
-    yield f"{said}. It would with: {' '.join(_quoted(change) for change in changes)}"
-
-
-def _quoted(change: str) -> str:
-    return f'"{change}"' if " " in change else change
+    quoted = [f'"{change}"' if " " in change else change for change in changes]
+    yield f"{said}. It would with: {' '.join(quoted)}"
 
 
 def _gib(size: int) -> str:
