@@ -320,7 +320,8 @@ def _loads(
 
     def load(device: str, ranks: int, beside: int) -> Load:
         figures = (rank.between, rank.expected_peak, rank.peak)
-        return Load(device, *(ranks * each + beside for each in figures), limit)
+        least, expected, worst = (ranks * each + beside for each in figures)
+        return Load(device, least, expected, worst, limit)
 
     if not machine.gpus:
         beside = config.serving.workers * config.engine.devices * engine.peak

@@ -50,7 +50,9 @@ def family(name: str, meaning: str, values: Mapping[str, float], label: str = ""
     Args:
         values: By the value of the label; of "" without a label.
     """
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = (
+        CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    )
     made = kind(name, meaning, labels=[label] if label else [])
     for part, value in values.items():
         made.add_metric([part] if label else [], value)
