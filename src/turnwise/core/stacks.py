@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -46,6 +47,8 @@ _PAUSE_SECONDS = 0.05
 _MOST_FRAMES = 100
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
 """The thread that answers, which shows nothing of the process."""
+_PEER = struct.Struct("3i")
+"""Process, user and group at the other end of a socket."""
 _STARTED = "started "
 _START_FIELD = 19
 """Place of a process's start in /proc/PID/stat, after its name."""
@@ -131,12 +134,14 @@ def _open() -> None:
 
 
 def _listen(asked: socket.socket) -> None:
-    """Answer each connection with the stacks of all other threads."""
+    """Answer each connection of this user, or of root, with the stacks of all other threads."""
     while True:
         connection, _ = asked.accept()
         with connection, suppress(OSError):  # who asked has gone, or does not read
-            connection.settimeout(_SECONDS)
-            connection.sendall(_stacks_here().encode(errors="replace"))
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            if _PEER.unpack(peer)[1] in (os.getuid(), 0):  # everybody can connect
+                connection.settimeout(_SECONDS)
+                connection.sendall(_stacks_here().encode(errors="replace"))
 
 
 def _stacks_here() -> str:
