@@ -179,9 +179,9 @@ def show(
     """Print what was said in a run, and what it earned."""
 
     async def read() -> None:
+        from turnwise.observe import conversations
         from turnwise.observe.alarms import alarms_of_run
         from turnwise.observe.conversations import Overview
-        from turnwise.run import conversations
 
         path = conversations.trajectory_file(source, step, heldout)
         found = conversations.select(conversations.read_trajectories(path), problem, grep)
