@@ -20,7 +20,7 @@ _PER_REQUEST = (
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
 
-def remaining(request: Request, sampled: int) -> Sampling | None:
+def remaining(request: Request, sampled: int) -> "Sampling | None":
     """Return the sampling parameters for the rest of a request, after `sampled` of its tokens.
 
     None if the remaining tokens depend on the earlier ones in a way that a new request cannot
