@@ -1,4 +1,4 @@
-"""What a run's processes do at the moment, even if an interpreter is stuck: `turnwise stuck`.
+"""Stacks of a run's processes, even if an interpreter is stuck, and its report: `turnwise stuck`.
 
 A process that calls `register`, and each that it forks, has a file in the run folder's
 `logs/stacks/`, and a thread that answers requests on a socket with the stacks of all others. A

@@ -1,1 +1,1 @@
-"""What a run says about itself, and what it will need: for people, files and other programs."""
+"""Reports of a run about itself, and checks before it: for people, files and other programs."""

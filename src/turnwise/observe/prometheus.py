@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as LateError
 from contextlib import asynccontextmanager
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
@@ -61,13 +60,15 @@ class StepCollector(Collector):
 
     def _add(self, row: JsonObject) -> None:
         for metric, each in series():
-            value: Any = row.get(metric) if each.value is None else each.value(row)
+            value = row.get(metric) if each.value is None else each.value(row)
             if not each.sums:
                 if isinstance(value, int | float):
                     self._values[each.name] = {"": value}
             elif row.get("step"):  # not the model before training: its trajectories are held-out
                 sums = self._values.setdefault(each.name, {})
-                for part, number in ((value or {}) if each.label else {"": value}).items():
+                labelled = value if isinstance(value, dict) else {}
+                parts: JsonObject = labelled if each.label else {"": value}
+                for part, number in parts.items():
                     sums[part] = sums.get(part, 0.0) + (number or 0.0)
 
 
