@@ -25,7 +25,7 @@ _TOOL = "tool_"
 
 
 class Series(NamedTuple):
-    """What Prometheus gets of a metric: a gauge of the last step, or a counter that sums steps."""
+    """A series of Prometheus: a gauge of the last step, or a counter that sums steps."""
 
     name: str
     """Its name; that of a counter ends in _total."""
