@@ -490,10 +490,11 @@ class ConfigChecks:
 
     def servers(self) -> Sequence[Finding]:
         """Check that the servers answer that the environment, the agent and the tools need."""
-        findings, named = list[Finding](), {"rollout.agent": self.config.rollout.agent or ""}
+        findings, named = list[Finding](), dict[str, str]()
         for name, part in self.config.parts().items():
             own = f"environments.{name}." if name else ""
             named[f"{own}environment"] = (part.environment or "").partition(":")[2]
+            named["rollout.agent"] = self.config.rollout.agent or ""
             tools = own if part.rollout.tools is not self.config.rollout.tools else "rollout."
             for number, tool in enumerate(part.rollout.tools):
                 if tool.mcp is not None and tool.mcp.url is not None:
