@@ -32,8 +32,8 @@ from turnwise.core.aio import run as run_loop
 from turnwise.core.gguf import resolve_model
 from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
+from turnwise.observe.plan import GIB, Machine, make_plan
 from turnwise.run.fleet import make_manager
-from turnwise.run.plan import GIB, Machine, make_plan
 from turnwise.weights import BACKEND, WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent

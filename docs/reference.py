@@ -82,9 +82,9 @@ def configuration() -> str:
 
 def metrics() -> str:
     """Return every metric of a step with its meaning."""
-    from turnwise.run import metrics as module
+    from turnwise.observe.metrics import table
 
-    return str(module.table())
+    return table()
 
 
 def routes() -> str:

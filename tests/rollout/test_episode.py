@@ -19,10 +19,10 @@ from tests.simulated import SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollout import Group, GroupProducer, Problem, ProblemStream, Runner
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.problems import Problems
-from turnwise.run.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_episode"

@@ -23,6 +23,9 @@ from turnwise.config import (
     parse_config,
 )
 from turnwise.errors import InputError
+from turnwise.observe.conversations import Overview
+from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.trackers import Trackers
 from turnwise.rollout import Batch, Group, Problem, ProblemStream, RolloutSampler, Runner
 from turnwise.rollout.agent_loop import RolloutContext
 from turnwise.rollout.data import load_heldout, load_training
@@ -35,9 +38,6 @@ from turnwise.rollout.mixture import (
 )
 from turnwise.rollout.problems import Problems
 from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.overview import Overview
-from turnwise.run.trackers import Trackers
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_mixture"

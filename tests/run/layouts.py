@@ -17,9 +17,8 @@ from ray.util.placement_group import placement_group_table
 
 from turnwise.config import parse_config
 from turnwise.core.actor import create_placement_group
-from turnwise.run.fleet import gpu_share
-from turnwise.run.plan import actors
-from turnwise.serving.placement import WorkerStarter
+from turnwise.observe.plan import actors
+from turnwise.serving.placement import WorkerStarter, gpu_share
 
 
 async def place(tree: str) -> list[list[float]]:

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
+from turnwise.observe.conversations import trajectory_file
+from turnwise.observe.metrics import StepMetrics
 from turnwise.run.commands import TrainingResult, config_of_run, resume
-from turnwise.run.conversations import trajectory_file
-from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport

@@ -10,12 +10,11 @@ from rich.console import Console
 from turnwise.cli.command import print_error
 from turnwise.core.logs import VisibleFormatter
 from turnwise.errors import TrajectoryError
+from turnwise.observe.conversations import Overview, show
+from turnwise.observe.doctor import Finding, print_finding
+from turnwise.observe.metrics import StepMetrics
 from turnwise.run import display as module
-from turnwise.run.conversations import show
 from turnwise.run.display import Display, why_untrained
-from turnwise.run.doctor import Finding, print_finding
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.overview import Overview
 from turnwise.trajectory import Trajectory
 
 STEP = {

@@ -9,8 +9,8 @@ import pytest
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollout import Group
-from turnwise.run.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir
 from turnwise.trajectory import ExactnessReport, Trajectory
 

@@ -6,7 +6,7 @@ import pytest
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
-from turnwise.run.fleet import gpu_share
+from turnwise.serving.placement import gpu_share
 
 
 def layout(workers: int, ranks: int, **sections: Any) -> Config:

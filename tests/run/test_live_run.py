@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.run.test_prometheus import get, names_asked
 
 from tests.conftest import ROOT, command_environment, python
-from tests.run.test_prometheus import get, names_asked
 from tests.test_cli import write_config
 from turnwise.config import Config
-from turnwise.run.stuck import REPORT, ask
-from turnwise.run.timeline import write_timeline
+from turnwise.core.stacks import REPORT, ask
+from turnwise.observe.timeline import write_timeline
 
 pytestmark = pytest.mark.slow  # one training run for all
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from turnwise.config import load_config, parse_config
-from turnwise.run.metrics import StepMetrics
+from turnwise.observe.metrics import StepMetrics
 from turnwise.run.run_dir import RunDir, make_figure
 
 

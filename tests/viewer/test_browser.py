@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.engine.protocol import TurnTimes
-from turnwise.run.metrics import StepMetrics
+from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from turnwise.cli import app as commands
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.engine.protocol import TurnTimes
-from turnwise.run.metrics import StepMetrics
+from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl

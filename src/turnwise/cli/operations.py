@@ -14,7 +14,7 @@ from turnwise.core.deadlines import deadline
 from turnwise.errors import TurnwiseError, visible
 
 if TYPE_CHECKING:
-    from turnwise.run.doctor import Finding
+    from turnwise.observe.doctor import Finding
 
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
@@ -91,7 +91,7 @@ def stuck(
     """Print what a run waits for, and the stacks of all of its processes."""
 
     async def read() -> None:
-        from turnwise.run.stuck import ask
+        from turnwise.core.stacks import ask
 
         typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
 
@@ -108,7 +108,7 @@ def timeline(
     """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
 
     async def write() -> None:
-        from turnwise.run.timeline import write_timeline
+        from turnwise.observe.timeline import write_timeline
 
         count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
         Console().print(f"{count} turns\n{target}", highlight=False, soft_wrap=True, markup=False)
@@ -124,9 +124,14 @@ async def _examine(
     command: Command,
     found: "list[Finding]",
 ) -> None:
-    from turnwise.run.config_checks import ConfigChecks
-    from turnwise.run.doctor import Finding, examine, print_finding, verdict
-    from turnwise.run.machine_checks import machine_checks
+    from turnwise.observe.doctor import (
+        ConfigChecks,
+        Finding,
+        examine,
+        machine_checks,
+        print_finding,
+        verdict,
+    )
 
     console, config = Console(), None
 
@@ -153,11 +158,9 @@ async def _examine(
 
 async def _play(config: Config, console: Console) -> "Finding":
     """Play some problems on an engine, print the best and the worst, and compare the rewards."""
+    from turnwise.observe.conversations import Overview, show
+    from turnwise.observe.doctor import Finding, spread
     from turnwise.run import commands
-    from turnwise.run.config_checks import spread
-    from turnwise.run.conversations import show
-    from turnwise.run.doctor import Finding
-    from turnwise.run.overview import Overview
 
     few = config.with_row_limit(_ROLLOUT_PROBLEMS)
     try:

@@ -179,9 +179,9 @@ def show(
     """Print what was said in a run, and what it earned."""
 
     async def read() -> None:
-        from turnwise.run import conversations
-        from turnwise.run.alarms import alarms_of_run
-        from turnwise.run.overview import Overview
+        from turnwise.observe import conversations
+        from turnwise.observe.alarms import alarms_of_run
+        from turnwise.observe.conversations import Overview
 
         path = conversations.trajectory_file(source, step, heldout)
         found = conversations.select(conversations.read_trajectories(path), problem, grep)
@@ -283,7 +283,7 @@ def plan(
     """Show what each device of a training run would hold; loads no weights."""
 
     async def start() -> None:
-        from turnwise.run.plan_report import print_plan  # imports torch
+        from turnwise.observe.plan import print_plan  # imports torch
 
         config = load_config(file, overrides or (), optional=("environment", "data.path"))
         await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
@@ -347,8 +347,8 @@ async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> No
 
 
 async def _evaluate(config: Config) -> None:
-    from turnwise.run.conversations import show as show_trajectories
-    from turnwise.run.overview import Overview
+    from turnwise.observe.conversations import Overview
+    from turnwise.observe.conversations import show as show_trajectories
 
     console, overview = Console(), Overview()
     evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
@@ -371,8 +371,8 @@ async def _evaluate(config: Config) -> None:
 
 
 async def _rollout(config: Config, output: Path | None) -> None:
-    from turnwise.run.conversations import show as show_trajectories
-    from turnwise.run.overview import Overview
+    from turnwise.observe.conversations import Overview
+    from turnwise.observe.conversations import show as show_trajectories
 
     console, path = Console(), output or commands.run_folder(config) / "rollouts.jsonl"
     overview = Overview()

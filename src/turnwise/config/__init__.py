@@ -5,7 +5,6 @@ config` prints, and a test checks that the code reads it. This package imports n
 nor Ray, and only `errors` from the rest of turnwise.
 """
 
-from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import (
     PARTS,
     AlgorithmConfig,
@@ -48,6 +47,7 @@ from turnwise.config.load import (
     with_current_names,
 )
 from turnwise.config.masking import has_secrets, masked, masked_value
+from turnwise.config.observe import AlarmsConfig
 from turnwise.config.resume import check_unchanged, resume_table
 from turnwise.config.rollout import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.config.sampling import EvalConfig, ProcessorCall, SamplingConfig

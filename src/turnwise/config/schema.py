@@ -6,13 +6,12 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from turnwise.config.alarms import AlarmsConfig
 from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.environments import EnvironmentConfig
-from turnwise.config.metrics import MetricsConfig
+from turnwise.config.observe import AlarmsConfig, MetricsConfig
 from turnwise.config.rollout import RolloutConfig
 from turnwise.config.sampling import EvalConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig

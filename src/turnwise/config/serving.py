@@ -10,6 +10,8 @@ from turnwise.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Sec
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
 """Names of the built-in weight transports, which `weights.transport` implements."""
+CPU_KV_CACHE_GIB = 0.5
+"""Default of `engine.kv_cache_gib` on a CPU."""
 
 
 class EngineConfig(Section):

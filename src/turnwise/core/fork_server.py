@@ -45,7 +45,7 @@ _PRELOADED = (
     "turnwise.serving.openai.server",
     "turnwise.serving.worker",
     "turnwise.training.rank",
-    "turnwise.run.trackers",
+    "turnwise.observe.trackers",
     "typer",
     "rich.live",
     "setproctitle",

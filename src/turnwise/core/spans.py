@@ -17,7 +17,7 @@ gets ours, so that spans of user code reach the same collector.
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,40 +53,30 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 
 
-@contextmanager
-def agent_span(agent: str, name: str, problem: str) -> Iterator[Span]:
+def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[Span]:
     """Record a trajectory.
 
     Args:
         agent: Name of the loop.
         name: Unique name of the trajectory.
         problem: Id of the problem.
-
-    Example:
-        with agent_span("tool_calling", "group3-rows:7-0", "rows:7"):
-            await loop.run(environment, context)
     """
-    with _span(f"invoke_agent {agent}", "invoke_agent") as span:
-        span.set_attribute("gen_ai.agent.name", agent)
-        span.set_attribute("gen_ai.conversation.id", name)
-        span.set_attribute("turnwise.problem", problem)
-        yield span
+    about = {
+        "gen_ai.agent.name": agent,
+        "gen_ai.conversation.id": name,
+        "turnwise.problem": problem,
+    }
+    return _span("invoke_agent", agent, about)
 
 
-@contextmanager
-def chat_span(turn: int, temperature: float, max_tokens: int) -> Iterator[Span]:
-    """Record a turn; see `record_answer`.
-
-    Example:
-        with chat_span(0, 1.0, 64) as span:
-            completion = await generate(engine, request)
-            record_answer(span, 120, 17, "stop", version=3)
-    """
-    with _span("chat", "chat") as span:
-        span.set_attribute("gen_ai.request.temperature", temperature)
-        span.set_attribute("gen_ai.request.max_tokens", max_tokens)
-        span.set_attribute("turnwise.turn", turn)
-        yield span
+def chat_span(turn: int, temperature: float, max_tokens: int) -> AbstractContextManager[Span]:
+    """Record a turn; see `record_answer`."""
+    request = {
+        "gen_ai.request.temperature": temperature,
+        "gen_ai.request.max_tokens": max_tokens,
+        "turnwise.turn": turn,
+    }
+    return _span("chat", "", request)
 
 
 def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: int) -> None:
@@ -97,25 +87,13 @@ def record_answer(span: Span, prompt: int, sampled: int, reason: str, version: i
     span.set_attribute("turnwise.weight_version", version)
 
 
-@contextmanager
-def tool_span(tool: str) -> Iterator[Span]:
-    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`.
-
-    Example:
-        with tool_span("search") as span:
-            result = await toolbox.call("search", arguments)
-    """
-    with _span(f"execute_tool {tool}", "execute_tool") as span:
-        span.set_attribute("gen_ai.tool.name", tool)
-        yield span
+def tool_span(tool: str) -> AbstractContextManager[Span]:
+    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`."""
+    return _span("execute_tool", tool, {"gen_ai.tool.name": tool})
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the HTTP headers that name the current span; none without a collector.
-
-    Example:
-        async with client.post(url, json=body, headers=trace_headers()) as response: ...
-    """
+    """Return the HTTP headers that name the current span; none without a collector."""
     headers: dict[str, str] = {}
     if _tracer() is not None:
         from opentelemetry import propagate
@@ -130,10 +108,6 @@ def joined(headers: Mapping[str, str]) -> Iterator[None]:
 
     Args:
         headers: As `trace_headers` returned them there; without them, nothing changes.
-
-    Example:
-        with joined(request.headers), chat_span(0, 1.0, 64):
-            ...
     """
     if not headers or _tracer() is None:
         yield
@@ -157,15 +131,14 @@ def flush() -> None:
 
 
 @contextmanager
-def _span(name: str, operation: str) -> Iterator[Span]:
+def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterator[Span]:
     """Record a span as a child of the one around it; an error that passes is its status."""
     tracer = _tracer()
     if tracer is None:
         yield _NO_SPAN
         return
-    with tracer.start_as_current_span(name) as span:
-        span.set_attribute("gen_ai.operation.name", operation)
-        span.set_attribute("gen_ai.provider.name", "vllm")
+    about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm", **attributes}
+    with tracer.start_as_current_span(f"{operation} {what}".strip(), attributes=about) as span:
         yield span
 
 

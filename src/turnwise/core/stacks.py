@@ -1,12 +1,15 @@
-"""Stacks of all processes of a run, on request, even of one whose interpreter is stuck.
+"""Stacks of a run's processes, even if an interpreter is stuck, and its report: `turnwise stuck`.
 
-A process that calls `register` writes the stacks of its threads to a file of its own in the run
-folder's `logs/stacks/` when it is asked to; so do the processes that it forks. A thread listens on
-a socket, writes an answer while it holds the interpreter's lock, and gives the file its name once
-it is whole. Only a process whose thread does not answer, because something else keeps the lock, is
-sent `SIGNAL`: written from the signal's handler, the stacks of threads that run at that moment can
-be broken, and reading them crashes the process. The signal's stacks go to a file that the process
-opened before, which is also the proof that the signal is safe: to others it would be deadly.
+A process that calls `register`, and each that it forks, has a file in the run folder's
+`logs/stacks/`, and a thread that answers requests on a socket with the stacks of all others. A
+process whose thread does not answer, because something keeps the interpreter's lock, is sent
+`SIGNAL`: its handler writes the stacks to the file. Stacks of threads that run at that moment can
+be broken, and reading those crashes the process, so the signal is the last resort. That the
+process handles the signal is checked first: to another program it would be deadly.
+
+The whole report, with what the run waits for, is `stuck.txt` in the run folder. The watchdog
+writes it, also when a file asks for it, which works from every machine that can write to the
+folder.
 """
 
 import faulthandler
@@ -15,6 +18,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -22,76 +26,37 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 
+from turnwise.errors import InputError
+
 SIGNAL: int = signal.SIGRTMAX - 5
 """A signal that neither Python, Ray, vLLM nor Slurm uses; Linux alone has such signals."""
+REPORT = "stuck.txt"
 _SECONDS = 8.0
-"""Time for all processes to write; only one that is stopped, or gets no processor, needs it."""
+"""Time for all processes to answer; only one that is stopped, or gets no processor, needs it."""
 _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
-_UNFINISHED, _ANSWER = ".unfinished", ".answer"
-"""Suffixes of the file that a process's thread writes, and of the same once it is whole."""
-_MOST_THREADS = _MOST_FRAMES = 100
-"""Numbers of threads, and of frames of each, that `faulthandler` writes."""
-_LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
-"""The thread that writes the stacks, which shows nothing of the process."""
+_REPORT_SECONDS = 15.0
+"""Time for a run to write its report."""
 _PAUSE_SECONDS = 0.05
+_MOST_FRAMES = 100
+_LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
+"""The thread that answers, which shows nothing of the process."""
+_PEER = struct.Struct("3i")
+"""Process, user and group at the other end of a socket."""
 _STARTED = "started "
 _START_FIELD = 19
 """Place of a process's start in /proc/PID/stat, after its name."""
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A process that was asked for its stacks."""
-
-    name: str
-    path: Path
-    process: psutil.Process
-    size: int
-    """Size of its file before."""
-    deaf: frozenset[str] | None = None
-    """Threads that block the signal at all times; others block it while they write. None before
-    the signal is sent."""
-
-    def signal(self) -> None:
-        """Send the process the signal, unless it was sent."""
-        if self.deaf is None:
-            self.deaf = _blocking(self.process.pid)
-            with suppress(psutil.Error):
-                self.process.send_signal(SIGNAL)
-
-    def written(self) -> str:
-        """Return what the process's thread has answered; without that, what the signal wrote."""
-        with suppress(OSError):
-            return self.path.with_suffix(_ANSWER).read_text(errors="replace")
-        with suppress(OSError), self.path.open("rb") as file:
-            file.seek(self.size)
-            return file.read().decode(errors="replace")
-        return ""
-
-    def done(self) -> bool:
-        """Return whether the process has written everything, or has ended."""
-        if _ended(self.process) or self.path.with_suffix(_ANSWER).exists():
-            return True
-        if self.deaf is None:
-            return False
-        # Its file grows only once a thread blocks the signal, which it does until it is done.
-        return _size(self.path) > self.size and _blocking(self.process.pid) <= self.deaf
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessStacks:
-    """One process of a run, and what its threads are doing.
-
-    Example:
-        for process in collect(Path("runs/demo")):
-            print(process.text())
-    """
+    """One process of a run, and what its threads are doing."""
 
     name: str
     """Name of its log file, such as "worker-0", and its title."""
@@ -108,36 +73,32 @@ class ProcessStacks:
 
 
 class _Registered:
-    """The file of this process; None before `register`."""
+    """This process: before `register`, all is None."""
 
     folder: Path | None = None
     name = ""
-    path: Path | None = None
     file: TextIO | None = None
-    asks: socket.socket | None = None
+    """Kept open for the signal's handler."""
+    asked: socket.socket | None = None
     listener: int | None = None
     """The process that listens on the socket; a fork has the socket, but not the thread."""
-    forks_too = False
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, write their stacks when asked to.
+    """Make this process, and those that it forks, show their stacks when asked to.
 
     Does nothing if the folder cannot be written.
 
     Args:
         run: The run folder.
         name: Name of the process in reports.
-
-    Example:
-        register(Path("runs/demo"), "worker-0")
     """
+    first = _Registered.folder is None
     _Registered.folder, _Registered.name = stacks_folder(run).absolute(), name
     with suppress(OSError):
         _Registered.folder.mkdir(parents=True, exist_ok=True)
     _open()
-    if not _Registered.forks_too:
-        _Registered.forks_too = True
+    if first:
         os.register_at_fork(after_in_child=_open)
 
 
@@ -146,60 +107,133 @@ def stacks_folder(run: Path) -> Path:
     return run / "logs" / "stacks"
 
 
+def report_request(run: Path) -> Path:
+    """Return the file by which another process asks a run for its report."""
+    return stacks_folder(run) / "report-wanted"
+
+
 def _open() -> None:
-    """Open this process's file, and write to it on request."""
-    if _Registered.folder is None:
-        return
-    path = _Registered.folder / f"{socket.gethostname()}-{os.getpid()}.txt"
+    """Open this process's file, and answer on its socket."""
+    assert _Registered.folder is not None
+    pid = os.getpid()
     with suppress(OSError):
-        file = path.open("w", encoding="utf-8")
-        file.write(f"{_Registered.name}\n{_STARTED}{_start(os.getpid())}\n\n")
+        path, started = _Registered.folder / f"{socket.gethostname()}-{pid}.txt", _start(pid)
+        _Registered.file = file = path.open("w", encoding="utf-8")
+        file.write(f"{_Registered.name}\n{_STARTED}{started}\n\n")
         file.flush()
         faulthandler.register(SIGNAL, file=file, all_threads=True)
-        _Registered.path, _Registered.file = path, file  # kept open
-        if _Registered.listener == os.getpid():
+        if _Registered.listener == pid:
             return
-        if _Registered.asks is not None:  # of the process that forked this one
-            _Registered.asks.close()
-        _Registered.asks = asks = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        asks.bind(_address(os.getpid(), _start(os.getpid())))
-        threading.Thread(target=_listen, args=(asks,), name="stacks", daemon=True).start()
-        _Registered.listener = os.getpid()
+        if _Registered.asked is not None:  # of the process that forked this one
+            _Registered.asked.close()
+        _Registered.asked = asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        asked.bind(_address(pid, started))
+        asked.listen()
+        threading.Thread(target=_listen, args=(asked,), name="stacks", daemon=True).start()
+        _Registered.listener = pid
 
 
-def _listen(asks: socket.socket) -> None:
-    """Write the stacks of all threads each time that a datagram comes."""
+def _listen(asked: socket.socket) -> None:
+    """Answer each connection of this user, or of root, with the stacks of all other threads."""
     while True:
-        asks.recv(1)
-        with suppress(BlockingIOError):  # requests that came while the lock was kept
-            while asks.recv(1, socket.MSG_DONTWAIT):
-                pass
-        if (path := _Registered.path) is not None:
-            with suppress(OSError):  # the disk is full
-                unfinished = path.with_suffix(_UNFINISHED)
-                with unfinished.open("w", encoding="utf-8") as file:
-                    faulthandler.dump_traceback(file, all_threads=True)
-                    file.writelines(_stacks_after(_MOST_THREADS))
-                unfinished.replace(path.with_suffix(_ANSWER))
+        connection, _ = asked.accept()
+        with connection, suppress(OSError):  # who asked has gone, or does not read
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            if _PEER.unpack(peer)[1] in (os.getuid(), 0):  # everybody can connect
+                connection.settimeout(_SECONDS)
+                connection.sendall(_stacks_here().encode(errors="replace"))
 
 
-def _stacks_after(number: int) -> Iterator[str]:
-    """Yield the stacks of the oldest threads, without the newest ones and this one.
-
-    The main thread is the oldest of all.
-    """
-    # The order is that of `dump_traceback`.
-    for thread, frame in itertools.islice(sys._current_frames().items(), number, None):
-        if thread == threading.get_ident():
-            continue
-        yield "\nThread (most recent call first):\n"
-        for each, line in itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES):
-            yield f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}\n'
+def _stacks_here() -> str:
+    """Return the stacks of this process's threads but this one, as `faulthandler` writes them."""
+    blocks = []
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident():
+            lines = [
+                f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}'
+                for each, line in itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+            ]
+            blocks.append("\n".join(["Thread (most recent call first):", *lines]))
+    return "\n\n".join(blocks)
 
 
 def _address(pid: int, started: str) -> str:
     """Return the address of a process's socket, in Linux's abstract namespace: it is no file."""
     return f"\0turnwise-stacks-{pid}-{started}"
+
+
+class _Asked:
+    """A process that is asked for its stacks."""
+
+    def __init__(self, name: str, path: Path, process: psutil.Process, started: str) -> None:
+        title = " ".join(process.cmdline()).strip()[:80]
+        self.name, self.path, self.process = f"{name}: {title}", path, process
+        self._size = path.stat().st_size
+        self._answer, self._whole = b"", False
+        self._deaf: frozenset[str] | None = None
+        """Threads that block the signal at all times; others block it while they write. None
+        before the signal is sent."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        with suppress(OSError):  # another network namespace, or requests that nobody takes
+            self._socket.connect(_address(process.pid, started))
+
+    def read(self, due: float) -> bool:
+        """Read what the process's thread answers until then; return whether it is whole."""
+        with suppress(OSError):  # nothing more has come, or there is no connection
+            while not self._whole:
+                self._socket.settimeout(max(0.0, due - time.monotonic()))
+                part = self._socket.recv(2**16)
+                self._answer += part
+                self._whole = not part
+        return self._whole
+
+    def signal(self) -> None:
+        """Send the process the signal."""
+        self._deaf = self._blocking()
+        with suppress(psutil.Error):
+            self.process.send_signal(SIGNAL)
+
+    def done(self) -> bool:
+        """Return whether the thread or the signal's handler has ended its answer, or the process
+        itself has ended."""
+        if _ended(self.process) or self.read(0.0):
+            return True
+        # Its file grows only once a thread blocks the signal, which it does until it is done.
+        grown = bool(self._written())
+        return self._deaf is not None and grown and self._blocking() <= self._deaf
+
+    def result(self, flaw: str) -> ProcessStacks | None:
+        """Return the stacks; None if the process has ended without any.
+
+        Args:
+            flaw: End of a sentence, if it was not done in time.
+        """
+        self._socket.close()
+        text = self._answer if self._whole else self._written()
+        stacks = _folded(text.decode(errors="replace"))
+        if not stacks and _ended(self.process):
+            self.path.unlink(missing_ok=True)
+            return None
+        said = f"it wrote {'only this' if stacks else 'nothing'} {flaw}" if flaw else ""
+        return ProcessStacks(self.name, self.process.pid, stacks, said)
+
+    def _written(self) -> bytes:
+        """Return what the signal's handler has written."""
+        try:
+            return self.path.read_bytes()[self._size :]
+        except OSError:
+            return b""
+
+    def _blocking(self) -> frozenset[str]:
+        """Return the threads of the process that block the signal now."""
+        blocking = set()
+        with suppress(OSError):  # the process has ended
+            for thread in sorted(Path(f"/proc/{self.process.pid}/task").iterdir()):
+                with suppress(OSError):  # the thread has ended
+                    if _contains(thread / "status", "SigBlk:"):
+                        blocking.add(thread.name)
+        return frozenset(blocking)
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
@@ -210,57 +244,101 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     Args:
         seconds: Time for all of them together.
     """
+    began = time.monotonic()
     asked: list[_Asked] = []
-    found: list[ProcessStacks] = []
-    for path, host, pid in _files(run):
-        try:
-            name, started, *_ = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            continue
+    elsewhere: list[ProcessStacks] = []
+    for path, host, pid, name, started in _registered(run):
         if host != socket.gethostname():
-            elsewhere = f"on {host}: stacks of another machine are not collected"
-            found.append(ProcessStacks(name, pid, [], elsewhere))
-            continue
-        process = _living(pid, started.removeprefix(_STARTED))
-        if process is None:
-            _remove(path)
-            continue
-        with suppress(psutil.Error, OSError):
-            path.with_suffix(_ANSWER).unlink(missing_ok=True)  # to an earlier request
-            title = " ".join(process.cmdline()).strip()[:80]
-            each = _Asked(f"{name}: {title}", path, process, path.stat().st_size)
-            asked.append(each)
-            if not _ask(pid, started.removeprefix(_STARTED)):
-                each.signal()
-    return [*_answers(asked, seconds), *found]
+            flaw = f"on {host}: stacks of another machine are not collected"
+            elsewhere.append(ProcessStacks(name, pid, [], flaw))
+        elif (process := _living(pid, started)) is None:
+            path.unlink(missing_ok=True)
+        else:
+            with suppress(psutil.Error, OSError):  # it ends at this moment
+                asked.append(_Asked(name, path, process, started))
+    waited_for = [
+        each for each in asked if not each.read(began + min(_THREAD_SECONDS, seconds / 2))
+    ]
+    for each in waited_for:
+        each.signal()
+    while waited_for := [each for each in waited_for if not each.done()]:
+        if time.monotonic() >= began + seconds:
+            break
+        time.sleep(_PAUSE_SECONDS)
+    late = f"within {seconds:g} s"
+    found = [each.result(late if each in waited_for else "") for each in asked]
+    return [*(each for each in found if each is not None), *elsewhere]
 
 
-def _ask(pid: int, started: str) -> bool:
-    """Send a process's thread the request; return whether its socket took it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        try:
-            sender.sendto(b"?", socket.MSG_DONTWAIT, _address(pid, started))
-        except OSError:  # another network namespace, or a queue of requests that nobody takes
-            return False
-    return True
+def write_report(run: Path, line: str) -> Path | None:
+    """Write a run's report; return its path, or None if it cannot be written.
+
+    Args:
+        line: The sentence of the watchdog.
+    """
+    parts = [process.text() for process in collect(run)]
+    text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
+    try:
+        (run / REPORT).write_text(text + "\n", encoding="utf-8")
+    except OSError:
+        return None
+    return run / REPORT
 
 
-def running(run: Path) -> bool:
-    """Return whether a registered process of a run lives, here or (presumably) elsewhere."""
-    for path, host, pid in _files(run):
-        with suppress(OSError, ValueError):
-            _, started, *_ = path.read_text(encoding="utf-8").splitlines()
-            if host != socket.gethostname() or _living(pid, started.removeprefix(_STARTED)):
-                return True
+def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
+    """Return what a run waits for and does; for a run that has ended, its last report.
+
+    A run that does not answer, because its event loop is not yet or no longer watched, still shows
+    the stacks of its processes on this machine.
+
+    Args:
+        run: The run folder.
+        seconds: Time for the run to answer.
+
+    Raises:
+        InputError: when there is nothing to show.
+    """
+    if not (run / "logs").is_dir():
+        raise InputError(f"there is no run in {run} (a folder with logs)")
+    report = run / REPORT
+    if any(
+        host != socket.gethostname() or _living(pid, started)
+        for _, host, pid, _, started in _registered(run)
+    ):
+        if _asked_for_report(run, seconds):
+            return report.read_text(encoding="utf-8")
+        if found := collect(run):
+            said = (
+                f"the run did not answer within {seconds:g} s: it is not training, or its main "
+                "process is stuck"
+            )
+            return "\n\n".join([said, *(process.text() for process in found)]) + "\n"
+    if report.is_file():
+        return f"no process of {run} is running; its last report:\n{report.read_text('utf-8')}"
+    raise InputError(f"no process of {run} is running here, and it has no {REPORT}")
+
+
+def _asked_for_report(run: Path, seconds: float) -> bool:
+    """Ask a run for its report; return whether it was written in time."""
+    request, due = report_request(run), time.monotonic() + seconds
+    with suppress(OSError):
+        request.touch()
+        while request.exists():  # the watchdog removes it
+            if time.monotonic() >= due:
+                request.unlink(missing_ok=True)
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return True
     return False
 
 
-def _files(run: Path) -> Iterator[tuple[Path, str, int]]:
-    """Yield the processes' files in their order, each with its host and process id."""
+def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
+    """Yield the files of a run's processes: each with host, process id, name and start."""
     for path in sorted(stacks_folder(run).glob("*.txt")):
         host, _, pid = path.stem.rpartition("-")
-        if pid.isdecimal():  # other files in the folder are not ours
-            yield path, host, int(pid)
+        with suppress(OSError, ValueError):  # other files in the folder are not ours
+            name, started, *_ = path.read_text(encoding="utf-8").splitlines()
+            yield path, host, int(pid), name, started.removeprefix(_STARTED)
 
 
 def _living(pid: int, started: str) -> psutil.Process | None:
@@ -287,59 +365,10 @@ def _start(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
 
 
-def _answers(asked: Sequence[_Asked], seconds: float) -> list[ProcessStacks]:
-    """Wait until every process is done, and return what was written."""
-    start = time.monotonic()
-    waited_for = list(asked)
-    while (waited_for := [each for each in waited_for if not each.done()]) and (
-        time.monotonic() < start + seconds
-    ):
-        if time.monotonic() >= start + min(_THREAD_SECONDS, seconds / 2):
-            for each in waited_for:
-                each.signal()
-        time.sleep(_PAUSE_SECONDS)
-    answers = []
-    for each in asked:
-        stacks = _folded(each.written())
-        if not stacks and _ended(each.process):
-            with suppress(OSError):
-                _remove(each.path)
-            continue
-        flaw = ""
-        if each in waited_for:
-            flaw = f"it wrote {'only this' if stacks else 'nothing'} within {seconds:g} s"
-        answers.append(ProcessStacks(each.name, each.process.pid, stacks, flaw))
-    return answers
-
-
-def _blocking(pid: int) -> frozenset[str]:
-    """Return the threads of a process that block the signal now."""
-    blocking = set()
-    with suppress(OSError):  # the process has ended
-        for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
-            with suppress(OSError):  # the thread has ended
-                if _contains(thread / "status", "SigBlk:"):
-                    blocking.add(thread.name)
-    return frozenset(blocking)
-
-
 def _contains(status: Path, line: str) -> bool:
     """Return whether a line of signals in a file of /proc contains the signal."""
     signals = next((each for each in status.read_text().splitlines() if each.startswith(line)), "")
     return bool(signals) and bool(int(signals.split()[1], 16) >> (SIGNAL - 1) & 1)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _remove(path: Path) -> None:
-    """Remove the files of a process that has ended."""
-    for suffix in (path.suffix, _ANSWER, _UNFINISHED):
-        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _folded(text: str) -> list[str]:

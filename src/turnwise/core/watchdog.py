@@ -7,15 +7,14 @@ wait in one part of a run may hold up another.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 _NAMED = 8
 """Maximum number of kinds of waits that one line lists."""
-
-
-_WANTED_SECONDS = 1.0
-"""Time after which a report that is wanted is noticed."""
+_ASKED_SECONDS = 1.0
+"""Time after which it is noticed that a report is asked for."""
 
 
 class _Progress:
@@ -33,10 +32,6 @@ class waiting:
     Args:
         who: Object of "waiting for": "the trainer to train".
         kind: Singular noun under which similar waits are listed together: "tool".
-
-    Example:
-        with waiting("the trainer to train"):
-            await trainer.train(samples)
     """
 
     __slots__ = ("kind", "since", "who")
@@ -78,25 +73,16 @@ class Watchdog:
     Args:
         seconds: Time without any progress.
         report: Called with one line once per stall, in the watchdog's thread.
-        wanted: Called every second; while it is true, `answer` is called.
-        answer: Called with the line of the present moment, in the watchdog's thread.
-
-    Example:
-        async with Watchdog(300.0, logger.warning):
-            await train()
+        run: The run folder; when another process asks there for the report of `turnwise stuck`, it
+            is written.
     """
 
     def __init__(
-        self,
-        seconds: float,
-        report: Callable[[str], None],
-        wanted: Callable[[], bool] | None = None,
-        answer: Callable[[str], None] = lambda line: None,
+        self, seconds: float, report: Callable[[str], None], run: Path | None = None
     ) -> None:
         self._seconds = seconds
         self._report = report
-        self._wanted = wanted
-        self._answer = answer
+        self._run = run
         self._ended = threading.Event()
 
     async def __aenter__(self) -> "Watchdog":
@@ -109,11 +95,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         reported = None
-        longest = self._seconds if self._wanted is None else _WANTED_SECONDS
+        longest = self._seconds if self._run is None else _ASKED_SECONDS
         pause = min(self._seconds, longest)
         while not self._ended.wait(pause):
-            if self._wanted is not None and self._wanted():
-                self._answer(_line(time.monotonic()))
+            self._answer()
             moved, now = _Progress.moved, time.monotonic()
             left = moved + self._seconds - now
             if left <= 0 and moved != reported:
@@ -121,27 +106,27 @@ class Watchdog:
                 self._report(_line(now))
             pause = min(left if left > 0 else self._seconds, longest)
 
+    def _answer(self) -> None:
+        """Write the report of the present moment, if another process asks for it."""
+        if self._run is not None:
+            from turnwise.core import stacks  # for Linux; other systems read runs
+
+            if (request := stacks.report_request(self._run)).exists():
+                stacks.write_report(self._run, _line(time.monotonic()))
+                request.unlink(missing_ok=True)
+
 
 def _line(now: float) -> str:
-    """Return a sentence about the present moment."""
-    return f"no progress for {now - _Progress.moved:.3g} s; {_describe(list(_waits), now)}"
-
-
-def _describe(waits: Iterable[waiting], now: float) -> str:
-    """List the waits in one clause, the longest first; those of one kind together."""
+    """Return a sentence about this moment: the waits, the longest first, those of a kind as one."""
     kinds: dict[tuple[str, str], list[waiting]] = {}
-    for wait in sorted(waits, key=lambda wait: wait.since):
+    for wait in sorted(list(_waits), key=lambda wait: wait.since):
         kinds.setdefault((wait.kind, "" if wait.kind else wait.who), []).append(wait)
-    parts = [_describe_kind(alike, now) for alike in kinds.values()]
+    parts = []
+    for (kind, _), alike in kinds.items():
+        who, seconds = alike[0].who, f"{now - alike[0].since:.3g} s"
+        several = f"{len(alike)} {kind}{'' if len(alike) == 1 else 's'}"
+        parts.append(f"{several} ({who} for {seconds})" if kind else f"{who} ({seconds})")
     if len(parts) > _NAMED:
         parts[_NAMED:] = [f"{len(parts) - _NAMED} more"]
-    return f"waiting for: {', '.join(parts)}" if parts else "no wait is registered"
-
-
-def _describe_kind(alike: list[waiting], now: float) -> str:
-    longest = alike[0]
-    seconds = f"{now - longest.since:.3g} s"
-    if not longest.kind:
-        return f"{longest.who} ({seconds})"
-    plural = "" if len(alike) == 1 else "s"
-    return f"{len(alike)} {longest.kind}{plural} ({longest.who} for {seconds})"
+    said = f"waiting for: {', '.join(parts)}" if parts else "no wait is registered"
+    return f"no progress for {now - _Progress.moved:.3g} s; {said}"

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from turnwise.config import EngineConfig, ModelConfig
+from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core import fork_server
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
@@ -27,7 +28,6 @@ _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
 _FORKED_EXECUTOR = "turnwise.engine.forked_executor.ForkedExecutor"
-_CPU_KV_CACHE_GIB = 0.5
 _CPU_BLOCK_SIZE = 32
 
 
@@ -112,7 +112,7 @@ def engine_arguments(
                 "engine.pipeline_parallel_size: vLLM splits an engine's layers over GPUs only; "
                 "on a CPU set it to 1 and raise engine.tensor_parallel_size"
             )
-        arguments.setdefault("kv_cache_memory_bytes", int(_CPU_KV_CACHE_GIB * 2**30))
+        arguments.setdefault("kv_cache_memory_bytes", int(CPU_KV_CACHE_GIB * 2**30))
         arguments |= {
             "block_size": _CPU_BLOCK_SIZE,
             "enforce_eager": True,

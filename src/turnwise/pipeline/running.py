@@ -16,8 +16,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
+from turnwise.observe.metrics import StepMetrics, mean
 from turnwise.rollout import Group, check_failures
-from turnwise.run.metrics import StepMetrics, mean
 from turnwise.run.runtime import Runtime, open_runtime
 from turnwise.run.step import TrainingStep, check_exactness
 from turnwise.training import checkpoint
@@ -84,10 +84,10 @@ class RunningPipeline:
                 training.steps,
             )
         if made.samples:
-            metrics.add_training(await self.step.train(made.samples))
+            metrics.add(await self.step.train(made.samples))
         self.progress.iteration += 1
         self.step.versions.step_ended(self.trainer.version)
-        metrics.add_update(await self.step.update_weights())
+        metrics.add(await self.step.update_weights())
         return metrics.to_json()
 
     async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:

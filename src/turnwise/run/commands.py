@@ -210,9 +210,9 @@ async def evaluate(
     async with _playing(
         config, console, inputs, paths, heldout_problems, sampling, show
     ) as playing:
+        from turnwise.observe.timeline import TIMELINE
         from turnwise.rollout.evaluation import evaluate as evaluate_problems
         from turnwise.run.group_log import GroupLog
-        from turnwise.run.timeline import TIMELINE
 
         folder, name = run_folder(config), "eval.jsonl"
         return await evaluate_problems(
@@ -345,8 +345,8 @@ async def _attempt(
     inputs: ProgramInputs,
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
+    from turnwise.observe.prometheus import serving_metrics
     from turnwise.rollout.mixture import first_of_each
-    from turnwise.run.prometheus import serving_metrics
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 

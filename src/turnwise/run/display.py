@@ -12,8 +12,8 @@ from rich.table import Table
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import visible
-from turnwise.run.conversations import conversation
-from turnwise.run.metrics import StepMetrics
+from turnwise.observe.conversations import conversation
+from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
 _REFRESH_PER_SECOND = 4

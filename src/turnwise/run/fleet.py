@@ -18,13 +18,12 @@ from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
-from turnwise.errors import InputError
 from turnwise.rollout.loops import import_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai import import_server
-from turnwise.serving.placement import WorkerStarter
+from turnwise.serving.placement import WorkerStarter, gpu_share
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
@@ -177,26 +176,3 @@ def make_manager(
         config.weights,
         config.engine.start_timeout + config.engine.request_timeout,
     )
-
-
-def gpu_share(config: Config, gpus: float, training: bool) -> float:
-    """Return the share of a GPU for each device of an engine and each rank of the trainer.
-
-    It is 1, or less if there are fewer GPUs than devices and ranks.
-
-    Raises:
-        InputError: when ranks that train together, or devices of one engine, would share a GPU.
-    """
-    takers = config.serving.workers * config.engine.devices
-    if training and not config.training.colocated:
-        takers += config.training.ranks
-    share = min(1.0, gpus / takers)
-    together = max(config.engine.devices, config.training.ranks if training else 1)
-    if 0 < share < 1 and together > 1:
-        raise InputError(
-            f"there are {gpus:g} GPUs for {takers} devices of engines and ranks of the trainer: "
-            "ranks that train together, and devices of one engine, need a GPU each (lower "
-            "training.ranks, engine.tensor_parallel_size or serving.workers, or set "
-            "training.colocated)"
-        )
-    return share

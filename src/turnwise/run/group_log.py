@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from turnwise.core.aio import run_in_thread
+from turnwise.observe.timeline import write_times
 from turnwise.rollout.group import Group, turn_times
-from turnwise.run.timeline import append_times
 from turnwise.trajectory.log import TrajectoryLog
 
 
@@ -49,5 +49,5 @@ class GroupLog:
     def _append(self, place: int, group: Group) -> None:
         self.trajectories.append(place, group.trajectories)
         if self._times is not None:
-            append_times(self._times, turn_times([group]), new=not self._begun)
+            write_times(self._times, turn_times([group]), new=not self._begun)
         self._begun = True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.run.metrics import StepMetrics
+    from turnwise.observe.metrics import StepMetrics
 
 _Result = TypeVar("_Result")
 

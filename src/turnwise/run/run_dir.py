@@ -25,11 +25,11 @@ from turnwise.core.files import number_of, numbered, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
+from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.timeline import TIMELINE, write_times
+from turnwise.observe.trackers import Trackers
 from turnwise.run.group_log import GroupLog
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.timeline import TIMELINE, write_times
 from turnwise.run.token_values import Columns, write_columns
-from turnwise.run.trackers import Trackers
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
 

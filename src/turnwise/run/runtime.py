@@ -33,13 +33,13 @@ from turnwise.run.fleet import (
     FRONTS,
     begin_imports,
     count_of,
-    gpu_share,
     make_manager,
     ray_running,
     starting_engines,
 )
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.placement import gpu_share
 from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.trainer_group import TrainerGroup

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import waiting
 from turnwise.errors import ExactnessError
-from turnwise.run.metrics import UpdateMetrics
 from turnwise.run.runtime import Runtime
-from turnwise.training.reports import TrainMetrics
 from turnwise.training.sample import Sample
 from turnwise.training.staleness import RecentVersions
 from turnwise.trajectory import ExactnessReport
@@ -65,7 +64,7 @@ class TrainingStep:
             self._policy.offload if config.training.offload else None,
         )
 
-    async def train(self, samples: Sequence[Sample]) -> TrainMetrics:
+    async def train(self, samples: Sequence[Sample]) -> JsonObject:
         """Minimise the loss on one or more samples; return the trainer's metrics.
 
         Raises:
@@ -101,7 +100,7 @@ class TrainingStep:
         if colocated:
             await self._manager.wake_up()
 
-    async def update_weights(self) -> UpdateMetrics:
+    async def update_weights(self) -> JsonObject:
         """Transfer the trainer's weights to the engines and check that they arrived.
 
         Raises:
@@ -119,7 +118,7 @@ class TrainingStep:
                     engine, canary.prompt_token_ids, canary.logprobs, tolerance, version
                 ),
             )
-        lent = UpdateMetrics()
+        lent: JsonObject = {}
         if self._config.training.offload:
             lent["offloaded_gib"] = await self._policy.offload() / 2**30
         return {

@@ -18,20 +18,20 @@ from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.calls import stuck_calls
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
 from turnwise.core.json_types import JsonObject
+from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import Watchdog, waiting
+from turnwise.observe.alarms import Alarms
+from turnwise.observe.conversations import Overview
+from turnwise.observe.metrics import StepMetrics
 from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollout.evaluation import Evaluation, evaluate
 from turnwise.rollout.group import turn_times
 from turnwise.rollout.mixture import make_stream
-from turnwise.run.alarms import Alarms
-from turnwise.run.metrics import StepMetrics, UpdateMetrics
-from turnwise.run.overview import Overview
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness
-from turnwise.run.stuck import ReportRequest, write_report
 from turnwise.run.token_values import columns_of
 from turnwise.training.advantages import compute_advantages, gives_signal
 from turnwise.training.algorithms import make_algorithm
@@ -108,10 +108,8 @@ class TrainingLoop:
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
         that ended the run early. A run that is asked to end saves its last step first."""
-        request = ReportRequest(self._folder.path)
-        watchdog = Watchdog(
-            self._config.watchdog_seconds, self._report_stall, request.made, request.answer
-        )
+        seconds = self._config.watchdog_seconds
+        watchdog = Watchdog(seconds, self._report_stall, self._folder.path)
         with self._ending:
             async with watchdog, task_group() as tasks:
                 watch = tasks.create_task(self._policy.watch())
@@ -181,7 +179,7 @@ class TrainingLoop:
                 break
             metrics = self._describe(step, batch)
             await self._learn(batch, metrics)
-            metrics.add_update(await self._update_weights())
+            metrics.add(await self._update_weights())
             evaluation = await self._evaluate(step)
             metrics.add_evaluation(evaluation)
             await self._write_trajectories(step, batch)
@@ -246,11 +244,11 @@ class TrainingLoop:
         if samples.samples:
             self._progress.phase("train")
             with self._timed("train"):
-                metrics.add_training(await self._step.train(samples.samples))
+                metrics.add(await self._step.train(samples.samples))
             await self._write_token_values(metrics.step, batch, samples, version)
         self._step.versions.step_ended(self._policy.version)
 
-    async def _update_weights(self) -> UpdateMetrics:
+    async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories.
 
         Raises:
@@ -294,7 +292,7 @@ class TrainingLoop:
             trajectories=evaluation.finished,
             dropped=dict(evaluation.dropped),
         )
-        metrics.add_update(update)
+        metrics.add(update)
         metrics.add_evaluation(evaluation)
         metrics.step_seconds = time.perf_counter() - started
         await self._report(metrics)

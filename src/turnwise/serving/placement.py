@@ -18,6 +18,7 @@ from turnwise.config import Config
 from turnwise.core.actor import create_placement_group
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
+from turnwise.errors import InputError
 from turnwise.serving.api_key import with_api_key
 from turnwise.serving.colocated.engine import on_actors
 from turnwise.serving.worker_handle import WorkerHandle
@@ -118,3 +119,26 @@ class WorkerStarter:
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return all(nodes.get(bundle) in alive for bundle in self._bundles_of(index))
+
+
+def gpu_share(config: Config, gpus: float, training: bool) -> float:
+    """Return the share of a GPU for each device of an engine and each rank of the trainer.
+
+    It is 1, or less if there are fewer GPUs than devices and ranks.
+
+    Raises:
+        InputError: when ranks that train together, or devices of one engine, would share a GPU.
+    """
+    takers = config.serving.workers * config.engine.devices
+    if training and not config.training.colocated:
+        takers += config.training.ranks
+    share = min(1.0, gpus / takers)
+    together = max(config.engine.devices, config.training.ranks if training else 1)
+    if 0 < share < 1 and together > 1:
+        raise InputError(
+            f"there are {gpus:g} GPUs for {takers} devices of engines and ranks of the trainer: "
+            "ranks that train together, and devices of one engine, need a GPU each (lower "
+            "training.ranks, engine.tensor_parallel_size or serving.workers, or set "
+            "training.colocated)"
+        )
+    return share

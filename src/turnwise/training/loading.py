@@ -1,15 +1,14 @@
-"""Loading of the trainer's models, and the check that they fit.
+"""Loading of the trainer's models.
 
 Forward passes use `model.dtype`. Weights that learn are float32 beside it, since steps with a small
 learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at random
 (`training.weights_dtype`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,20 +16,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from turnwise.config import Config, OtherModel
-from turnwise.core.gguf import resolve_model, resolve_tokenizer
+from turnwise.core.gguf import resolve_model
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import check_divisible
-from turnwise.training.lora import Role, add_adapters
+from turnwise.training.lora import Role
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
 
-_GIB = 2**30
 POLICY = OtherModel()
 """The model of `model.path` itself."""
 
@@ -57,104 +54,6 @@ def shared_roles(
         *(("reference",) if shared(reference) else ()),
         *(("value",) if shared(value) else ()),
     )
-
-
-def check_room(
-    config: Config,
-    device: torch.device,
-    ranks: int,
-    frozen: OtherModel | None,
-    trained: OtherModel | None,
-) -> None:
-    """Check that a rank has memory for all models and their optimizers; ignores activations.
-
-    Args:
-        frozen: The reference model, if any.
-        trained: The value model, if any.
-
-    Raises:
-        InputError: when they do not fit, or a model does not know all of the policy's tokens.
-    """
-    roles = shared_roles(config, frozen, trained)
-    count, learning, _ = _size(config, POLICY, roles)
-    bytes_needed = learning * _trained_bytes(config, POLICY) + (count - learning) * _frozen_bytes(
-        config
-    )
-    for key, role, other, each in (
-        (
-            "algorithm.kl.model",
-            "reference",
-            frozen,
-            learning_dtype(config, frozen or POLICY).itemsize,
-        ),
-        (
-            "algorithm.advantage.model",
-            "value",
-            trained,
-            _trained_bytes(config, trained or POLICY),
-        ),
-    ):
-        if other is None or role in roles:
-            continue
-        more, _, words = _size(config, other)
-        bytes_needed += more * each
-        if other.path and words < (tokens := _tokens(config)):
-            raise InputError(
-                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the policy's "
-                f"tokenizer has {tokens:,}: both models must have the same tokenizer"
-            )
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
-    needed = bytes_needed / ranks
-    if needed > free:
-        raise InputError(
-            f"the model {config.model.path} does not fit: its {count / 1e6:,.0f} M parameters "
-            f"need {needed / _GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, AdamW), "
-            f"and {free / _GIB:.1f} GiB are free; raise training.ranks"
-        )
-
-
-def _trained_bytes(config: Config, other: OtherModel) -> int:
-    """Return the bytes of a parameter that learns: itself, its gradient, AdamW's two moments."""
-    return 4 * learning_dtype(config, other).itemsize
-
-
-def _frozen_bytes(config: Config) -> int:
-    """Return the bytes of a frozen parameter of the policy."""
-    return dtype_of(config, POLICY).itemsize
-
-
-def parameters_of(config: Config, other: OtherModel) -> int:
-    """Return the number of a model's parameters, without loading its weights.
-
-    Raises:
-        InputError: when its configuration cannot be read.
-    """
-    return _size(config, other)[0]
-
-
-def _size(config: Config, other: OtherModel, roles: Sequence[Role] = ()) -> tuple[int, int, int]:
-    """Return a model's parameters, those that learn, and its vocabulary, without its weights."""
-    path, trust = path_of(config, other), config.model.trust_remote_code
-    with _refusals(path), torch.device("meta"):
-        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        kind = AutoModelForSequenceClassification if _scores(shape) else AutoModelForCausalLM
-        empty = kind.from_config(shape, trust_remote_code=trust)
-        if roles:
-            add_adapters(empty, config.model.lora, roles)
-    sizes = [(p.numel(), p.requires_grad) for p in empty.parameters()]
-    words: int = shape.get_text_config().vocab_size
-    return sum(n for n, _ in sizes), sum(n for n, learns in sizes if learns), words
-
-
-def _tokens(config: Config) -> int:
-    """Return the size of the policy's tokenizer; a model's vocabulary is often a bit larger."""
-    path = resolve_tokenizer(config.model)
-    trust = config.model.trust_remote_code
-    with _refusals(path):
-        return len(AutoTokenizer.from_pretrained(path, trust_remote_code=trust))
 
 
 def path_of(config: Config, other: OtherModel) -> str:
@@ -198,10 +97,10 @@ def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
         InputError: when it cannot be loaded, or has other than one output.
     """
     path, trust = path_of(config, other), config.model.trust_remote_code
-    with _refusals(path):
+    with translate_unreadable(path):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     dtype = learning_dtype(config, other)
-    if not _scores(shape):
+    if not is_classifier(shape):
         return load_model(config, other, dtype)
     if shape.num_labels != 1:
         raise InputError(
@@ -213,14 +112,16 @@ def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
 
 def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype = torch.float32) -> Any:
     trust = config.model.trust_remote_code
-    with _refusals(path):
+    with translate_unreadable(path):
         if dist.is_initialized() and (files := weight_files(path)):
             shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             with torch.device("meta"):
                 model = kind.from_config(shape, dtype=dtype, trust_remote_code=trust)
             if can_be_sliced(model):
                 _prepare(model, config)
-                return _with_head(model, files)
+                if hasattr(model, "score"):  # the head of a reward model, for the value model's
+                    model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
+                return model.eval()
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     if config.training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
@@ -234,13 +135,6 @@ def _prepare(model: PreTrainedModel, config: Config) -> None:
     check_divisible(model, config.training.context_parallel, exchanges)
 
 
-def _with_head(model: PreTrainedModel, files: list[str]) -> PreTrainedModel:
-    """Read the head of a reward model, from which the value model's is made."""
-    if hasattr(model, "score"):
-        model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
-    return model.eval()
-
-
 def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
     """Read this rank's shards of a module that has no weights yet.
 
@@ -248,18 +142,19 @@ def fill(module: nn.Module, config: Config, device: torch.device, other: OtherMo
         InputError: when the model's files do not hold them.
     """
     path = path_of(config, other)
-    with _refusals(path):
+    with translate_unreadable(path):
         if any(parameter.is_meta for parameter in module.parameters()):
             read_shards(module, weight_files(path), device)
 
 
-def _scores(shape: PretrainedConfig) -> bool:
+def is_classifier(shape: PretrainedConfig) -> bool:
     """Return whether a checkpoint is a sequence classifier."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
 
 @contextmanager
-def _refusals(path: str) -> Iterator[None]:
+def translate_unreadable(path: str) -> Iterator[None]:
+    """Raise an InputError that names the model, for errors of what reads it."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -20,7 +20,6 @@ from turnwise.training.context import Columns, ContextGroup
 from turnwise.training.layers import backbone_of, decoder_layers, recompute
 from turnwise.training.loading import (
     POLICY,
-    check_room,
     dtype_of,
     fill,
     learning_dtype,
@@ -29,6 +28,7 @@ from turnwise.training.loading import (
     shared_roles,
 )
 from turnwise.training.lora import Role, TrainedPart, add_adapters, take_role
+from turnwise.training.memory import check_room
 from turnwise.training.routing import RoutingReplay
 from turnwise.training.scoring import Scores, hidden_before, score_columns
 

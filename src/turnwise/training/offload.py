@@ -4,7 +4,6 @@ Values on a GPU move to pinned host memory, values on a CPU to a file. A tensor 
 shape and views: only its storage is emptied, and later filled again.
 """
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
+from turnwise.core.memory import give_back
 from turnwise.errors import TurnwiseError
 
 _PART_BYTES = 16 * 2**20
@@ -108,7 +108,7 @@ class Offload:
         for part in parts:
             part.storage.resize_(0)
         self._away[kind] = _Kind(parts, file)
-        _give_back()
+        _release()
 
     def bring_back(self, kinds: Iterable[str]) -> None:
         """Fill the storages of these kinds again; does nothing for what is not away.
@@ -174,10 +174,9 @@ def _to_host(storage: Any) -> torch.Tensor:
     return host.copy_(_bytes(storage))
 
 
-def _give_back() -> None:
+def _release() -> None:
     """Make the allocators return free memory to the device, or to the system."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with suppress(OSError, AttributeError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()

@@ -3,11 +3,12 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.core.json_types import JsonObject
 from turnwise.training.sample import Sample
 
 if TYPE_CHECKING:
@@ -25,33 +26,6 @@ SumName = Literal[
     "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
 ]
 """Metrics that are means over trained tokens; ranks report sums."""
-
-
-class TrainMetrics(TypedDict, total=False):
-    """The trainer's part of a step's metrics; `turnwise.run.metrics.StepMetrics` documents each."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    skipped_updates: float
-    ratio: float
-    ratio_p1: float
-    ratio_p50: float
-    ratio_p99: float
-    clip_fraction: float
-    entropy: float
-    correction: float
-    kl: float
-    value_loss: float
-    loss_metrics: dict[str, float]
-    logprob_diff_mean: float | None
-    logprob_diff_max: float | None
-    staleness: dict[str, int]
-    staleness_max: int
-    trained_tokens: int
-    train_seconds: float
-    train_tokens_per_s: float
-    train_memory_gib: float
 
 
 @dataclass(slots=True)
@@ -116,8 +90,8 @@ class StepReport:
     """Peak memory of the rank so far."""
 
 
-def merge(reports: Sequence[StepReport], same: int = 1) -> TrainMetrics:
-    """Return the metrics of a training step from the reports of all ranks.
+def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
+    """Return the trainer's part of a step's metrics, as `turnwise.observe.metrics` names them.
 
     Means are over trained tokens, then over the step's updates; tokens that are only counted are
     excluded. `logprob_diff_*` compare the engine's log-probs with the trainer's before the
@@ -133,12 +107,12 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> TrainMetrics:
     count = len(reports[0].updates)
     updates = [[report.updates[i] for report in reports] for i in range(count)]
     staleness = sum((report.staleness for report in reports), Counter[int]())
-    metrics = TrainMetrics(
-        loss=_mean(sum(rank.loss for rank in ranks) for ranks in updates),
-        grad_norm=_mean(ranks[0].grad_norm for ranks in updates),
-        learning_rate=updates[-1][0].learning_rate,
-        skipped_updates=float(sum(ranks[0].skipped for ranks in updates)),
-    )
+    metrics: JsonObject = {
+        "loss": _mean(sum(rank.loss for rank in ranks) for ranks in updates),
+        "grad_norm": _mean(ranks[0].grad_norm for ranks in updates),
+        "learning_rate": updates[-1][0].learning_rate,
+        "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
+    }
     names: dict[SumName, None] = {name: None for r in reports for u in r.updates for name in u.sums}
     for name in names:
         metrics[name] = _mean(

@@ -24,6 +24,7 @@ from turnwise.core.actor import (
     killed_on_failure,
 )
 from turnwise.core.aio import run_in_thread
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.training.batching import (
     Layout,
@@ -31,7 +32,7 @@ from turnwise.training.batching import (
     micro_batch_tokens,
     plan_micro_batches,
 )
-from turnwise.training.reports import TrainedSample, TrainMetrics, by_sample, merge
+from turnwise.training.reports import TrainedSample, by_sample, merge
 from turnwise.training.sample import Sample
 from turnwise.weights.manifest import Publication
 from turnwise.weights.rendezvous import LOOPBACK
@@ -178,7 +179,7 @@ class TrainerGroup:
         """Ray's handles of the ranks, by their names in errors."""
         return {rank.name: rank.actor for rank in self._ranks}
 
-    async def train(self, samples: Sequence[Sample]) -> TrainMetrics:
+    async def train(self, samples: Sequence[Sample]) -> JsonObject:
         """Take `training.updates_per_step` optimizer steps; returns the step's metrics."""
         shares = await self._shares(samples, self._config.training.updates_per_step)
         reports = await self._each("train", "call", [("train", share) for share in shares])

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from turnwise.core.aio import run_in_thread
-from turnwise.run.conversations import trajectory_file
+from turnwise.observe.conversations import trajectory_file
 from turnwise.viewer.demo import demo_runs
 from turnwise.viewer.export import export
 from turnwise.viewer.run_files import open_runs

@@ -21,8 +21,8 @@ from turnwise.config import masked_value
 from turnwise.core.files import numbered
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.run.alarms import alarms_of_run
-from turnwise.run.timeline import TIMELINE
+from turnwise.observe.alarms import alarms_of_run
+from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Renderer

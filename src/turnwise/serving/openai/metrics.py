@@ -6,11 +6,13 @@ Metrics of engines have the label `worker`.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from turnwise.engine.protocol import VLLM_METRICS, Generator
@@ -29,6 +31,32 @@ class _Measured(Protocol):
     name: str
 
     async def metrics(self) -> list[Metric]: ...
+
+
+@dataclass(frozen=True)
+class Families(Collector):
+    """A collector that returns what a function returns."""
+
+    make: Callable[[], Iterable[Metric]]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of this moment."""
+        return self.make()
+
+
+def family(name: str, meaning: str, values: Mapping[str, float], label: str = "") -> Metric:
+    """Return a gauge, or (with a name in _total) a counter.
+
+    Args:
+        values: By the value of the label; of "" without a label.
+    """
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = (
+        CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    )
+    made = kind(name, meaning, labels=[label] if label else [])
+    for part, value in values.items():
+        made.add_metric([part] if label else [], value)
+    return made
 
 
 class EngineMetrics:
@@ -75,12 +103,8 @@ class EngineMetrics:
 
 def answered(by_worker: Mapping[str, bool]) -> Metric:
     """Return `turnwise_worker_metrics`: 0 for each worker whose metrics are missing."""
-    gauge = GaugeMetricFamily(
-        "turnwise_worker_metrics", "1 if its engine's metrics are included", labels=["worker"]
-    )
-    for name, included in by_worker.items():
-        gauge.add_metric([name], float(included))
-    return gauge
+    meaning = "1 if its engine's metrics are included"
+    return family("turnwise_worker_metrics", meaning, by_worker, "worker")
 
 
 def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
@@ -88,10 +112,10 @@ def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
     families: dict[str, Metric] = {}
     for worker, metrics in by_worker.items():
         for metric in metrics:
-            family = families.setdefault(
+            made = families.setdefault(
                 metric.name, Metric(metric.name, metric.documentation, metric.type)
             )
-            family.samples += [
+            made.samples += [
                 Sample(sample.name, {**sample.labels, "worker": worker}, sample.value)
                 for sample in metric.samples
             ]
@@ -100,25 +124,19 @@ def merged(by_worker: Mapping[str, Sequence[Metric]]) -> list[Metric]:
 
 def process_metrics() -> Iterator[Metric]:
     """Yield the metrics of this process, without those of an engine in it."""
-    for metric in REGISTRY.collect():
-        if not metric.name.startswith(VLLM_METRICS):
-            yield metric
+    return (each for each in REGISTRY.collect() if not each.name.startswith(VLLM_METRICS))
 
 
 def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
     """Yield the metrics of a scheduler: turns by event, and its workers."""
-    events = CounterMetricFamily("turnwise_turns", "Turns, by event", labels=["event"])
-    for event, count in list(scheduler.events.items()):
-        events.add_metric([event], count)
-    yield events
-    load = GaugeMetricFamily("turnwise_worker_load", "Weighted requests", labels=["worker"])
-    up = GaugeMetricFamily("turnwise_worker_up", "1 if the worker takes turns", labels=["worker"])
-    tokens = CounterMetricFamily("turnwise_worker_tokens", "Sampled tokens", labels=["worker"])
-    for worker in list(scheduler.workers.values()):
-        load.add_metric([worker.name], worker.load)
-        up.add_metric([worker.name], float(worker.usable))
-        tokens.add_metric([worker.name], worker.tokens)
-    yield from (load, up, tokens)
+    yield family("turnwise_turns_total", "Turns, by event", dict(scheduler.events), "event")
+    workers = list(scheduler.workers.values())
+    for name, meaning, values in (
+        ("turnwise_worker_load", "Weighted requests", {w.name: w.load for w in workers}),
+        ("turnwise_worker_up", "1 if the worker takes turns", {w.name: w.usable for w in workers}),
+        ("turnwise_worker_tokens_total", "Sampled tokens", {w.name: w.tokens for w in workers}),
+    ):
+        yield family(name, meaning, values, "worker")
 
 
 def make_metrics(
@@ -133,24 +151,16 @@ def make_metrics(
     """
     engines = EngineMetrics(generator)
 
-    class Collector:
-        def __init__(self, of_engines: Sequence[Metric]) -> None:
-            self._of_engines = of_engines
-
-        def collect(self) -> Iterator[Metric]:
-            yield from self._of_engines
-            yield from process_metrics()
-            yield GaugeMetricFamily("turnwise_sessions_open", "Named sessions", sessions())
-            requests = CounterMetricFamily("turnwise_requests", "HTTP requests", labels=["what"])
-            for what, count in counts.items():
-                requests.add_metric([what], count)
-            yield requests
-            if isinstance(generator, Scheduler):
-                yield from scheduler_metrics(generator)
-
     async def text() -> bytes:
+        families = [
+            *await engines.collect(),
+            *process_metrics(),
+            family("turnwise_sessions_open", "Named sessions", {"": sessions()}),
+            family("turnwise_requests_total", "HTTP requests", counts, "what"),
+            *(scheduler_metrics(generator) if isinstance(generator, Scheduler) else ()),
+        ]
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Collector(await engines.collect()))
+        registry.register(Families(lambda: families))
         return generate_latest(registry)
 
     return text

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config, ModelConfig, RolloutConfig, TrainingConfig
-from turnwise.run.alarms import Alarms, find_alarms
+from turnwise.observe.alarms import Alarms, find_alarms
 
 HEALTHY: dict[str, Any] = {
     "reward_mean": 0.5,

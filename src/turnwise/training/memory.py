@@ -1,9 +1,10 @@
-"""Memory of a rank, without loading or computing anything.
+"""Memory of a rank, without loading or computing anything: `turnwise plan`, and the check of a run.
 
-The forward and backward pass of a micro-batch runs on tensors without data (torch's fake tensors),
-while the bytes of all tensors that are alive are counted. So the figure is that of the model's own
-code in Transformers, whatever its architecture. Attention and experts are replaced by functions
-whose results have the same sizes: their kernels differ between devices.
+What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the forward and
+backward pass of a micro-batch runs on tensors without data (torch's fake tensors), while the bytes
+of all tensors that are alive are counted. So the figure is that of the model's own code in
+Transformers, whatever its architecture. Attention and experts are replaced by functions whose
+results have the same sizes: their kernels differ between devices.
 """
 
 import weakref
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,25 +25,38 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    PretrainedConfig,
+    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
-from turnwise.config import Config, SamplingConfig
-from turnwise.core.gguf import resolve_model
+from turnwise.chat.template import load_tokenizer
+from turnwise.config import Config, LoraConfig, OtherModel, SamplingConfig
+from turnwise.errors import InputError
 from turnwise.training.layers import backbone_of, decoder_layers, recompute
+from turnwise.training.loading import (
+    POLICY,
+    dtype_of,
+    is_classifier,
+    learning_dtype,
+    path_of,
+    shared_roles,
+    translate_unreadable,
+)
 from turnwise.training.lora import Role, add_adapters
 from turnwise.training.scoring import score_hidden
 
-_PLAIN = "turnwise_footprint"
+GIB = 2**30
+_PLAIN = "turnwise_memory"
 """Name of the attention and experts functions in Transformers."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts in a model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a model's parameters."""
+    """Numbers of a model's parameters, and its vocabulary."""
 
     parameters: int
     learning: int
@@ -51,30 +66,35 @@ class ModelSize:
     outside: int
     """Those outside of decoder layers: embeddings and head."""
     largest_tensor: int
+    vocabulary: int
 
 
-def model_size(config: Config, roles: tuple[Role, ...]) -> ModelSize:
-    """Return the size of the policy.
+def model_size(
+    config: Config, other: OtherModel = POLICY, roles: tuple[Role, ...] = ()
+) -> ModelSize:
+    """Return the size of a model, by default the policy.
 
     Args:
         roles: Roles of its adapters; none without LoRA.
+
+    Raises:
+        InputError: when its configuration cannot be read.
     """
-    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
-    if not roles:
-        return _plain_size(path, trust)
-    with torch.device("meta"):
-        model = _empty(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust)
-    add_adapters(model, config.model.lora, roles)
-    return _size(model)
+    lora = config.model.lora.model_dump_json() if roles else ""
+    return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
 
 
 @cache
-def _plain_size(path: str, trust: bool) -> ModelSize:
-    with torch.device("meta"):
-        return _size(_empty(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust))
-
-
-def _size(model: nn.Module) -> ModelSize:
+def _size(path: str, trust: bool, roles: tuple[Role, ...], lora: str) -> ModelSize:
+    unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
+    with unseeded, translate_unreadable(path), torch.device("meta"):
+        shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        kind = AutoModelForSequenceClassification if is_classifier(shape) else AutoModelForCausalLM
+        with no_init_weights():  # some ways to draw them need values
+            model = kind.from_config(shape, trust_remote_code=trust)
+        model.tie_weights()  # part of the initialization
+        if roles:
+            add_adapters(model, LoraConfig.model_validate_json(lora), roles)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     total = sum(n for n, _ in counts)
@@ -84,7 +104,76 @@ def _size(model: nn.Module) -> ModelSize:
         max(layers, default=total),
         total - sum(layers),
         max(n for n, _ in counts),
+        shape.get_text_config().vocab_size,
     )
+
+
+def held_bytes(
+    config: Config, reference: OtherModel | None, value: OtherModel | None
+) -> dict[str, int]:
+    """Return what all ranks together hold between steps, by part.
+
+    Args:
+        reference: The frozen model beside the policy, if any.
+        value: The value model, if any.
+    """
+    roles = shared_roles(config, reference, value)
+    size = model_size(config, roles=roles)
+    learning = learning_dtype(config, POLICY).itemsize * size.learning
+    weights = learning + dtype_of(config, POLICY).itemsize * (size.parameters - size.learning)
+    beside = {
+        role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
+        for role, other in (("reference", reference), ("value", value))
+        if other is not None and role not in roles
+    }
+    learning += beside.get("value", 0)
+    return {
+        "weights": weights,
+        "other models": sum(beside.values()),
+        "gradients": learning,
+        "optimizer": 2 * learning,  # AdamW's two moments
+    }
+
+
+def check_room(
+    config: Config,
+    device: torch.device,
+    ranks: int,
+    reference: OtherModel | None,
+    value: OtherModel | None,
+) -> None:
+    """Check that a rank has memory for all models and their optimizers; ignores activations.
+
+    Args:
+        reference: The frozen model beside the policy, if any.
+        value: The value model, if any.
+
+    Raises:
+        InputError: when they do not fit, or a model does not know all of the policy's tokens.
+    """
+    others = {"algorithm.kl.model": reference, "algorithm.advantage.model": value}
+    for key, other in others.items():
+        if other is None or path_of(config, other) == path_of(config, POLICY):
+            continue
+        words = model_size(config, other).vocabulary
+        # A model's vocabulary is often a bit larger than its tokenizer's.
+        if words < (tokens := len(load_tokenizer(config))):
+            raise InputError(
+                f"{key}: {other.path} has a vocabulary of {words:,} tokens, and the policy's "
+                f"tokenizer has {tokens:,}: both models must have the same tokenizer"
+            )
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
+    needed = sum(held_bytes(config, reference, value).values()) / ranks
+    if needed > free:
+        millions = model_size(config).parameters / 1e6
+        raise InputError(
+            f"the model {config.model.path} does not fit: its {millions:,.0f} M parameters "
+            f"need {needed / GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, AdamW), "
+            f"and {free / GIB:.1f} GiB are free; raise training.ranks"
+        )
 
 
 @cache
@@ -114,11 +203,23 @@ def activation_bytes(
     lower = dtype != "float32"
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
+    more = {"attn_implementation": _PLAIN}
+    if any(getattr(shape.get_text_config(), name, None) for name in _EXPERTS):
+        more["experts_implementation"] = _PLAIN
+
+    def forget_gradient(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
     with FakeTensorMode():
-        model = _empty(shape, trust, weights)
+        with no_init_weights():  # some ways to draw them need values
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                shape, dtype=weights, trust_remote_code=trust, **more
+            )
+        model.tie_weights()  # part of the initialization
+        model.eval()
         recompute(model, every)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            parameter.register_post_accumulate_grad_hook(forget_gradient)
         rows = max(1, tokens // length)
         ids_BT = torch.zeros((rows, min(tokens, length)), dtype=torch.long)
         casting = torch.autocast("cpu", torch.bfloat16) if lower and not sharded else nullcontext()
@@ -134,12 +235,7 @@ def activation_bytes(
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that are alive, except those of a model.
-
-    Example:
-        with _LiveBytes(model) as live: ...
-        live.peak
-    """
+    """Counts the bytes of tensors that are alive, except those of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -175,29 +271,6 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, nbytes: int) -> None:
         self._seen.pop(key, None)
         self._now -= nbytes
-
-
-def _forget_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def _empty(
-    shape: PretrainedConfig, trust: bool, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    more = {"attn_implementation": _PLAIN}
-    if _has_experts(shape):
-        more["experts_implementation"] = _PLAIN
-    with no_init_weights():  # some ways to draw them need values
-        model = AutoModelForCausalLM.from_config(
-            shape, dtype=dtype, trust_remote_code=trust, **more
-        )
-    model.tie_weights()  # part of the initialization
-    return model.eval()
-
-
-def _has_experts(shape: PretrainedConfig) -> bool:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(getattr(shape.get_text_config(), name, None) for name in names)
 
 
 class _Attention(torch.autograd.Function):

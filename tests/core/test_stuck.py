@@ -7,10 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from turnwise.cli import app
-from turnwise.core.stacks import register
+from turnwise.core.stacks import REPORT, ask, register, report_request, write_report
 from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.errors import InputError
-from turnwise.run.stuck import REPORT, ReportRequest, ask, write_report
 
 
 @pytest.fixture
@@ -20,8 +19,7 @@ def run(tmp_path: Path) -> Path:
 
 
 async def test_a_live_run_says_who_waits_for_whom_and_shows_its_stacks(run: Path) -> None:
-    request = ReportRequest(run)
-    async with Watchdog(3600.0, lambda line: None, request.made, request.answer):
+    async with Watchdog(3600.0, lambda line: None, run):
         with waiting("the trainer to train"):
             text = await asyncio.to_thread(lambda: ask(run, 60.0))
     first, *_ = text.splitlines()
@@ -30,14 +28,14 @@ async def test_a_live_run_says_who_waits_for_whom_and_shows_its_stacks(run: Path
     assert "== turnwise: " in text
     assert "in ask" in text, "the stack of this very process"
     assert text == (run / REPORT).read_text()
-    assert not request.made()
+    assert not report_request(run).exists()
 
 
 def test_a_run_that_does_not_answer_shows_its_stacks_all_the_same(run: Path) -> None:
     text = ask(run, 0.3)
     assert text.startswith("the run did not answer within 0.3 s: ")
     assert "in test_a_run_that_does_not_answer_shows_its_stacks_all_the_same" in text
-    assert not ReportRequest(run).made(), "the request is withdrawn"
+    assert not report_request(run).exists(), "the request is withdrawn"
 
 
 def test_the_last_report_of_a_run_that_has_ended_is_shown(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 try:
     from tensorboardX import SummaryWriter
@@ -27,7 +28,7 @@ from turnwise.core.files import write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_and_wait
 from turnwise.errors import InputError, text_of, translate_unwritable
-from turnwise.run.conversations import conversation
+from turnwise.observe.conversations import conversation
 from turnwise.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -51,11 +52,6 @@ class Trackers:
 
     Raises:
         InputError: when a tracker is not installed or does not start; no other is left open.
-
-    Example:
-        trackers = Trackers(Path("runs/run"), config)
-        trackers.write({"step": 1, "reward_mean": 0.5})
-        trackers.close()
     """
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
@@ -125,13 +121,9 @@ class Trackers:
                     partial(do, tracker), name=f"the tracker {name}", seconds=_CALL_SECONDS
                 )
             except Exception as error:
-                self._give_up(name, error)
-
-    def _give_up(self, name: str, error: Exception) -> None:
-        del self._trackers[name]
-        logger.warning(
-            "%s failed and gets no more metrics: %s: %s", name, type(error).__name__, error
-        )
+                del self._trackers[name]
+                why = f"{type(error).__name__}: {error}"
+                logger.warning("%s failed and gets no more metrics: %s", name, why)
 
 
 class Tracker(Protocol):
@@ -167,33 +159,46 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Weights & Biases. If a step is written twice, it keeps the first."""
+class _Logged:
+    """A run of Weights & Biases, or of Trackio, which has the same methods. Of a step that is
+    written twice, W&B keeps the first, Trackio both."""
 
-    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        self._wandb = wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            tags=config.tags,
-            name=config.name,
-            dir=str(folder),
-            config=masked(config),
-            id=_known_run(folder, "wandb") if resumed else None,
-            resume="allow",
-            settings=wandb.Settings(console="off"),
-        )
-        _remember_run(folder, "wandb", self._run.id)
+    def __init__(self, package: ModuleType, run: Any) -> None:
+        self._package, self._run = package, run
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        table = self._wandb.Table(_COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
-        self._run.log({"samples": table}, step=step)
+        data = [[row[name] for name in _COLUMNS] for row in rows]
+        self._run.log({"samples": self._package.Table(columns=_COLUMNS, data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb(folder: Path, config: Config, resumed: bool) -> "Tracker":
+    wandb = importlib.import_module("wandb")
+    run = wandb.init(
+        project=config.project,
+        entity=config.entity,
+        tags=config.tags,
+        name=config.name,
+        dir=str(folder),
+        config=masked(config),
+        id=_known_run(folder, "wandb") if resumed else None,
+        resume="allow",
+        settings=wandb.Settings(console="off"),
+    )
+    _remember_run(folder, "wandb", run.id)
+    return _Logged(wandb, run)
+
+
+def _trackio(folder: Path, config: Config, resumed: bool) -> "Tracker":
+    trackio = importlib.import_module("trackio")
+    resume = "allow" if resumed else "never"
+    made = {"project": config.project, "name": config.name, "config": masked(config)}
+    return _Logged(trackio, trackio.init(**made, resume=resume))
 
 
 class Mlflow:
@@ -232,33 +237,10 @@ class Mlflow:
         self._client.set_terminated(self._run_id)
 
 
-class Trackio:
-    """Trackio. If a step is written twice, it keeps both."""
-
-    def __init__(self, folder: Path, config: Config, resumed: bool) -> None:
-        self._trackio = trackio = importlib.import_module("trackio")
-        self._run = trackio.init(
-            project=config.project,
-            name=config.name,
-            config=masked(config),
-            resume="allow" if resumed else "never",
-        )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        data = [[row[name] for name in _COLUMNS] for row in rows]
-        self._run.log({"samples": self._trackio.Table(columns=_COLUMNS, data=data)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 _TRACKERS: dict[str, Callable[[Path, Config, bool], Tracker]] = {
-    "wandb": Wandb,
+    "wandb": _wandb,
     "mlflow": Mlflow,
-    "trackio": Trackio,
+    "trackio": _trackio,
 }
 
 
@@ -297,10 +279,6 @@ def _numbers(metrics: JsonObject, prefix: str = "") -> Iterator[tuple[str, float
             yield from _numbers(value, f"{name}/")
         elif isinstance(value, int | float):
             yield name, float(value)
-
-
-def _public(config: Config) -> JsonObject:
-    return config.model_dump(mode="json", exclude={"serving": {"api_key"}})
 
 
 def _remember_run(folder: Path, tracker: str, run_id: str) -> None:

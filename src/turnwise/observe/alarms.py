@@ -35,13 +35,6 @@ def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
 
     Args:
         rows: Lines of metrics.jsonl.
-
-    Example:
-        >>> from turnwise.config import ModelConfig
-        >>> row = {"step": 1, "trajectories": 8, "statuses": {"length": 6, "completed": 2}}
-        >>> config = Config(model=ModelConfig(path="m"), alarms={"steps": 1})
-        >>> [alarm.name for alarm in find_alarms([row], config)]
-        ['truncated']
     """
     alarms = Alarms(config)
     return [alarm for row in rows for alarm in alarms.add(row)]
@@ -61,12 +54,7 @@ def alarms_of_run(run: Path) -> list[Alarm]:
 
 
 class Alarms:
-    """Watches the steps of one run.
-
-    Example:
-        for alarm in alarms.add(metrics.to_json()):
-            progress.warn(alarm.message)
-    """
+    """Watches the steps of one run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -91,80 +79,96 @@ class Alarms:
 Check = Callable[[Sequence[JsonObject], Config], str]
 
 
-def _mean(check: Check) -> Check:
-    """Add to a check's sentence that its share is a mean over `alarms.steps` steps."""
+def _of_each_step(
+    name: str,
+) -> Callable[[Callable[[JsonObject, Config], tuple[float, str]]], Check]:
+    """Make an alarm of a share that is above its limit in each of the last `alarms.steps` steps.
 
-    def with_steps(rows: Sequence[JsonObject], config: Config) -> str:
-        message = check(rows, config)
-        return message and f"{message} (a mean over {config.alarms.steps} steps)"
+    The decorated function returns the share of one step, and the sentence, in which {} stands for
+    the mean.
+    """
 
-    return with_steps
+    def decorate(share: Callable[[JsonObject, Config], tuple[float, str]]) -> Check:
+        def check(rows: Sequence[JsonObject], config: Config) -> str:
+            steps, limit = config.alarms.steps, getattr(config.alarms, name)
+            found = [share(row, config) for row in rows[-steps:]]
+            if len(found) < steps or min(found)[0] <= limit:
+                return ""
+            mean = f"{statistics.fmean(value for value, _ in found):.0%}"
+            return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
+
+        return check
+
+    return decorate
 
 
-@_mean
-def _no_signal(rows: Sequence[JsonObject], config: Config) -> str:
-    def share(row: JsonObject) -> float:
-        silent: float = row.get("groups_without_signal", 0)
-        return silent / config.rollout.prompts_per_step
-
-    if (mean := _passed(rows, config, share, config.alarms.no_signal)) is None:
-        return ""
+@_of_each_step("no_signal")
+def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
+    share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
     advice = (
         ""
         if config.algorithm.dynamic_sampling
         else "; raise sampling.n, choose problems that the model solves sometimes, set "
         "data.curriculum to let their rows rest, or algorithm.dynamic_sampling to replace them"
     )
-    return f"{mean:.0%} of the groups have no signal: all their rewards are equal{advice}"
+    return share, f"{{}} of the groups have no signal: all their rewards are equal{advice}"
 
 
-@_mean
-def _truncated(rows: Sequence[JsonObject], config: Config) -> str:
-    def share(row: JsonObject) -> float:
-        ended = row.get("statuses", {})
-        return _share(ended.get("length", 0) + ended.get("context_full", 0), row["trajectories"])
-
-    if (mean := _passed(rows, config, share, config.alarms.truncated)) is None:
-        return ""
-    return (
-        f"{mean:.0%} of the trajectories end at their maximum length: raise sampling.max_tokens or "
+@_of_each_step("truncated")
+def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
+    ended = row.get("statuses", {})
+    cut_off = ended.get("length", 0) + ended.get("context_full", 0)
+    return _share(cut_off, row["trajectories"]), (
+        "{} of the trajectories end at their maximum length: raise sampling.max_tokens or "
         "model.max_length, or discourage long answers (algorithm.overlong_tokens)"
     )
 
 
-@_mean
-def _tool_errors(rows: Sequence[JsonObject], config: Config) -> str:
-    def failed(row: JsonObject) -> dict[str, int]:
-        events: dict[str, int] = row.get("events", {})
-        return {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
-
-    def share(row: JsonObject) -> float:
-        events = row.get("events", {})
-        called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
-        return _share(sum(failed(row).values()), called)
-
-    if (mean := _passed(rows, config, share, config.alarms.tool_errors)) is None:
-        return ""
-    reasons = ", ".join(f"{name} {count:,}" for name, count in failed(rows[-1]).items())
-    return (
-        f"{mean:.0%} of the tool calls fail (in the last step {reasons}): read what was called "
+@_of_each_step("tool_errors")
+def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
+    events = row.get("events", {})
+    failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
+    called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
+    return _share(sum(failed.values()), called), (
+        f"{{}} of the tool calls fail (in the last step {_listed(failed)}): read what was called "
         "with `turnwise show RUN`, and the tools' tracebacks in errors.log"
     )
 
 
-@_mean
-def _dropped(rows: Sequence[JsonObject], config: Config) -> str:
-    def share(row: JsonObject) -> float:
-        lost = sum(row.get("dropped", {}).values())
-        return _share(lost, lost + row["trajectories"])
+@_of_each_step("dropped")
+def _dropped(row: JsonObject, config: Config) -> tuple[float, str]:
+    dropped = row.get("dropped", {})
+    lost = sum(dropped.values())
+    reasons = f" (in the last step {_listed(dropped)})" if dropped else ""
+    return _share(lost, lost + row["trajectories"]), (
+        f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
+        "has their errors"
+    )
 
-    if (mean := _passed(rows, config, share, config.alarms.dropped)) is None:
-        return ""
-    reasons = ", ".join(f"{name} {count:,}" for name, count in rows[-1].get("dropped", {}).items())
-    return (
-        f"{mean:.0%} of the trajectories fail and are dropped"
-        f"{f' (in the last step {reasons})' if reasons else ''}: errors.log in the run folder has "
-        "their errors"
+
+@_of_each_step("idle")
+def _idle(row: JsonObject, config: Config) -> tuple[float, str]:
+    advice = (
+        "more engines (serving.workers) or more concurrency (rollout.concurrency)"
+        if config.training.max_staleness
+        else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
+    )
+    idle = row.get("phase_seconds", {}).get("idle", 0)
+    return _share(idle, row.get("step_seconds", 0)), (
+        f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
+    )
+
+
+@_of_each_step("stale")
+def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
+    bound = config.training.max_staleness
+    versions = bound * config.training.updates_per_step
+    by_age: dict[str, int] = row.get("staleness", {})
+    old = sum(count for age, count in by_age.items() if int(age) >= versions)
+    return _share(old, sum(by_age.values())) if bound else 0.0, (
+        f"{{}} of the trained tokens are as old as training.max_staleness allows ({bound} "
+        f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
+        "engines, or correct for it (algorithm.correction)"
     )
 
 
@@ -224,42 +228,6 @@ def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-@_mean
-def _idle(rows: Sequence[JsonObject], config: Config) -> str:
-    def share(row: JsonObject) -> float:
-        return _share(row.get("phase_seconds", {}).get("idle", 0), row.get("step_seconds", 0))
-
-    if (mean := _passed(rows, config, share, config.alarms.idle)) is None:
-        return ""
-    advice = (
-        "more engines (serving.workers) or more concurrency (rollout.concurrency)"
-        if config.training.max_staleness
-        else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
-    )
-    return f"the trainer waits for rollouts during {mean:.0%} of a step; {advice} may help"
-
-
-@_mean
-def _stale(rows: Sequence[JsonObject], config: Config) -> str:
-    bound = config.training.max_staleness
-    versions = bound * config.training.updates_per_step
-    if not bound:
-        return ""
-
-    def share(row: JsonObject) -> float:
-        by_age: dict[str, int] = row.get("staleness", {})
-        old = sum(count for age, count in by_age.items() if int(age) >= versions)
-        return _share(old, sum(by_age.values()))
-
-    if (mean := _passed(rows, config, share, config.alarms.stale)) is None:
-        return ""
-    return (
-        f"{mean:.0%} of the trained tokens are as old as training.max_staleness allows ({bound} "
-        f"step{'s' if bound > 1 else ''}): rollouts are slower than the trainer; use more "
-        "engines, or correct for it (algorithm.correction)"
-    )
-
-
 def _slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
@@ -300,19 +268,6 @@ _CHECKS: dict[str, Check] = {
 }
 
 
-def _passed(
-    rows: Sequence[JsonObject],
-    config: Config,
-    value: Callable[[JsonObject], float],
-    limit: float | None,
-) -> float | None:
-    """Return the mean of a value over the last `alarms.steps` steps if all of them are above the
-    limit, otherwise None."""
-    last = [value(row) for row in rows[-config.alarms.steps :]]
-    enough = len(last) == config.alarms.steps and limit is not None and min(last) > limit
-    return statistics.fmean(last) if enough else None
-
-
 def _first_and_last(
     rows: Sequence[JsonObject], config: Config, name: str
 ) -> tuple[float, list[float]]:
@@ -323,6 +278,10 @@ def _first_and_last(
     if len(values) < 2 * steps:
         return 0.0, [0.0]
     return statistics.fmean(values[:steps]), values[-steps:]
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _share(part: float, whole: float) -> float:

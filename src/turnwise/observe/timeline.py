@@ -14,7 +14,7 @@ from pathlib import Path
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.run.conversations import read_trajectories, trajectory_file
+from turnwise.observe.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"
@@ -24,23 +24,11 @@ _TRAJECTORIES, _WORKERS = 1, 2
 _MICROSECONDS = 1e6
 
 
-def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]]) -> None:
+def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool = True) -> None:
     """Write the times of the turns of trajectories, a line for each trajectory.
 
-    Raises:
-        TurnwiseError: when the file cannot be written.
-
-    Example:
-        write_times(run / TIMELINE / "step-0001.jsonl", turn_times(batch.groups))
-    """
-    append_times(path, calls, new=True)
-
-
-def append_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool) -> None:
-    """Append the times of the turns of further trajectories, as `write_times` writes them.
-
     Args:
-        new: Whether the file is begun.
+        new: Whether the file is begun, or gets further lines.
 
     Raises:
         TurnwiseError: when the file cannot be written.
@@ -65,9 +53,6 @@ def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = Fa
 
     Raises:
         InputError: when the run has no times of the step, or the file cannot be written.
-
-    Example:
-        write_timeline(Path("runs/demo"), 3, Path("step3.json"))
     """
     source = trajectory_file(run, step, heldout)
     times = source.parent.parent / TIMELINE / source.name

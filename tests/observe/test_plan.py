@@ -15,9 +15,9 @@ from examples.calculator.tokenizer import build_tokenizer
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, dump_config, parse_config
-from turnwise.run.config_checks import ConfigChecks
-from turnwise.run.plan import GIB, Machine, expected_length, make_plan
-from turnwise.training.footprint import activation_bytes
+from turnwise.observe.doctor import ConfigChecks
+from turnwise.observe.plan import GIB, Machine, expected_length, make_plan
+from turnwise.training.memory import activation_bytes, model_size
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -220,6 +220,19 @@ def test_a_rank_holds_what_was_planned(
     tasks = [(be_rank, place, config, tmp_path) for place in places]
     measured = max(sent[-1] for sent in in_processes(tasks))
     assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_the_size_of_a_model_with_adapters_draws_no_random_numbers(tmp_path: Path) -> None:
+    path = folder_of(SHAPE, tmp_path / "model")
+    config = configuration(path, training={"steps": 1})
+    adapted = parse_config(
+        config.model_dump() | {"model": {"path": path, "lora": {"rank": 4}}},
+        optional=("environment", "data.path"),
+    )
+    state = torch.get_rng_state()
+    size = model_size(adapted, roles=("policy",))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert size.learning < size.parameters == model_size(config).parameters + size.learning
 
 
 def test_the_fewer_layers_are_recomputed_the_more_memory_their_activations_take(

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from turnwise.cli import app
 from turnwise.errors import InputError
-from turnwise.run.conversations import (
+from turnwise.observe.conversations import (
+    Overview,
     conversation,
     read_trajectories,
     select,
     show,
     trajectory_file,
 )
-from turnwise.run.overview import Overview
 from turnwise.trajectory import Trajectory, write_jsonl
 
 CALL = {"function": {"name": "calculate", "arguments": '{"a": 1, "b": 2}'}}

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from turnwise.cli import app
 from turnwise.errors import InputError
-from turnwise.run.timeline import write_timeline
+from turnwise.observe.timeline import write_timeline
 from turnwise.trajectory import Trajectory, write_jsonl
 
 

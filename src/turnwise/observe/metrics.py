@@ -1,49 +1,65 @@
 """The metrics of a step: one typed record, which is a line of metrics.jsonl.
 
-`python -m turnwise.run.metrics` prints a table of all of them, generated from the docstrings
-here.
+Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
+declares, and `python -m turnwise.observe.metrics` prints the table of the documentation.
 """
 
 import ast
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypedDict
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from turnwise.core.json_types import JsonObject
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
     from turnwise.rollout import Batch, Group
     from turnwise.rollout.evaluation import Evaluation
-    from turnwise.training.reports import TrainMetrics
     from turnwise.training.samples import SampleBatch
 
+Counts = dict[str, int] | None
+_TOOL = "tool_"
+"""Beginning of the events that are outcomes of tool calls."""
 
-class UpdateMetrics(TypedDict, total=False):
-    """Metrics of a weight update; `StepMetrics` documents each."""
 
-    weight_version: int
-    weight_update_seconds: float
-    canary_diff_mean: float
-    canary_diff_max: float
-    offloaded_gib: float
+class Series(NamedTuple):
+    """A series of Prometheus: a gauge of the last step, or a counter that sums steps."""
+
+    name: str
+    """Its name; that of a counter ends in _total."""
+    label: str = ""
+    """Label of the parts of a metric that is a dictionary."""
+    value: Callable[[JsonObject], object] | None = None
+    """Returns the value from the line of metrics.jsonl; None takes the metric itself."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether it is a counter."""
+        return self.name.endswith("_total")
+
+
+def _tool_calls(row: JsonObject) -> dict[str, int]:
+    """Return a step's calls of tools by outcome."""
+    events = row.get("events") or {}
+    calls = {k.removeprefix(_TOOL): n for k, n in events.items() if k.startswith(_TOOL)}
+    called = calls.pop("call", 0)
+    return {**calls, "ok": called - sum(calls.values()) + calls.get("malformed", 0)}
+
+
+def _tool_seconds(row: JsonObject) -> float:
+    seconds: float = (row.get("phase_seconds") or {}).get("tools", 0.0)
+    return seconds
 
 
 @dataclass(slots=True, kw_only=True)
 class StepMetrics:
-    """The metrics of one step; fields that are None are omitted from metrics.jsonl unless noted.
+    """The metrics of one step; fields that are None are omitted from metrics.jsonl unless noted."""
 
-    Example:
-        metrics = StepMetrics(step=1)
-        metrics.add_rollouts(batch, dropped)
-        metrics.add_samples(samples)
-        print(metrics.to_json())
-    """
-
-    step: int | None = None
+    step: Annotated[int | None, Series("turnwise_step")] = None
     """Training step; 0 is the initial model, None a step of a custom pipeline."""
-    reward_mean: float = 0.0
+    reward_mean: Annotated[float, Series("turnwise_reward")] = 0.0
     """Mean reward of the step's trajectories; at step 0, of the held-out trajectories."""
     reward_parts: dict[str, float] | None = None
     """Mean of each part of the reward, by name, before weighting."""
@@ -52,35 +68,37 @@ class StepMetrics:
     environments: dict[str, JsonObject] | None = None
     """In a run with several environments, by name: reward_mean, trajectories, dropped (their
     number), groups, the environment's own `pools`, and in `heldout` its evaluation."""
-    pools: dict[str, int] | None = None
+    pools: Counts = None
     """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
     because all was right (mastered) or wrong (hopeless), and of those without a group so far
     (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
-    trajectories: int = 0
+    trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
-    dropped: dict[str, int] | None = None
+    dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
     """Trajectories whose last attempt failed, by reason."""
-    retried: dict[str, int] | None = None
+    retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
-    groups_discarded: dict[str, int] | None = None
+    groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
     """Groups that are not trained on, by reason: no_signal, failed, oversampled,
     prompt_too_long."""
-    statuses: dict[str, int] | None = None
+    statuses: Annotated[Counts, Series("turnwise_trajectory_statuses_total", "status")] = None
     """Trajectories by final status."""
-    events: dict[str, int] | None = None
+    events: Annotated[Counts, Series("turnwise_tool_calls_total", "outcome", _tool_calls)] = None
     """Events of the trajectories, such as tool errors, by kind."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
-    sampled_tokens: int | None = None
+    sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None
     """Tokens sampled by the step's trajectories."""
     rollout_seconds: float | None = None
     """Seconds from the first group's start, or the previous batch, to the last group's end."""
-    rollout_tokens_per_s: float | None = None
+    rollout_tokens_per_s: Annotated[float | None, Series("turnwise_rollout_tokens_per_second")] = (
+        None
+    )
     """Sampled tokens per second of rollout; 0 if a resumed run found all groups ready."""
     worker_tokens_per_s: dict[str, float] | None = None
     """Tokens per second of a turn, by worker; without the time in vLLM's queue if it is known."""
 
-    groups_without_signal: int | None = None
+    groups_without_signal: Annotated[int | None, Series("turnwise_groups_without_signal")] = None
     """Groups whose advantages are all 0."""
     stale_groups: int | None = None
     """Groups dropped because of tokens older than training.max_staleness."""
@@ -88,21 +106,21 @@ class StepMetrics:
     """Tokens masked because they are older than training.max_staleness."""
     overlong: int | None = None
     """Trajectories with an overlong penalty."""
-    exact_percent: float | None = None
+    exact_percent: Annotated[float | None, Series("turnwise_exact_percent")] = None
     """Percentage of trained tokens that exactly match the sampled ones."""
-    forked: dict[str, int] | None = None
+    forked: Annotated[Counts, Series("turnwise_forks_total", "reason")] = None
     """Branches started because a prompt did not continue the previous tokens, by reason."""
 
-    trained_tokens: int | None = None
+    trained_tokens: Annotated[int | None, Series("turnwise_trained_tokens_total")] = None
     """Tokens trained; 0 if no group had a training signal."""
-    loss: float | None = None
+    loss: Annotated[float | None, Series("turnwise_loss")] = None
     """Loss, averaged over the step's updates; None if nothing was trained, as for all metrics up to
     train_memory_gib unless noted."""
     loss_metrics: dict[str, float] | None = None
     """Means over trained tokens of the metrics that your own loss reports, by name."""
     value_loss: float | None = None
     """Loss of the value model per trained token; None without one."""
-    grad_norm: float | None = None
+    grad_norm: Annotated[float | None, Series("turnwise_grad_norm")] = None
     """Norm of the policy's gradient before clipping, averaged over updates."""
     learning_rate: float | None = None
     """Learning rate of the last update; 0 if only the value model was trained."""
@@ -116,34 +134,34 @@ class StepMetrics:
     """Median of the importance ratios."""
     ratio_p99: float | None = None
     """99th percentile of the importance ratios."""
-    clip_fraction: float | None = None
+    clip_fraction: Annotated[float | None, Series("turnwise_clip_fraction")] = None
     """Share of trained tokens whose gradient was clipped to 0 (cispo: weight was clipped)."""
-    entropy: float | None = None
+    entropy: Annotated[float | None, Series("turnwise_entropy")] = None
     """Mean entropy of the policy at trained tokens, in nats."""
     correction: float | None = None
     """Mean weight of algorithm.correction."""
-    kl: float | None = None
+    kl: Annotated[float | None, Series("turnwise_kl")] = None
     """Mean KL divergence from the reference model, in nats; None without a penalty."""
-    logprob_diff_mean: float | None = None
+    logprob_diff_mean: Annotated[float | None, Series("turnwise_logprob_diff_mean")] = None
     """Mean difference between the engine's and the trainer's log-prob of a token before the first
     update; at step 0, on the canary prompt; null if nothing was trained."""
-    logprob_diff_max: float | None = None
+    logprob_diff_max: Annotated[float | None, Series("turnwise_logprob_diff_max")] = None
     """Largest such difference; null if nothing was trained."""
-    staleness: dict[str, int] | None = None
+    staleness: Annotated[Counts, Series("turnwise_stale_tokens_total", "staleness")] = None
     """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
     them and those at the start of the training step."""
-    staleness_max: int = 0
+    staleness_max: Annotated[int, Series("turnwise_staleness")] = 0
     """Largest such number of steps; 0 if nothing was trained."""
     train_seconds: float | None = None
     """Seconds that the slowest rank took to train."""
-    train_tokens_per_s: float = 0.0
+    train_tokens_per_s: Annotated[float, Series("turnwise_train_tokens_per_second")] = 0.0
     """Tokens computed per second by all ranks, prompts included; 0 if nothing was trained."""
     train_memory_gib: float | None = None
     """Peak memory of a rank so far, in GiB: of its GPU, or of its process on a CPU."""
 
-    weight_version: int | None = None
+    weight_version: Annotated[int | None, Series("turnwise_weight_version")] = None
     """Weight version of the engines: the number of optimizer steps."""
-    weight_update_seconds: float | None = None
+    weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None
     """Seconds to transfer the new weights to the engines and check them."""
     canary_diff_mean: float | None = None
     """Mean log-prob difference between engine and trainer on the canary prompt, of the worst
@@ -153,15 +171,19 @@ class StepMetrics:
     offloaded_gib: float | None = None
     """Trainer memory freed for the engines, in GiB; None without training.offload."""
 
-    accuracy_heldout: float | None = None
+    accuracy_heldout: Annotated[float | None, Series("turnwise_accuracy_heldout")] = None
     """Share of held-out trajectories with a reward of at least eval.success_reward; null in a step
     without evaluation."""
     heldout: dict[str, float] | None = None
     """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty in a step
     without evaluation."""
-    step_seconds: float | None = None
+    step_seconds: Annotated[float | None, Series("turnwise_step_seconds")] = None
     """Seconds since the end of the previous step."""
-    phase_seconds: dict[str, float] | None = None
+    phase_seconds: Annotated[
+        dict[str, float] | None,
+        Series("turnwise_phase_seconds_total", "phase"),
+        Series("turnwise_tool_seconds_total", value=_tool_seconds),
+    ] = None
     """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
     waiting times of trajectories, summed over them (generate, tools, reward, agent)."""
 
@@ -215,13 +237,8 @@ class StepMetrics:
         self.forked = _sorted(batch.report.forked)
         self.trained_tokens = 0
 
-    def add_training(self, metrics: "TrainMetrics") -> None:
-        """Add the trainer's metrics."""
-        for name, value in metrics.items():
-            setattr(self, name, value)
-
-    def add_update(self, metrics: UpdateMetrics) -> None:
-        """Add the weight update's metrics."""
+    def add(self, metrics: JsonObject) -> None:
+        """Add metrics by their names: those of the trainer, or of a weight update."""
         for name, value in metrics.items():
             setattr(self, name, value)
 
@@ -271,16 +288,38 @@ def _sorted(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def table() -> str:
-    """Return all metrics and their meanings as a Markdown table."""
+@cache
+def meanings() -> dict[str, str]:
+    """Return the docstring of each metric."""
     (tree,) = ast.parse(inspect.getsource(StepMetrics)).body
     assert isinstance(tree, ast.ClassDef)
-    lines = ["| metric | meaning |", "|---|---|"]
-    for line, following in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(line.target, ast.Name)
-            text = " ".join(str(ast.literal_eval(following.value)).split()).replace("|", "\\|")
-            lines.append(f"| `{line.target.id}` | {text} |")
+    return {
+        ast.unparse(line.target): " ".join(str(ast.literal_eval(following.value)).split())
+        for line, following in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr)
+    }
+
+
+@cache
+def series() -> list[tuple[str, Series]]:
+    """Return what Prometheus gets, each with the name of its metric."""
+    return [
+        (item.name, each)
+        for item in fields(StepMetrics)
+        for each in getattr(item.type, "__metadata__", ())
+    ]
+
+
+def table() -> str:
+    """Return all metrics, Prometheus' names and their meanings as a Markdown table."""
+    lines = ["| metric | for Prometheus | meaning |", "|---|---|---|"]
+    for name, text in meanings().items():
+        exported = ", ".join(
+            f"`{each.name}`{f' by {each.label}' if each.label else ''}"
+            for of, each in series()
+            if of == name
+        )
+        lines.append(f"| `{name}` | {exported} | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
 
 

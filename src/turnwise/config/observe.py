@@ -1,6 +1,19 @@
-"""The section `alarms`: when a run says that something is going wrong."""
+"""The sections `metrics` and `alarms`: what a run shows to Prometheus, and when it says that
+something is going wrong."""
 
 from turnwise.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class MetricsConfig(Section):
+    """Prometheus metrics of a training run.
+
+    Example:
+        MetricsConfig(port=9400)
+    """
+
+    port: NonNegativeInt | None = None
+    """Port on serving.host at which a training run serves /metrics for Prometheus, with vLLM's
+    metrics (engine.metrics); 0 picks a free one, which the log names. Null serves none."""
 
 
 class AlarmsConfig(Section):

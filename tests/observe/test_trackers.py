@@ -13,8 +13,8 @@ from tensorboardX.proto.event_pb2 import Event
 from turnwise.config import Config, parse_config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.run import trackers as trackers_module
-from turnwise.run.trackers import Trackers
+from turnwise.observe import trackers as trackers_module
+from turnwise.observe.trackers import Trackers
 from turnwise.trajectory import Trajectory
 
 STEP = {

@@ -1,0 +1,127 @@
+"""Prometheus metrics of a training run: those of its steps, its scheduler and its engines.
+
+`GET /metrics` is answered in a thread, so a run whose event loop is stuck still shows its last
+step. Counters begin at 0 when the program starts, also in a resumed run.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as LateError
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.registry import Collector
+
+from turnwise.core.aio import run_in_thread
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.observe.metrics import meanings, series
+from turnwise.serving.openai.metrics import (
+    EngineMetrics,
+    Families,
+    answered,
+    family,
+    process_metrics,
+    scheduler_metrics,
+)
+from turnwise.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_SECONDS = 5.0
+"""Time for the event loop to collect the engines' metrics: below Prometheus' 10 s."""
+
+
+class StepCollector(Collector):
+    """Metrics of the steps that a run has completed.
+
+    Args:
+        rows: Lines of metrics.jsonl, in a list that grows.
+        skipped: Number of the first lines that an earlier program wrote.
+    """
+
+    def __init__(self, rows: Sequence[JsonObject], skipped: int = 0) -> None:
+        self._rows, self._seen = rows, skipped
+        self._values: dict[str, dict[str, float]] = {}
+        """By the series' name, the value of each of its parts."""
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics; those that no step has had yet have no value."""
+        with self._lock:  # two requests at once
+            for row in self._rows[self._seen :]:
+                self._add(row)
+                self._seen += 1
+        for metric, each in series():
+            values = self._values.get(each.name, {"": 0.0} if each.sums and not each.label else {})
+            yield family(each.name, meanings()[metric], values, each.label)
+
+    def _add(self, row: JsonObject) -> None:
+        for metric, each in series():
+            value = row.get(metric) if each.value is None else each.value(row)
+            if not each.sums:
+                if isinstance(value, int | float):
+                    self._values[each.name] = {"": value}
+            elif row.get("step"):  # not the model before training: its trajectories are held-out
+                sums = self._values.setdefault(each.name, {})
+                labelled = value if isinstance(value, dict) else {}
+                parts: JsonObject = labelled if each.label else {"": value}
+                for part, number in parts.items():
+                    sums[part] = sums.get(part, 0.0) + (number or 0.0)
+
+
+@asynccontextmanager
+async def serving_metrics(
+    host: str,
+    port: int | None,
+    rows: Sequence[JsonObject],
+    in_flight: Callable[[], int],
+    scheduler: Scheduler,
+) -> AsyncIterator[int | None]:
+    """Serve a run's metrics during an `async with` block; the value is the port.
+
+    Args:
+        port: 0 picks a free one; None serves nothing.
+        rows: Lines of metrics.jsonl; those that are there already are not counted.
+        in_flight: Returns the number of groups in flight.
+
+    Raises:
+        InputError: when the port is taken.
+    """
+    if port is None:
+        yield None
+        return
+    steps, engines = StepCollector(rows, len(rows)), EngineMetrics(scheduler)
+    loop = asyncio.get_running_loop()
+
+    def families() -> Iterator[Metric]:  # in a thread; as slow as the slowest engine may be
+        yield from steps.collect()
+        groups = {"": in_flight()}
+        yield family("turnwise_groups_in_flight", "Groups that are being sampled", groups)
+        asked = asyncio.run_coroutine_threadsafe(engines.collect(), loop)
+        try:
+            yield from asked.result(_ENGINE_SECONDS)
+        except LateError:
+            asked.cancel()
+            yield answered(dict.fromkeys(list(scheduler.workers), False))
+        yield from process_metrics()
+        yield from scheduler_metrics(scheduler)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Families(families))
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"metrics cannot be served on {host}:{port} ({error}); choose another metrics.port "
+            "(0 takes a free one)"
+        ) from error
+    try:
+        logger.info("metrics: http://%s:%d/metrics", host, server.server_port)
+        yield server.server_port
+    finally:
+        # A request in progress may wait for the event loop.
+        await run_in_thread(server.shutdown)
+        server.server_close()
