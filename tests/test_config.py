@@ -12,10 +12,8 @@ import turnwise
 from turnwise.config import (
     ALIASES,
     CHOICES,
-    FORMER_KEYS,
     LOOP_NAMES,
     REPLACED_KEYS,
-    EngineConfig,
     ModelConfig,
     describe_keys,
     dump_config,
@@ -26,10 +24,8 @@ from turnwise.config import (
     masked_value,
     parse_config,
 )
-from turnwise.config.base import warn_of_former_name
 from turnwise.config.resume import RULES, check_unchanged, resume_table, rule_of
 from turnwise.errors import InputError
-from turnwise.pipeline.yaml_file import merged
 
 SOURCES = Path(turnwise.__file__).parent
 
@@ -153,59 +149,6 @@ def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> Non
     assert load_config(file, overrides).engine.max_num_batched_tokens == 256
     with pytest.raises(InputError, match=r"256 is below model\.max_length 1024, and .*chunked"):
         load_config(file, [*overrides, "engine.vllm_args={enable_chunked_prefill: false}"])
-
-
-FORMER_VALUES = {
-    "engine.extra": {"enforce_eager": True},
-    "sinks": ["wandb"],
-    "training.stale": "drop",
-    "watchdog": 30.0,
-}
-
-
-def nested(key: str, value: object) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    assert isinstance(value, dict)
-    return value
-
-
-@pytest.mark.parametrize("former", sorted(FORMER_KEYS))
-def test_a_former_name_of_a_key_works_everywhere_and_warns_once(
-    file: Path, former: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_former_name.cache_clear()
-    current, value = FORMER_KEYS[former], FORMER_VALUES[former]
-    expected = parse_config(minimal(**nested(current, value)))
-    assert parse_config(minimal(**nested(former, value))) == expected
-    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n")
-    assert load_config(file, [f"{former}={text}"]) == expected
-    file.write_text(yaml.safe_dump(minimal(**nested(former, value))))
-    assert load_config(file) == expected
-    default = {"engine.extra": "{}", "sinks": "[]", "training.stale": "mask", "watchdog": "60"}
-    assert load_config(file, [f"{current}={default[former]}"]) == parse_config(minimal())
-    assert [record.message for record in caplog.records] == [
-        f"the configuration key {former} is now called {current}; this version still accepts the "
-        "old name"
-    ]
-
-
-@pytest.mark.parametrize("former", sorted(FORMER_KEYS))
-def test_a_key_under_both_of_its_names_is_refused(file: Path, former: str) -> None:
-    current, value = FORMER_KEYS[former], FORMER_VALUES[former]
-    file.write_text(
-        yaml.safe_dump(minimal() | merged(nested(former, value), nested(current, value)))
-    )
-    with pytest.raises(InputError, match=rf"{former} is the former name of {current}: set"):
-        load_config(file)
-
-
-def test_keys_below_a_former_name_and_programs_use_todays(file: Path) -> None:
-    file.write_text(yaml.safe_dump(minimal(engine={"extra": {"a": 1}})))
-    config = load_config(file, ["engine.extra.b=2", "engine.vllm_args.c=3"])
-    assert config.engine.vllm_args == {"a": 1, "b": 2, "c": 3}
-    assert EngineConfig.model_validate({"extra": {"a": 1}}).vllm_args == {"a": 1}
-    assert "extra" not in dump_config(config)
 
 
 def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:

@@ -24,7 +24,7 @@ from turnwise.config.algorithm import (
     Rloo,
     TurnReturns,
 )
-from turnwise.config.aliases import ALIASES, FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
+from turnwise.config.aliases import ALIASES, REPLACED_KEYS, asks_for_nothing
 from turnwise.config.base import NO_DEADLINE, Section, Tree
 from turnwise.config.data import DataConfig, LoraConfig, ModelConfig, OtherModel, RowsConfig
 from turnwise.config.environments import EnvironmentConfig
@@ -38,13 +38,11 @@ from turnwise.config.explain import (
 )
 from turnwise.config.load import (
     apply_override,
-    current_key,
     dump_config,
     load_config,
     make_config,
     parse_config,
     set_key,
-    with_current_names,
 )
 from turnwise.config.masking import has_secrets, masked, masked_value
 from turnwise.config.observe import AlarmsConfig
@@ -59,7 +57,6 @@ from turnwise.config.training import TrainingConfig
 __all__ = [
     "ALIASES",
     "CHOICES",
-    "FORMER_KEYS",
     "LOOP_NAMES",
     "NO_DEADLINE",
     "PARTS",
@@ -106,7 +103,6 @@ __all__ = [
     "apply_override",
     "asks_for_nothing",
     "check_unchanged",
-    "current_key",
     "describe_keys",
     "dump_config",
     "explain_config",
@@ -120,5 +116,4 @@ __all__ = [
     "parse_config",
     "resume_table",
     "set_key",
-    "with_current_names",
 ]

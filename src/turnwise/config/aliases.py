@@ -1,4 +1,4 @@
-"""Other names of keys: former names, and the names in other trainers and engines."""
+"""Names of keys in other trainers and engines."""
 
 _NO_PENALTY = (
     "a penalty samples from a different distribution than the one the trainer computes; shape "
@@ -21,14 +21,6 @@ _GRAPHS = (
 )
 
 _EXPERTS = "set engine.routing_replay to record the experts of each token and train with them"
-
-FORMER_KEYS = {
-    "engine.extra": "engine.vllm_args",
-    "sinks": "trackers",
-    "training.stale": "training.stale_policy",
-    "watchdog": "watchdog_seconds",
-}
-"""Current key by its name in earlier versions. Old names still work, with a warning."""
 
 # Keys of other systems that neither current vLLM nor turnwise reads, and their replacements.
 REPLACED_KEYS = {

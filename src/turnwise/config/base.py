@@ -1,16 +1,11 @@
-"""Base class of all sections, number and deadline types, and former names of keys."""
+"""Base class of all sections, and number and deadline types."""
 
-import logging
-from collections.abc import Container
-from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
-from turnwise.config.aliases import FORMER_KEYS, REPLACED_KEYS, asks_for_nothing
-
-logger = logging.getLogger(__name__)
+from turnwise.config.aliases import REPLACED_KEYS, asks_for_nothing
 
 Tree = dict[str, Any]
 """Keys and plain values, as loaded from a YAML file."""
@@ -44,14 +39,6 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _current_names(cls, tree: object) -> object:
-        """Accept the former names of renamed keys."""
-        if not isinstance(tree, dict):
-            return tree
-        return use_current_names(tree, cls.model_fields)
-
-    @model_validator(mode="before")
-    @classmethod
     def _without_empty(cls, tree: object) -> object:
         """Treat as unset a required key or a section with nothing after its colon, and a key of
         another system whose value has no effect."""
@@ -65,37 +52,6 @@ class Section(BaseModel):
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}
-
-
-def use_current_names(tree: Tree, names: Container[str]) -> Tree:
-    """Return a section's keys with former names (`FORMER_KEYS`) replaced by current ones.
-
-    Args:
-        tree: Keys and values of one section.
-        names: Current keys of the section.
-
-    Raises:
-        ValueError: when a key is set under both names.
-    """
-    for former, current in FORMER_KEYS.items():
-        old, new = former.rpartition(".")[2], current.rpartition(".")[2]
-        if new not in names or old not in tree:
-            continue
-        if new in tree:
-            raise ValueError(f"{former} is the former name of {current}: set {current} alone")
-        warn_of_former_name(former, current)
-        tree = {new if key == old else key: value for key, value in tree.items()}
-    return tree
-
-
-@cache
-def warn_of_former_name(former: str, current: str) -> None:
-    """Log, once per process, that a key has been renamed."""
-    logger.warning(
-        "the configuration key %s is now called %s; this version still accepts the old name",
-        former,
-        current,
-    )
 
 
 def sections(kind: object) -> list[type[Section]]:

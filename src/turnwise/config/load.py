@@ -8,8 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from turnwise.config.algorithm import PARTS
-from turnwise.config.aliases import FORMER_KEYS
-from turnwise.config.base import Tree, sections, use_current_names, warn_of_former_name
+from turnwise.config.base import Tree
 from turnwise.config.errors import explain_missing, explain_mistake
 from turnwise.config.explain import needed_keys
 from turnwise.config.schema import Config
@@ -57,13 +56,11 @@ def make_config(
     optional: Collection[str] = (),
 ) -> Config:
     """Make a configuration as `load_config` does, from a parsed file, which is left unchanged."""
-    changed = with_current_names(deepcopy(tree))
+    changed = deepcopy(tree)
     for key, value in (settings or {}).items():
         set_key(changed, key, value)
-        changed = with_current_names(changed)
     for override in overrides:
         apply_override(changed, override)
-        changed = with_current_names(changed)
     return parse_config(_filled(changed, defaults or {}), optional)
 
 
@@ -131,7 +128,7 @@ def set_key(tree: Tree, key: str, value: object) -> None:
     Raises:
         InputError: when a part of the key is a value.
     """
-    *parents, leaf = current_key(key).split(".")
+    *parents, leaf = key.split(".")
     for depth, parent in enumerate(parents, start=1):
         if tree.get(parent) is None:
             tree[parent] = {}
@@ -141,32 +138,6 @@ def set_key(tree: Tree, key: str, value: object) -> None:
         if not isinstance(tree, dict):
             raise InputError(f"{key}: {parent} is a value, not a section, and has no keys")
     tree[leaf] = value
-
-
-def current_key(key: str) -> str:
-    """Return the current name of a key, and warn if it is given under a former one."""
-    for former, current in FORMER_KEYS.items():
-        if key == former or key.startswith(f"{former}."):
-            warn_of_former_name(former, current)
-            return current + key.removeprefix(former)
-    return key
-
-
-def with_current_names(tree: Tree) -> Tree:
-    """Return a tree of plain values with former names of keys replaced by current ones.
-
-    Raises:
-        InputError: when a key is set under both names.
-    """
-    try:
-        named = use_current_names(tree, Config.model_fields)
-        for name, field in Config.model_fields.items():
-            for section in sections(field.annotation):
-                if isinstance(below := named.get(name), dict):
-                    named = {**named, name: use_current_names(below, section.model_fields)}
-    except ValueError as error:
-        raise InputError(f"configuration: {error}") from None
-    return named
 
 
 def _filled(tree: Tree, defaults: Tree) -> Tree:

@@ -21,10 +21,8 @@ from pathlib import Path
 
 from turnwise.config import (
     ALIASES,
-    FORMER_KEYS,
     REPLACED_KEYS,
     asks_for_nothing,
-    current_key,
     known_keys,
 )
 from turnwise.config.base import Tree
@@ -35,9 +33,7 @@ from turnwise.pipeline.yaml_file import Settings, leaves, with_included
 
 def _section(prefix: str) -> dict[str, str]:
     """Return every key of a section of the configuration, by its last name."""
-    return {
-        k.removeprefix(prefix): k for k in (*known_keys(), *FORMER_KEYS) if k.startswith(prefix)
-    }
+    return {key.removeprefix(prefix): key for key in known_keys() if key.startswith(prefix)}
 
 
 _SCHEDULER = {
@@ -146,7 +142,7 @@ def _named(sections: Tree) -> Iterator[tuple[str, object]]:
     for section, values in sections.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             if name in _SECTIONS[section]:
-                yield from leaves(current_key(_SECTIONS[section][name]), value)
+                yield from leaves(_SECTIONS[section][name], value)
 
 
 def _unknown(section: str, name: str) -> str:

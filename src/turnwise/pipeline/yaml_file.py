@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 
-from turnwise.config import with_current_names
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
 from turnwise.pipeline.chatlearn import expand
@@ -36,7 +35,7 @@ def load_merged(path: Path, kind: str) -> Tree:
     """
     tree: Tree = {}
     for _, own in with_included(path, kind):
-        tree = merged(tree, with_current_names(own))
+        tree = merged(tree, own)
     return tree
 
 
