@@ -23,8 +23,8 @@ MAX_BYTES = 8 << 20
 MAX_VALUES = 500_000
 """Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
 answer, and a hundred of memory."""
-HEADER = 8
-"""Bytes of the length before a frame, big-endian."""
+HEADER = 4
+"""Number of bytes of the length before a frame, big-endian."""
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
 _SHOWN = 80
@@ -91,6 +91,11 @@ def checked(value: object, kind: TypeAdapter[_T]) -> _T:
 def _admit(size: int, what: str, largest: int = MAX_BYTES) -> None:
     if size > largest:
         raise AnswerError(f"sent {what} of more than {largest:,} bytes")
+
+
+def framed(body: bytes) -> bytes:
+    """Return a message with its length before it."""
+    return len(body).to_bytes(HEADER, "big") + body
 
 
 async def read_frame(stream: asyncio.StreamReader) -> bytes:
