@@ -26,7 +26,7 @@ from turnwise.config import Config, DataConfig
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
-from turnwise.rollout.agents.worker import worker_tasks
+from turnwise.rollout.agents import worker_tasks
 from turnwise.rollout.environment import EnvironmentType, configured_environment, name_of
 from turnwise.rollout.mixture import JoinedProblems
 from turnwise.rollout.problems import Problems, Row

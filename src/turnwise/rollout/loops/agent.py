@@ -1,8 +1,7 @@
 """The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
 
-An agent is a function `package.module:name(base_url, problem)`, async or not; a command
-(`rollout.agents.command`); an HTTP endpoint (`rollout.agents.endpoint`); or a long-lived worker
-(`rollout.agents.worker`). The requests to the base URL become the trajectory's turns. The URL
+An agent is a function `package.module:name(base_url, problem)`, async or not; or a command, an HTTP
+endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the trajectory's turns. The URL
 contains a secret random name, so an agent cannot reach another's trajectory.
 """
 
@@ -17,10 +16,14 @@ from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
-from turnwise.rollout.agents.command import clean_environment, run_command
-from turnwise.rollout.agents.endpoint import is_endpoint, run_endpoint
-from turnwise.rollout.agents.report import apply_report
-from turnwise.rollout.agents.worker import AgentWorker
+from turnwise.rollout.agents import (
+    AgentWorker,
+    apply_report,
+    clean_environment,
+    is_endpoint,
+    run_command,
+    run_endpoint,
+)
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
 
