@@ -192,7 +192,7 @@ class Child:
         """End it and its group, and close its pipes; safe to repeat.
 
         Args:
-            seconds: Time for its end and its last words after it was killed, for each.
+            seconds: Time for its end and its last words after it was killed.
             leave: Time in which it may end by itself after its standard input is closed.
             terminate: Time to end after SIGTERM, which it gets when it has not left; 0 sends none.
         """
@@ -205,8 +205,10 @@ class Child:
             self.kill()
             _running.discard(self)
             try:
-                await self.exited(seconds)
-                await self.heard(seconds)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._streams.ended.wait()
+                        await asyncio.wait([self._hearing])
             finally:
                 self._hearing.cancel()
                 self._transport.close()

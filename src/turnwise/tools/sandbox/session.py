@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import select
-import signal
 import struct
 import subprocess
 import termios
@@ -18,6 +17,7 @@ import threading
 import time
 from typing import IO
 
+from turnwise.core.child import kill_group
 from turnwise.errors import InputError
 from turnwise.tools.sandbox.backends import (
     Backend,
@@ -233,7 +233,7 @@ class _Process:
         try:
             return self._keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._keeper.pid, signal.SIGKILL)
+            kill_group(self._keeper.pid, reaped=False)
             self._keeper.wait(_END_SECONDS)
             return None
         finally:
