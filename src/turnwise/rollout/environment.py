@@ -157,6 +157,9 @@ class Environment:
         """
         return None
 
+    def _group_ended(self) -> None:
+        """For adapters: take back what trajectories share; called once the group is rewarded."""
+
 
 EnvironmentType = Callable[[Row], Any]
 """An environment class, or a function that makes an environment from a row."""
