@@ -126,7 +126,7 @@ def test_a_frame_is_whole_or_refused(sent: bytes) -> None:
 
 
 def test_a_huge_frame_is_refused_before_it_comes() -> None:
-    for size in (MAX_BYTES + 1, 2**60, 2**64 - 1):
+    for size in (MAX_BYTES + 1, 2**31, 2**32 - 1):
         with pytest.raises(AnswerError, match="an answer of more than 8,388,608 bytes"):
             asyncio.run(frames(size.to_bytes(HEADER, "big")))
         ours, theirs = socket.socketpair()

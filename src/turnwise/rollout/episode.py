@@ -138,6 +138,8 @@ class Episode(ABC):
 
     def release(self) -> None:
         """Let others have what the environment shares: its whole group has been rewarded."""
+        if isinstance(self.environment, Environment):
+            self.environment._group_ended()
 
     def _offer(
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
@@ -306,10 +308,6 @@ class LocalEpisode(Episode):
 
     async def close(self, report: Report) -> None:
         await self._close_each([] if self._closes is None else [self._closes], report)
-
-    def release(self) -> None:
-        if isinstance(self.environment, Environment):
-            self.environment._group_ended()
 
 
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:

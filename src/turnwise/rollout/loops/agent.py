@@ -1,8 +1,9 @@
 """The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
 
 An agent is a function `package.module:name(base_url, problem)`, async or not; or a command, an HTTP
-endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the trajectory's turns. The URL
-contains a secret random name, so an agent cannot reach another's trajectory.
+endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the
+trajectory's turns. The URL contains a secret random name, so an agent cannot reach another's
+trajectory.
 """
 
 import copy
