@@ -30,7 +30,7 @@ from turnwise.core.deadlines import deadline
 from turnwise.core.fork_server import ForkServer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
-from turnwise.core.untrusted import AnswerError, framed, read_frame, receive, receive_frame
+from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollout import environment_answers as answers
 from turnwise.rollout.configured_tools import ToolSource
@@ -75,7 +75,8 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
-        """Ask a process that is started for this one question; call it from a thread.
+        """Ask a process that is started for this one question; call it from a thread without
+        an event loop.
 
         Args:
             method: `prompt` or `preview`.
@@ -86,24 +87,16 @@ class EnvironmentProcesses:
             TrajectoryError: `environment_crashed`, `environment_reply`.
             DeadlineError: when the process does not answer.
         """
-        talk, control = self.start()
-        seconds = self._rollout.environment_timeout + GRACE_SECONDS
-        with talk, control:
-            talk.settimeout(seconds)
+
+        async def asked() -> _T:
+            process = await EnvironmentProcess.connect(*self.start(), problem.id)
+            seconds = self._rollout.environment_timeout + GRACE_SECONDS
             try:
-                talk.sendall(_request(1, method, (problem,), -1))
-                _, reply = answers.read_reply(receive_frame(talk, seconds))
-                return answers.value_of(reply, kind, alone=True)
-            except AnswerError as error:
-                raise _wrong(problem.id, error) from None
-            except TimeoutError:
-                raise DeadlineError(f"the environment of {problem.id} did not answer") from None
-            except (EOFError, ConnectionError):
-                status = ""
-                control.settimeout(GRACE_SECONDS)
-                with suppress(OSError):
-                    status = control.makefile().readline()
-                raise _crashed(problem.id, status) from None
+                return await process.ask(method, (problem,), seconds, kind, alone=True)
+            finally:
+                process.kill()
+
+        return asyncio.run(asked())
 
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call it from a thread.
@@ -199,14 +192,18 @@ class EnvironmentProcess:
         seconds: float,
         kind: TypeAdapter[_T],
         turn: int = -1,
+        *,
+        alone: bool = False,
     ) -> _T:
         """Ask for a method's value, of the given type.
 
         Args:
             turn: Index of the model's latest turn.
+            alone: Whether the process was started for this question only.
 
         Raises:
             DeadlineError: when the process does not answer within `seconds`.
+            InputError: the environment's own, if the process was `alone`.
             TrajectoryError: the environment's own, `environment_crashed`, or `environment_reply`,
                 after which the process has been killed.
         """
@@ -215,7 +212,7 @@ class EnvironmentProcess:
         async with deadline(seconds, f"{method} of {self._where} did not answer"):
             reply = await answer
         try:
-            return answers.value_of(reply, kind)
+            return answers.value_of(reply, kind, alone=alone)
         except AnswerError as error:
             raise self._end(_wrong(self._where, error)) from None
 

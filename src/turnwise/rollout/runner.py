@@ -47,7 +47,6 @@ from turnwise.rollout.environment import (
 )
 from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.episode import Episode, LocalEpisode, playing
-from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.group import TOO_LONG, Group, GroupRun
 from turnwise.rollout.loops import load_loop, loop_name
 from turnwise.rollout.loops.agent import HttpAgentLoop
@@ -56,7 +55,7 @@ from turnwise.rollout.prompt_limit import PromptLimit, ShownPrompt
 from turnwise.rollout.reading import known_prompt, naming_row, open_environment, own_method
 from turnwise.rollout.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollout.rewards import RewardManager
-from turnwise.rollout.run_files import RunFiles
+from turnwise.rollout.run_files import ErrorLog, RunFiles
 from turnwise.serving.chat_backend import ChatBackend
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import make_toolbox

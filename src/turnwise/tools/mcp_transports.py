@@ -1,8 +1,8 @@
-"""The process of an MCP server that speaks over its standard input and output.
+"""Transports for the MCP SDK with limits that its own lack: a message has a largest size.
 
-A transport for the MCP SDK with limits that its own lacks: a message has a largest size, lines that
-are no messages are dropped up to a number, and the end of standard error is kept for errors. The
-process and all that it started end with the transport, in a few seconds at most.
+From a server's process, lines that are no messages are dropped up to a number, and the end of
+standard error is kept for errors. The process and all that it started end with the transport, in a
+few seconds at most.
 """
 
 import asyncio
@@ -10,15 +10,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import anyio
+import httpx2
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
 
 from turnwise.core.child import Child
-from turnwise.core.untrusted import MAX_VALUES, AnswerError, read_line, values_in
+from turnwise.core.untrusted import (
+    IDENTITY,
+    MAX_BYTES,
+    MAX_VALUES,
+    AnswerError,
+    read_line,
+    values_in,
+)
 
 MAX_UNASKED = 10_000
 """Maximum number of lines between two answers: notifications, and lines that are no messages."""
+_CONNECT_SECONDS = 30.0
 _LEAVE_SECONDS = 2.0
 """Time to end after standard input is closed."""
 _KILL_SECONDS = 2.0
@@ -131,3 +140,43 @@ class ServerProcess:
                     await received.send(SessionMessage(message))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                     return
+
+
+def http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
+    """Return a client whose JSON answers have at most `MAX_BYTES` bytes.
+
+    It waits for answers without a deadline; calls have their own.
+    """
+    return httpx2.AsyncClient(
+        headers={**IDENTITY, **headers},
+        timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
+        event_hooks={"response": [_limit]},
+    )
+
+
+async def _limit(response: httpx2.Response) -> None:
+    # The SDK limits events itself; streams of them have no end.
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Limited(response.stream)
+
+
+class _Limited(httpx2.AsyncByteStream):
+    """A body that fails when it becomes too long."""
+
+    def __init__(self, body: httpx2.AsyncByteStream) -> None:
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = values = 0
+        async for part in self._body:
+            size += len(part)
+            values += values_in(part)
+            if size > MAX_BYTES or values > MAX_VALUES:
+                raise httpx2.StreamError(
+                    f"a message of more than {MAX_BYTES:,} bytes or {MAX_VALUES:,} values"
+                )
+            yield part
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
