@@ -37,10 +37,7 @@ def example(documented: type) -> Any:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        *("data", "problems", "evaluation", "environment", "reading", "agent_loop"),
-        *("loops.tagged_calls", "foreign.package"),
-    ],
+    ["problems", "environment", "agent_loop", "loops.tagged_calls", "foreign.package"],
 )
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"turnwise.rollout.{module}"))

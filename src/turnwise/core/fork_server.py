@@ -59,11 +59,6 @@ class ForkServer:
         module: The program to start, as `python -m MODULE LISTENER ALIVE ARGUMENT...`; it must call
             `serve` with the two descriptors.
         arguments: Its further arguments.
-
-    Example:
-        server = ForkServer()
-        subprocess.run([*command(server.address), "-m", "pytest"])
-        server.close()
     """
 
     def __init__(

@@ -29,12 +29,6 @@ class Curriculum:
 
     Args:
         max_rest: The largest number of epochs after which a row comes back (`data.max_rest`).
-
-    Example:
-        >>> curriculum = Curriculum(max_rest=8)
-        >>> curriculum.learn(3, "mastered", epoch=0)
-        >>> curriculum.rests(3, epoch=1), curriculum.rests(3, epoch=2)
-        (True, False)
     """
 
     def __init__(self, max_rest: int) -> None:

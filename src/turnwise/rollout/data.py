@@ -213,10 +213,6 @@ def checked_rows(rows: Sequence[Mapping[str, Any]], name: str, limit: int | None
 
     Raises:
         InputError: when there are none, or one is not a mapping.
-
-    Example:
-        >>> len(checked_rows([{"n": 1}, {"n": 2}], "data", 1))
-        1
     """
     if not len(rows):
         raise InputError(f"{name} has no rows")
@@ -241,13 +237,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 class LazyRows(Sequence[Row]):
-    """Rows that are made when they are asked for.
-
-    Example:
-        >>> squares = LazyRows(1_000_000, lambda index: {"square": index**2})
-        >>> squares[3], len(squares[:2])
-        ({'square': 9}, 2)
-    """
+    """Rows that are made when they are asked for."""
 
     def __init__(self, count: int, read: Callable[[int], Row]) -> None:
         self._count = count

@@ -91,14 +91,6 @@ def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
 
     Raises:
         InputError: when it makes none.
-
-    Example:
-        >>> class Sums(Environment):
-        ...     @classmethod
-        ...     def rows(cls, split):
-        ...         return [{"question": f"2 + {n}?"} for n in range(9 if split == "train" else 3)]
-        >>> len(make_rows(Sums, "eval"))
-        3
     """
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")

@@ -32,13 +32,7 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 class HttpAgentLoop:
-    """Passes the URL of a session to an agent, and waits until it is done.
-
-    Example:
-        rollout:
-          loop: agent
-          agent: python my_agent.py      # or my_package.my_module:run, or http://host/run
-    """
+    """Passes the URL of a session to an agent, and waits until it is done."""
 
     def __init__(self) -> None:
         self._workers: dict[str, AgentWorker] = {}

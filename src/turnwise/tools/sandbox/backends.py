@@ -40,11 +40,7 @@ _PROGRAM = "/run/turnwise.py"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one sandbox.
-
-    Example:
-        Limits(seconds=5.0, memory=256)
-    """
+    """The limits of one sandbox."""
 
     seconds: float = 10.0
     """Seconds for one call."""

@@ -39,14 +39,7 @@ _LOST = "variables and files are lost"
 
 
 class Session:
-    """One interpreter, started by the first call and again after it ended.
-
-    Example:
-        session = Session("bubblewrap", Limits(seconds=5.0))
-        session.run("x = 6")
-        assert session.run("x * 7") == "42"
-        session.close()
-    """
+    """One interpreter, started by the first call and again after it ended."""
 
     def __init__(self, backend: Backend, limits: Limits, *, shell: bool = False) -> None:
         self._backend = backend
