@@ -28,7 +28,6 @@ from turnwise.rollout.reading import (
     own_method,
     read_messages,
     read_move,
-    read_players,
     read_problem,
     read_reward,
     read_rewards,
@@ -236,8 +235,7 @@ class LocalEpisode(Episode):
 
     def _learn(self) -> None:
         self._find_methods()  # `setup` may have set them
-        self.players = read_players(self.environment)
-        self.problem = next(iter(self.players.values()), []) or read_problem(self.environment)
+        self.problem, self.players = read_problem(self.environment)
         self._offer(*read_tools(self.environment))
 
     def _find_methods(self) -> None:
