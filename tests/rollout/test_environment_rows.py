@@ -116,7 +116,7 @@ def test_arguments_reach_the_environment_and_its_prompt_is_known(
     assert episode.problem == [{"role": "user", "content": "Continue: 7, 9"}]
     assert isinstance(episode, Episode)
     assert runner._stages[""].knows_prompts
-    (message,) = runner._stages[""].prompt(Problem("rows:1", {"step": 2})) or []
+    (message,) = episode.prompt() or []
     assert message["content"] == "Continue by 2"
     assert type_of(partial(Count, start=7)) is Count
 

@@ -29,7 +29,6 @@ from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
 from turnwise.rollout.episode import LocalEpisode
-from turnwise.rollout.reading import known_prompt, open_environment
 from turnwise.tools.toolbox import encodable, make_toolbox
 
 if TYPE_CHECKING:
@@ -131,17 +130,16 @@ class _Player:
 
     async def prompt(self, problem: "Problem") -> object:
         """Return the messages that the row alone gives; None if it does not."""
-        return await self._call(lambda: known_prompt(self._factory, problem.row, problem.id))
+        return await self._call(LocalEpisode(self._factory, problem, self._rollout).prompt)
 
     async def preview(self, problem: "Problem") -> object:
         """Return messages and tools before `setup`; None if they are known after it only."""
 
         def build() -> object:
-            opened = open_environment(self._factory, problem.row, problem.id)
-            if opened is None:
+            episode = LocalEpisode(self._factory, problem, self._rollout)
+            if not episode.preview():
                 return None
-            schemas = make_toolbox(opened.tools, self._rollout).schemas
-            return {"messages": opened.problem, "schemas": schemas}
+            return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
 
         return await self._call(build)
 

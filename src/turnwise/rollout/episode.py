@@ -20,7 +20,13 @@ from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
 from turnwise.rollout.configured_tools import ToolSource, with_configured
-from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollout.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    name_of,
+    type_of,
+)
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
     finite_number,
@@ -86,6 +92,27 @@ class Episode(ABC):
 
         Raises:
             TrajectoryError: `environment_error` or `environment_timeout`, naming the row.
+        """
+
+    @abstractmethod
+    def prompt(self) -> list[Message] | None:
+        """Return the messages that the class knows from the row alone; None if it knows none.
+
+        Call it in a thread.
+
+        Raises:
+            InputError: naming the row, when its `prompt` fails or returns no messages.
+        """
+
+    @abstractmethod
+    def preview(self) -> bool:
+        """Read problem and tools without `setup`, and without opening toolsets; call in a thread.
+
+        Returns:
+            Whether they are known without.
+
+        Raises:
+            InputError: naming the row.
         """
 
     @abstractmethod
@@ -221,6 +248,22 @@ class LocalEpisode(Episode):
         if not self.problem:  # its `setup` is async
             await self._read("the environment", self._learn)
         await self._open_toolsets()
+
+    def prompt(self) -> list[Message] | None:
+        if (prompt := own_method(type_of(self._factory), "prompt")) is None:
+            return None
+        with naming_row(self.where, self._row):
+            reply = prompt(self._row)
+            what = f"{name_of(self._factory)}.prompt"
+            return None if reply is None else read_messages(reply, what)
+
+    def preview(self) -> bool:
+        with naming_row(self.where, self._row):
+            self.environment = self._factory(self._row)
+            if own_method(self.environment, "setup") is not None:
+                return False
+            self._learn()
+        return not self._toolsets
 
     def _begin(self) -> Awaitable[object] | None:
         """Build and read the environment; an async `setup` is returned, to be awaited before."""

@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat, SupportsIndex, TypeGuard
 
@@ -33,51 +32,6 @@ from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import MAX_REWARD, Message
 
 BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
-
-
-@dataclass(frozen=True, slots=True)
-class OpenEnvironment:
-    """An environment that needs no `setup`, with its problem and tools."""
-
-    environment: Any
-    problem: list[Message]
-    tools: list[ToolFunction | Tool]
-
-
-def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment | None:
-    """Build an environment and read its problem and tools; runs user code.
-
-    Args:
-        where: Name of the row, for errors.
-
-    Returns:
-        None if problem and tools are known only after `setup`, or after toolsets are open; neither
-        is done here.
-
-    Raises:
-        InputError: naming `where`, and either the error with its line of the user's code, or the
-            invalid attribute and its allowed values.
-    """
-    with naming_row(where, row):
-        environment = factory(row)
-        tools, toolsets = read_tools(environment)
-        if toolsets or own_method(environment, "setup") is not None:
-            return None
-        return OpenEnvironment(environment, read_problem(environment)[0], tools)
-
-
-def known_prompt(factory: EnvironmentType, row: Row, where: str) -> list[Message] | None:
-    """Return the messages that an environment's class knows from a row alone; None if it does not.
-
-    Raises:
-        InputError: naming `where`, when its `prompt` fails or returns no messages.
-    """
-    prompt = own_method(type_of(factory), "prompt")
-    if prompt is None:
-        return None
-    with naming_row(where, row):
-        reply = prompt(row)
-        return None if reply is None else read_messages(reply, f"{name_of(factory)}.prompt")
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:

@@ -37,7 +37,7 @@ from turnwise.rollout.configured_tools import ToolSource
 from turnwise.rollout.environment import EnvironmentType, Rewards, name_of
 from turnwise.rollout.episode import Episode, Report
 from turnwise.rollout.problems import Problem
-from turnwise.rollout.reading import read_rewards
+from turnwise.rollout.reading import naming_row, read_rewards
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
@@ -272,6 +272,20 @@ class RemoteEpisode(Episode):
         self._schemas = _messages(known["schemas"])
         await self._call("the tools", self._offer, [])
         await self._open_toolsets()
+
+    def prompt(self) -> list[Message] | None:
+        said = self._processes.ask("prompt", self._problem, answers.PROMPT)
+        return None if said is None else _messages(said)
+
+    def preview(self) -> bool:
+        known = self._processes.ask("preview", self._problem, answers.PREVIEW)
+        if known is None:
+            return False
+        self.problem = _messages(known["messages"])
+        self._schemas = _messages(known["schemas"])
+        with naming_row(self.where, self._row):
+            self._offer([])
+        return not self._toolsets
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
         return _RemoteToolbox(self, self._schemas, tools, self._rollout)

@@ -284,7 +284,7 @@ async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Split sequences, in order, into batches of at most `max_tokens` with padding; return indices."""
+    """Split sequences, in order, into batches of at most `max_tokens` with padding: indices."""
     split: list[list[int]] = []
     longest = 0
     for index, sequence in enumerate(sequences):

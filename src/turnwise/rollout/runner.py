@@ -37,7 +37,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
-from turnwise.rollout.configured_tools import load_tools, with_configured
+from turnwise.rollout.configured_tools import load_tools
 from turnwise.rollout.environment import (
     Environment,
     EnvironmentType,
@@ -45,20 +45,17 @@ from turnwise.rollout.environment import (
     name_of,
     type_of,
 )
-from turnwise.rollout.environment_answers import PREVIEW, PROMPT
 from turnwise.rollout.episode import Episode, LocalEpisode, playing
 from turnwise.rollout.group import TOO_LONG, Group, GroupRun
 from turnwise.rollout.loops import load_loop, loop_name
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.prompt_limit import PromptLimit, ShownPrompt
-from turnwise.rollout.reading import known_prompt, naming_row, open_environment, own_method
+from turnwise.rollout.reading import own_method
 from turnwise.rollout.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollout.rewards import RewardManager
 from turnwise.rollout.run_files import ErrorLog, RunFiles
 from turnwise.serving.chat_backend import ChatBackend
-from turnwise.tools import Tool, ToolFunction
-from turnwise.tools.toolbox import make_toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 
@@ -105,43 +102,6 @@ class Stage:
         if self._processes is not None:
             return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
         return LocalEpisode(self._environment, problem, self.rollout, self._tools)
-
-    def preview(self, problem: Problem) -> tuple[list[Message], list[JsonObject]] | None:
-        """Return a row's messages and tools; None if they are known after `setup` only.
-
-        Runs user code; call it from a thread.
-
-        Raises:
-            InputError: naming the row.
-        """
-        remote: list[JsonObject] = []
-        own: list[ToolFunction | Tool] = []
-        if self._processes is not None:
-            preview = self._processes.ask("preview", problem, PREVIEW)
-            if preview is None:
-                return None
-            messages = [*map(dict, preview["messages"])]
-            remote = [*map(dict, preview["schemas"])]
-        else:
-            opened = open_environment(self._environment, problem.row, problem.id)
-            if opened is None:
-                return None
-            messages, own = opened.problem, opened.tools
-        with naming_row(problem.id, problem.row):
-            tools, toolsets = with_configured(own, [], self._tools)
-            if toolsets:
-                return None
-            return messages, [*remote, *make_toolbox(tools, self.rollout).schemas]
-
-    def prompt(self, problem: Problem) -> list[Message] | None:
-        """Return the messages that the class knows from a row alone; None if it does not.
-
-        Runs user code; call it from a thread.
-        """
-        if self._processes is not None:
-            said = self._processes.ask("prompt", problem, PROMPT)
-            return None if said is None else [*map(dict, said)]
-        return known_prompt(self._environment, problem.row, problem.id)
 
 
 class Runner:
@@ -259,10 +219,10 @@ class Runner:
         assert limit is not None
 
         def measure() -> int | None:
-            preview = stage.preview(problem)
-            if preview is None:
+            episode = stage.episode(problem)
+            if not episode.preview():
                 return None
-            messages, schemas = preview
+            messages, schemas = episode.problem, episode.toolbox.schemas
             stage.shown.check(problem.id, messages, schemas)
             if not stage.shown.measures:
                 return None
@@ -369,7 +329,7 @@ class Runner:
             return "" if limit is None else limit.left_out.get(problem.id, "")
 
         def measure() -> int | None:
-            messages = stage.prompt(problem)
+            messages = stage.episode(problem).prompt()
             return None if messages is None else limit.length(problem.id, messages, [])
 
         try:
