@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from turnwise.config import RolloutConfig
 from turnwise.core.aio import is_cancelled, together
@@ -19,7 +19,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
-from turnwise.rollout.configured_tools import ToolSource, with_configured
+from turnwise.rollout.configured_tools import ToolSource
 from turnwise.rollout.environment import (
     Environment,
     EnvironmentType,
@@ -40,6 +40,7 @@ from turnwise.rollout.reading import (
     read_tools,
 )
 from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.tool import is_toolset
 from turnwise.tools.toolbox import Toolbox, make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
@@ -171,7 +172,12 @@ class Episode(ABC):
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
     ) -> None:
         """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
-        self._tools, self._toolsets = with_configured(tools, toolsets, self._sources)
+        self._tools, self._toolsets = [*tools], [*toolsets]
+        for source in self._sources:
+            if is_toolset(tool := source()):
+                self._toolsets.append(tool)
+            else:
+                self._tools.append(cast(ToolFunction | Tool, tool))
         if not self._toolsets:
             self.toolbox = self._make_toolbox(self._tools)
 
