@@ -138,7 +138,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if joined else subprocess.PIPE,
-            env=environment,
+            env=dict(environment),  # uvloop takes no other mapping
             cwd=cwd,
             start_new_session=True,
         )
