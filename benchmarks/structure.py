@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 _FOREIGN = ("vllm", "ray", "torch", "transformers", "peft", "uvicorn", "fastapi", "multiprocessing")
 """Packages whose internals the project may touch, in the file that is meant for it."""
-_PROCESSES = ("Popen", "create_subprocess_exec", "create_subprocess_shell", "fork", "get_context")
+_PROCESSES = (
+    "Popen",
+    "subprocess_exec",
+    "create_subprocess_exec",
+    "create_subprocess_shell",
+    "fork",
+    "get_context",
+)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

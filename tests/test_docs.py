@@ -22,7 +22,7 @@ from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.pipeline.model_file import read_model_file
 from turnwise.pipeline.pipeline_file import read_pipeline_file
 from turnwise.rollout.environment import load_object
-from turnwise.rollout.episode import Episode
+from turnwise.rollout.episode import Episode, LocalEpisode
 from turnwise.rollout.problems import Problem
 
 TABLE = ROOT / "docs" / "coming-from.md"
@@ -173,7 +173,7 @@ def test_python_blocks_run(page: str) -> None:
                     if issubclass(kind, turnwise.OpenEnv | turnwise.ReasoningGym):
                         continue  # its server has the problem, or a package that is not installed
                     problem = Problem(str(block), _ROWS.get(page, _ROW))
-                    asyncio.run(_open_and_close(Episode(kind, problem, RolloutConfig())))
+                    asyncio.run(_open_and_close(LocalEpisode(kind, problem, RolloutConfig())))
 
 
 async def _open_and_close(episode: Episode) -> None:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from turnwise.core.foreign_lines import LINES_A_SECOND, LONGEST_LINE, ForeignLines
+from turnwise.core.child import LINES_A_SECOND, LONGEST_LINE, ForeignLines
 
 logger = logging.getLogger("tests.foreign")
 

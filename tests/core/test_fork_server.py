@@ -133,7 +133,7 @@ def test_no_command_line_shows_a_secret(ray_started: None) -> None:
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
             shown += [line for word in words if word in line]
-            clients += str(fork_server.CLIENT) in line
+            clients += fork_server.CLIENT in line
     assert clients > 0
     assert shown == []
 

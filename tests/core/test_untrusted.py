@@ -24,7 +24,7 @@ from turnwise.core.untrusted import (
     read_answer,
     read_frame,
     read_line,
-    receive_frame,
+    receive,
     values_in,
 )
 
@@ -126,22 +126,16 @@ def test_a_frame_is_whole_or_refused(sent: bytes) -> None:
 
 
 def test_a_huge_frame_is_refused_before_it_comes() -> None:
-    for size in (MAX_BYTES + 1, 2**60, 2**64 - 1):
+    for size in (MAX_BYTES + 1, 2**31, 2**32 - 1):
         with pytest.raises(AnswerError, match="an answer of more than 8,388,608 bytes"):
             asyncio.run(frames(size.to_bytes(HEADER, "big")))
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(size.to_bytes(HEADER, "big"))
-            with pytest.raises(AnswerError, match="an answer of more than"):
-                receive_frame(ours, 60.0)
 
 
-def test_a_frame_that_drips_has_one_deadline_for_all_of_it() -> None:
+def test_what_drips_has_one_deadline_for_all_of_it() -> None:
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 
     def drip() -> None:
-        theirs.sendall((100).to_bytes(HEADER, "big"))
         while not ended.wait(0.05):
             theirs.send(b"x")
 
@@ -150,16 +144,16 @@ def test_a_frame_that_drips_has_one_deadline_for_all_of_it() -> None:
         thread.start()
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            receive_frame(ours, 0.3)
+            receive(ours, 100, time.monotonic() + 0.3)
         ended.set()
         thread.join()
         assert time.monotonic() - began >= 0.3
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            theirs.sendall((100).to_bytes(HEADER, "big") + b"half")
+            theirs.sendall(b"half")
         with pytest.raises(EOFError):
-            receive_frame(ours, 60.0)
+            receive(ours, 100, time.monotonic() + 60.0)
 
 
 async def test_a_line_has_a_largest_length() -> None:

@@ -15,7 +15,7 @@ from tests.pages import blocks
 from tests.rollout.test_agents import keyless, try_agent
 from turnwise.config import Config
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout.agents.report import AgentReport, read_report
+from turnwise.rollout.agents import AgentReport, read_report
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import audit
 

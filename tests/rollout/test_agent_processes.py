@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from turnwise.core.child import LINES_A_SECOND
 from turnwise.core.deadlines import StallClock
-from turnwise.core.foreign_lines import LINES_A_SECOND
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout.agents import worker as worker_module
-from turnwise.rollout.agents.command import clean_environment, run_command
-from turnwise.rollout.agents.report import AgentReport
-from turnwise.rollout.agents.worker import AgentWorker, worker_tasks
+from turnwise.rollout import agents as agents_module
+from turnwise.rollout.agents import (
+    AgentReport,
+    AgentWorker,
+    clean_environment,
+    run_command,
+    worker_tasks,
+)
 
 PROBLEMS = {
     "an option": "--help",
@@ -174,7 +178,7 @@ async def test_an_agents_words_drive_no_terminal(program: Callable[[str], str]) 
 async def test_a_worker_that_ends_leaves_nobody_waiting(
     program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(agents_module, "_END_SECONDS", 0.5)
     # A process that has left the group holds the worker's pipes.
     body = """
 import subprocess
@@ -184,8 +188,8 @@ sys.exit(7)
     async with running(raw(program, body)) as worker:
         with pytest.raises(TrajectoryError, match="ended with 7"):
             await worker.run({})
-        assert worker._process is not None
-        assert worker._process.ended
+        assert worker._life is not None
+        assert worker._life.ended
 
 
 LACK = """
@@ -193,9 +197,8 @@ import asyncio, os, resource, sys
 from turnwise.config import RolloutConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollout.agents.command import clean_environment, run_command
-from turnwise.rollout.agents.worker import AgentWorker
-from turnwise.rollout.environment_processes import EnvironmentProcesses
+from turnwise.rollout.agents import AgentWorker, clean_environment, run_command
+from turnwise.rollout.remote_episode import EnvironmentProcesses
 
 def environment(row): ...
 
@@ -279,13 +282,13 @@ def test_tasks_have_the_variables_of_agent_env_and_a_limit(
     )
     assert worker_tasks(listing) == [{"seen": None}]
     assert worker_tasks(listing, ["TASKS_TOKEN"]) == [{"seen": "t"}]
-    monkeypatch.setattr(worker_module, "_TASKS_BYTES", 1 << 20)
+    monkeypatch.setattr(agents_module, "_TASKS_BYTES", 1 << 20)
     endless = program("while True: print('x' * 1000)\n")
     with pytest.raises(InputError, match="sent more than 1,048,576 bytes"):
         worker_tasks(endless)
     for said, words in (('{"id": 0, "result": [1]}', "result.0: "), ("[" * 9_999, "no JSON")):
         with pytest.raises(InputError, match=f"listed no tasks, and ended with 0: .*{words}"):
             worker_tasks(program(f"print({said!r})\n"))
-    monkeypatch.setattr(worker_module, "_TASKS_SECONDS", 0.3)
+    monkeypatch.setattr(agents_module, "_TASKS_SECONDS", 0.3)
     with pytest.raises(InputError, match=r"listed no tasks within 0.3 s"):
         worker_tasks(program("import time; time.sleep(600)\n"))

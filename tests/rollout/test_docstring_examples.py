@@ -11,10 +11,9 @@ import pytest
 
 import turnwise
 from tests.simulated import SimulatedEngine
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.rollout import AgentLoop, Environment, Problem, RolloutContext, Runner
-from turnwise.rollout.reading import open_environment
-from turnwise.tools.toolbox import Toolbox
+from turnwise.rollout.episode import LocalEpisode
 from turnwise.trajectory import Trajectory
 
 ROW = {"city": "Oslo", "weather": "rain"}
@@ -37,10 +36,7 @@ def example(documented: type) -> Any:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        *("data", "problems", "evaluation", "environment", "reading", "agent_loop"),
-        *("loops.tagged_calls", "foreign.package"),
-    ],
+    ["problems", "environment", "agent_loop", "loops.tagged_calls", "foreign.package"],
 )
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"turnwise.rollout.{module}"))
@@ -49,11 +45,9 @@ def test_the_examples_of_functions(module: str) -> None:
 
 
 async def test_the_example_of_an_environment() -> None:
-    opened = open_environment(example(Environment), ROW, "rows:1")
-    assert opened is not None
-    result = await Toolbox(opened.tools, timeout=60, max_chars=99).call(
-        "look_up", '{"city": "Oslo"}'
-    )
+    opened = LocalEpisode(example(Environment), Problem("rows:1", ROW), RolloutConfig())
+    assert opened.preview()
+    result = await opened.toolbox.call("look_up", '{"city": "Oslo"}')
     assert (opened.problem[0]["role"], result.text) == ("user", "rain")
     trajectory = Trajectory("rows:1", messages=[{"role": "assistant", "content": "It will rain."}])
     assert opened.environment.reward(trajectory) == 1.0

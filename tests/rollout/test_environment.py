@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
 from turnwise.errors import InputError
 from turnwise.rollout import Problem, Runner
 from turnwise.rollout.environment import load_object
-from turnwise.rollout.reading import open_environment
+from turnwise.rollout.episode import LocalEpisode
 
 HERE = "tests.rollout.test_environment"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def made(problem: Any, *tools: Any) -> Any:
+def made(problem: Any, *tools: Any) -> LocalEpisode:
     """An environment of a class that only has what it is given."""
 
     class Desk:
@@ -26,9 +26,13 @@ def made(problem: Any, *tools: Any) -> Any:
             if tools:
                 (self.tools,) = tools
 
-    opened = open_environment(Desk, {}, "rows.jsonl:3")  # type: ignore[arg-type]
-    assert opened is not None
-    return opened
+    return preview(Desk)
+
+
+def preview(environment: Any) -> LocalEpisode:
+    episode = LocalEpisode(environment, Problem("rows.jsonl:3", {}), RolloutConfig())
+    assert episode.preview()
+    return episode
 
 
 def add(a: int, b: int) -> int:
@@ -42,12 +46,12 @@ def add(a: int, b: int) -> int:
 
 
 def test_a_text_is_one_message_and_tools_may_be_left_out() -> None:
-    environment = made("hello")
-    assert environment.problem == MESSAGES
-    assert environment.tools == []
-    environment = made(MESSAGES, (add,))
-    assert environment.problem == MESSAGES
-    assert environment.tools == [add]
+    episode = made("hello")
+    assert episode.problem == MESSAGES
+    assert episode.toolbox.names == []
+    episode = made(MESSAGES, (add,))
+    assert episode.problem == MESSAGES
+    assert episode.toolbox.names == ["add"]
 
 
 @pytest.mark.parametrize("problem", [None, [], 3, ["hello"], [{"content": "hello"}], {"role": "u"}])
@@ -86,7 +90,7 @@ class Careless:
 
 def test_a_property_that_fails_is_not_taken_for_one_that_is_missing() -> None:
     with pytest.raises(InputError, match="'Careless' object has no attribute 'no_such_tool'"):
-        open_environment(Careless, {}, "rows.jsonl:3")
+        preview(Careless)
 
 
 class Broken:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from tests.core.test_untrusted import json_values
-from turnwise.core.untrusted import HEADER, MAX_BYTES
+from turnwise.core.untrusted import HEADER, MAX_BYTES, framed
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import environment_answers as answers
-from turnwise.rollout.environment_processes import EnvironmentProcess
+from turnwise.rollout.remote_episode import EnvironmentProcess
 
 KINDS: list[TypeAdapter[Any]] = [
     answers.PROMPT,
@@ -56,8 +56,7 @@ async def asked(kind: TypeAdapter[Any], sent: bytes, times: int = 1) -> Any:
 
 
 def frame(tree: object) -> bytes:
-    body = json.dumps(tree).encode()
-    return len(body).to_bytes(HEADER, "big") + body
+    return framed(json.dumps(tree).encode())
 
 
 def error(**changes: object) -> dict[str, object]:
@@ -67,7 +66,7 @@ def error(**changes: object) -> dict[str, object]:
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=60), st.sampled_from(KINDS))
 def test_no_bytes_end_a_run(sent: bytes, kind: TypeAdapter[Any]) -> None:
-    for whole in (sent, len(sent).to_bytes(HEADER, "big") + sent):
+    for whole in (sent, framed(sent)):
         with pytest.raises(TrajectoryError) as raised:
             asyncio.run(asked(kind, whole))
         assert raised.value.reason in {answers.REPLY, "environment_crashed"}
@@ -76,7 +75,7 @@ def test_no_bytes_end_a_run(sent: bytes, kind: TypeAdapter[Any]) -> None:
 @settings(deadline=None, max_examples=200)
 @given(json_values, st.sampled_from(KINDS), st.sampled_from(["value", "error", "reply"]))
 def test_no_json_ends_a_run(value: Any, kind: TypeAdapter[Any], place: str) -> None:
-    reply = [0, value if place == "reply" else {place: value}]
+    reply = [1, value if place == "reply" else {place: value}]
     try:
         got = asyncio.run(asked(kind, frame(reply)))
     except TrajectoryError as failed:
@@ -113,7 +112,7 @@ async def test_a_wrong_value_costs_its_trajectory(
     kind: TypeAdapter[Any], value: Any, words: str
 ) -> None:
     with pytest.raises(TrajectoryError, match=words) as raised:
-        await asked(kind, frame([0, {"value": value}]))
+        await asked(kind, frame([1, {"value": value}]))
     assert raised.value.reason == answers.REPLY
 
 
@@ -125,11 +124,11 @@ async def test_a_wrong_value_costs_its_trajectory(
         (frame([{}, {}]), "wrong answer"),
         (frame([True, {"value": True}]), "wrong answer"),
         (frame([7, {"value": True}]), "answered the request 7, which nobody waits for"),
-        (frame([0, {"value": "\ud800"}]), "no JSON"),
-        ((2).to_bytes(HEADER, "big") + b"{x", "no JSON"),
-        ((2**60).to_bytes(HEADER, "big") + b"x" * 100, f"more than {MAX_BYTES:,} bytes"),
-        (frame([0, {"error": error(reason=3)}]), "error.reason: "),
-        (frame([0, {"error": error(message="m" * 200_000)}]), "error.message: "),
+        (frame([1, {"value": "\ud800"}]), "no JSON"),
+        (framed(b"{x"), "no JSON"),
+        ((2**31).to_bytes(HEADER, "big") + b"x" * 100, f"more than {MAX_BYTES:,} bytes"),
+        (frame([1, {"error": error(reason=3)}]), "error.reason: "),
+        (frame([1, {"error": error(message="m" * 200_000)}]), "error.message: "),
     ],
 )
 async def test_a_wrong_message_ends_the_process_and_all_that_wait(sent: bytes, words: str) -> None:
@@ -139,9 +138,9 @@ async def test_a_wrong_message_ends_the_process_and_all_that_wait(sent: bytes, w
 
 
 async def test_an_answer_comes_once() -> None:
-    sent = frame([0, {"value": False}]) * 2
-    assert await asked(answers.DONE, frame([0, {"value": False}])) is False
-    with pytest.raises(TrajectoryError, match="request 0, which nobody waits for"):
+    sent = frame([1, {"value": False}]) * 2
+    assert await asked(answers.DONE, frame([1, {"value": False}])) is False
+    with pytest.raises(TrajectoryError, match="request 1, which nobody waits for"):
         await asked(answers.DONE, sent, times=2)
 
 
@@ -152,10 +151,10 @@ async def test_an_error_is_of_the_trajectory_whatever_it_says() -> None:
         error(reason="a new metric 3"),
     ):
         with pytest.raises(TrajectoryError, match=r"m$") as raised:
-            await asked(answers.DONE, frame([0, {"error": wrong}]))
+            await asked(answers.DONE, frame([1, {"error": wrong}]))
         assert raised.value.reason == "environment_error"
     with pytest.raises(TrajectoryError) as raised:
-        await asked(answers.DONE, frame([0, {"error": error(reason="reward_error", cause="t")}]))
+        await asked(answers.DONE, frame([1, {"error": error(reason="reward_error", cause="t")}]))
     assert raised.value.reason == "reward_error"
     assert str(raised.value.__cause__) == "t"
 

@@ -311,7 +311,7 @@ WRITER = (
     "import gc, asyncio, json\n"
     "(w,) = (o for o in gc.get_objects() if isinstance(o, asyncio.StreamWriter))\n"
     "def send(b): w._loop.call_soon_threadsafe(w.write, b)\n"
-    "def say(o): b = json.dumps(o).encode(); send(len(b).to_bytes(8, 'big') + b)\n"
+    "def say(o): b = json.dumps(o).encode(); send(len(b).to_bytes(4, 'big') + b)\n"
 )
 ERROR = {"input": True, "reason": "prompt_too_long", "message": "it ends the run", "cause": ""}
 ATTACKS = {
@@ -333,11 +333,11 @@ ATTACKS = {
     ),
     "an answer to the next question": (WRITER + "say([99, {'value': 1}])", "environment_reply"),
     "an answer that is no JSON": (
-        WRITER + "send((2).to_bytes(8, 'big') + b'{x')",
+        WRITER + "send((2).to_bytes(4, 'big') + b'{x')",
         "environment_reply",
     ),
     "an answer without an end": (
-        WRITER + "send((1 << 60).to_bytes(8, 'big') + b'x' * (1 << 20))",
+        WRITER + "send((1 << 31).to_bytes(4, 'big') + b'x' * (1 << 20))",
         "environment_reply",
     ),
 }
@@ -377,7 +377,7 @@ async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path
     script.write_text(
         "import asyncio\n"
         "from turnwise.config import RolloutConfig\n"
-        "from turnwise.rollout.environment_processes import EnvironmentProcesses\n"
+        "from turnwise.rollout.remote_episode import EnvironmentProcesses\n"
         "from turnwise.rollout.environment_answers import PREVIEW\n"
         "from turnwise.rollout.problems import Problem\n"
         "class Mine:\n"

@@ -111,13 +111,12 @@ def test_arguments_reach_the_environment_and_its_prompt_is_known(
 ) -> None:
     config = configured(make_config, environment_args={"start": 7})
     runner = Runner(config, tokenizer)
-    problem = Problem("rows:1", {"step": 2})
-    episode = runner._stage(problem).episode(problem)
+    episode = runner._stages[""].episode(Problem("rows:1", {"step": 2}))
     asyncio.run(episode.open())
     assert episode.problem == [{"role": "user", "content": "Continue: 7, 9"}]
     assert isinstance(episode, Episode)
-    assert runner._stage(problem).knows_prompts
-    (message,) = runner._stage(problem).prompt(problem) or []
+    assert runner._stages[""].knows_prompts
+    (message,) = episode.prompt() or []
     assert message["content"] == "Continue by 2"
     assert type_of(partial(Count, start=7)) is Count
 

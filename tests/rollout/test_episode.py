@@ -21,7 +21,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import TrajectoryError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollout import Group, GroupProducer, Problem, ProblemStream, Runner
-from turnwise.rollout.episode import Episode
+from turnwise.rollout.episode import Episode, LocalEpisode
 from turnwise.rollout.problems import Problems
 from turnwise.trajectory import Trajectory
 
@@ -253,7 +253,7 @@ class Clock:
 
 
 async def opened(config: Config, environment: Any, row: dict[str, Any] | None = None) -> Episode:
-    episode = Episode(environment, Problem("rows:1", row or {}), config.rollout)
+    episode = LocalEpisode(environment, Problem("rows:1", row or {}), config.rollout)
     await episode.open()
     return episode
 

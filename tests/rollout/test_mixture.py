@@ -282,10 +282,9 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     assert [t.events["once"] for group in groups for t in group.trajectories] == [0, 0, 1, 1]
     offered = []
     for problem in first_of_each(problems):
-        stage = runner._stages[problem.environment]
-        preview = await asyncio.to_thread(stage.preview, problem)
-        assert preview is not None
-        offered.append([schema["function"]["name"] for schema in preview[1]])
+        episode = runner._stages[problem.environment].episode(problem)
+        assert episode.preview()
+        offered.append([schema["function"]["name"] for schema in episode.toolbox.schemas])
     assert offered == [["price"], ["double"]]
     group = Group.from_dict(json.loads(json.dumps(groups[1].to_dict())))
     assert (group.environment, group.trajectories[0].environment) == ("sums", "sums")

@@ -4,8 +4,7 @@ import json
 import threading
 from pathlib import Path
 
-from turnwise.rollout.error_log import ErrorLog
-from turnwise.rollout.run_files import RunFiles
+from turnwise.rollout.run_files import ErrorLog, RunFiles
 
 
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:

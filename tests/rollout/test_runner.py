@@ -29,7 +29,6 @@ from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollout import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollout import runner as runner_module
 from turnwise.rollout.loops.single_turn import SingleTurnLoop
-from turnwise.rollout.stage import Stage
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollout.test_runner"
@@ -351,7 +350,7 @@ async def test_tools_that_run_together_count_once(
 ) -> None:
     from turnwise.chat.tool_parser import ParsedText, ToolCall
     from turnwise.rollout.agent_loop import RolloutContext
-    from turnwise.rollout.episode import Episode
+    from turnwise.rollout.episode import LocalEpisode
     from turnwise.rollout.loops.tool_calling import answer_calls
     from turnwise.tools.toolbox import Toolbox
 
@@ -362,7 +361,7 @@ async def test_tools_that_run_together_count_once(
 
     config = make_config()
     runner = Runner(config, tokenizer)
-    episode = Episode(Desk, Problem("rows:1", {}), config.rollout)
+    episode = LocalEpisode(Desk, Problem("rows:1", {}), config.rollout)
     episode.toolbox = Toolbox([nap], timeout=60, max_chars=99)
     context = RolloutContext(
         trajectory=Trajectory("rows:1"),
@@ -414,7 +413,7 @@ async def test_an_error_of_nobody_costs_its_trajectory(
     def episode(*_: object) -> None:
         raise KeyError("\x1b[2Jnot foreseen")
 
-    monkeypatch.setattr(Stage, "episode", episode)
+    monkeypatch.setattr(runner_module.Stage, "episode", episode)
     group = await run({"question": "?"}, n=2, environment="Desk", output_dir=str(tmp_path))
     assert dict(group.dropped) == {"unexpected_error": 2}
     assert r"\x1b[2Jnot foreseen" in errors_logged(tmp_path)

@@ -22,7 +22,7 @@ from tests.rollout.test_loops import END, attempt, call
 from tests.tools.test_mcp import RAW
 from turnwise.config import Config
 from turnwise.core import spans
-from turnwise.rollout.agents.endpoint import run_endpoint
+from turnwise.rollout.agents import run_endpoint
 from turnwise.rollout.foreign.nemo_gym import NemoGym
 from turnwise.rollout.foreign.openenv_session import OpenEnvSession
 from turnwise.serving.openai.server import OpenAIServer

@@ -124,7 +124,7 @@ async def test_an_instance_that_failed_is_not_used_again(play: Play) -> None:
     second = factory({"prompt": PROMPT})
     second.setup()
     assert second.instance is not first.instance
-    second.release()
+    second._group_ended()
     third = factory({"prompt": PROMPT})
     third.setup()
     assert third.instance is second.instance
@@ -149,13 +149,13 @@ async def test_an_instance_with_a_call_that_has_not_returned_is_not_used_again()
     thread = threading.Thread(target=nap)
     thread.start()
     assert inside.wait(300)
-    environment.release()
+    environment._group_ended()
     other = factory({"prompt": PROMPT})
     other.setup()
     assert other.instance is not environment.instance
     gate.set()
     thread.join()
-    environment.release()
+    environment._group_ended()
     last = factory({"prompt": PROMPT})
     last.setup()
     assert last.instance is environment.instance

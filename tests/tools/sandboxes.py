@@ -3,8 +3,8 @@
 import pytest
 
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.backends import Backend, Limits, choose
-from turnwise.tools.sandbox.session import Session
+from turnwise.tools.sandbox.backends import Backend, Limits
+from turnwise.tools.sandbox.session import Session, choose
 
 BACKENDS = ("first", pytest.param("second", marks=pytest.mark.slow))
 """The backend that `auto` chooses, and the other one, which `make test-all` tests."""

@@ -16,8 +16,8 @@ from turnwise.errors import InputError
 from turnwise.rollout.configured_tools import load_tools
 from turnwise.tools.code import CodeTool
 from turnwise.tools.sandbox import backends
-from turnwise.tools.sandbox.backends import Limits, choose
-from turnwise.tools.sandbox.session import Session
+from turnwise.tools.sandbox.backends import Limits
+from turnwise.tools.sandbox.session import Session, choose
 from turnwise.tools.toolbox import Toolbox
 
 

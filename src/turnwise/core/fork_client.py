@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-from array import array
 
 _FROM_RAY = "--language=PYTHON"
 _CONTEXT = "--serialized-runtime-env-context="
@@ -29,15 +28,10 @@ def main() -> None:
         again = [sys.executable, "-I", "-S", __file__, os.environ.get(_VARIABLE, "")]
         os.execv(sys.executable, [*again, *arguments])
     path, arguments = sys.argv[1], sys.argv[2:]
-    request = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
-    body = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
-        streams = array("i", [0, 1, 2])
-        header = len(body).to_bytes(4, "big")
-        connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        connection.sendall(body)
+        ask(connection, like_this(arguments))
         replies = connection.makefile()
         pid = int(replies.readline())
     except (OSError, ValueError):
@@ -52,6 +46,18 @@ def main() -> None:
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def like_this(arguments: list[str]) -> dict[str, object]:
+    """Return the request for a process that is like this one."""
+    return {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
+
+
+def ask(connection: socket.socket, request: dict[str, object], *more: int) -> None:
+    """Send a fork server a request, with the standard streams and further descriptors."""
+    body = json.dumps(request).encode()
+    socket.send_fds(connection, [len(body).to_bytes(4, "big")], [0, 1, 2, *more])
+    connection.sendall(body)
 
 
 def _set_up_for_ray(arguments: list[str]) -> list[str]:

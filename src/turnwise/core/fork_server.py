@@ -13,12 +13,10 @@ for a GPU takes longer than the imports. `TURNWISE_FORK_SERVER=off` disables it;
 names a server that is already running. Nothing here has been run on a GPU.
 """
 
-import array
 import atexit
 import contextlib
 import gc
 import importlib
-import json
 import logging
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -34,12 +32,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.core import logs
+from turnwise.core import fork_client, logs
 from turnwise.core.forking import SENDING_SECONDS, STREAMS, exit_code, serve
 from turnwise.core.json_types import JsonObject
 
 VARIABLE = "TURNWISE_FORK_SERVER"
-CLIENT = Path(__file__).with_name("fork_client.py")
+CLIENT = fork_client.__file__
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
@@ -61,11 +59,6 @@ class ForkServer:
         module: The program to start, as `python -m MODULE LISTENER ALIVE ARGUMENT...`; it must call
             `serve` with the two descriptors.
         arguments: Its further arguments.
-
-    Example:
-        server = ForkServer()
-        subprocess.run([*command(server.address), "-m", "pytest"])
-        server.close()
     """
 
     def __init__(
@@ -149,7 +142,7 @@ def _close_at_exit(server: ForkServer) -> None:
 
 def command(server: str) -> list[str]:
     """Return the words that replace `python` in a command line, so that the program is forked."""
-    return [sys.executable, "-I", "-S", str(CLIENT), server]
+    return [sys.executable, "-I", "-S", CLIENT, server]
 
 
 def share_with_engines() -> bool:
@@ -175,15 +168,8 @@ def share_with_engines() -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(place)
         listener.listen()
-        body = json.dumps(
-            {"arguments": [_FORKSERVER], "cwd": os.getcwd(), "env": dict(os.environ)}
-        ).encode()
-        descriptors = array.array("i", [0, 1, 2, listener.fileno(), read])
-        asking.sendmsg(
-            [len(body).to_bytes(4, "big")],
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
-        )
-        asking.sendall(body)
+        request = fork_client.like_this([_FORKSERVER])
+        fork_client.ask(asking, request, listener.fileno(), read)
         # The connection stays open: the fork ends with it.
         own._fork_client = asking
     os.close(read)

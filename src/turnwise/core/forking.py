@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from turnwise.core.children import kill_group
+from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
-from turnwise.core.untrusted import receive
+from turnwise.core.untrusted import HEADER, receive
 
 STREAMS = 3
 """Number of standard streams that come with a request, before its other descriptors."""
@@ -172,8 +172,8 @@ def _receive(connection: socket.socket) -> Request | None:
     ends = time.monotonic() + SENDING_SECONDS
     descriptors: list[int] = []
     try:
-        header, descriptors, _, _ = socket.recv_fds(connection, 4, 8)
-        header += receive(connection, 4 - len(header), ends)
+        header, descriptors, _, _ = socket.recv_fds(connection, HEADER, 8)
+        header += receive(connection, HEADER - len(header), ends)
         size = int.from_bytes(header, "big")
         if len(descriptors) < STREAMS or not 0 < size <= _MAX_REQUEST:
             raise ValueError("no request")

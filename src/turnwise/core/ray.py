@@ -95,7 +95,7 @@ def _lean_ray(forked: bool) -> Iterator[None]:
     def begin_lean(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:
         ray_params.update(no_monitor=True, include_log_monitor=False)
         if forked:
-            ray_params.update(setup_worker_path=str(fork_server.CLIENT))
+            ray_params.update(setup_worker_path=fork_server.CLIENT)
         begin(self, ray_params, *args, **kwargs)
 
     Node.__init__, Node.start_api_server = begin_lean, lambda self, **_: None

@@ -23,8 +23,8 @@ MAX_BYTES = 8 << 20
 MAX_VALUES = 500_000
 """Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
 answer, and a hundred of memory."""
-HEADER = 8
-"""Bytes of the length before a frame, big-endian."""
+HEADER = 4
+"""Number of bytes of the length before a frame, big-endian."""
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
 _SHOWN = 80
@@ -52,10 +52,6 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
     Raises:
         AnswerError: when it is no JSON (also with a lone surrogate, an integer of thousands of
             digits, or two hundred levels), has too many values, or is of another type.
-
-    Example:
-        >>> read_answer(b'{"reward": 1}', TypeAdapter(dict[str, Number]))
-        {'reward': 1.0}
     """
     if values_in(body) > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")
@@ -93,6 +89,11 @@ def _admit(size: int, what: str, largest: int = MAX_BYTES) -> None:
         raise AnswerError(f"sent {what} of more than {largest:,} bytes")
 
 
+def framed(body: bytes) -> bytes:
+    """Return a message with its length before it."""
+    return len(body).to_bytes(HEADER, "big") + body
+
+
 async def read_frame(stream: asyncio.StreamReader) -> bytes:
     """Read an answer that comes with its length.
 
@@ -103,20 +104,6 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
     _admit(size, "an answer")
     return await stream.readexactly(size)
-
-
-def receive_frame(connection: socket.socket, seconds: float) -> bytes:
-    """Receive an answer that comes with its length; call it from a thread.
-
-    Raises:
-        AnswerError: when it is longer than `MAX_BYTES`.
-        EOFError, ConnectionError: at the end of the connection.
-        TimeoutError: when it is not whole after `seconds`.
-    """
-    ends = time.monotonic() + seconds
-    size = int.from_bytes(receive(connection, HEADER, ends), "big")
-    _admit(size, "an answer")
-    return receive(connection, size, ends)
 
 
 def receive(connection: socket.socket, size: int, ends: float) -> bytes:

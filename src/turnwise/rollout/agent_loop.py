@@ -27,8 +27,8 @@ from turnwise.engine.protocol import (
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout.environment import Environment
 from turnwise.rollout.episode import Episode
-from turnwise.rollout.error_log import ErrorLog
 from turnwise.rollout.problems import Row
+from turnwise.rollout.run_files import ErrorLog
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory

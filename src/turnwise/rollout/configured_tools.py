@@ -29,22 +29,6 @@ def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
     return [_load(entry) for entry in entries]
 
 
-def with_configured(
-    tools: Sequence[ToolFunction | Tool],
-    toolsets: Sequence[Toolset],
-    sources: Sequence[ToolSource],
-) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
-    """Return an environment's tools and toolsets, with those of the configuration after them."""
-    tools, toolsets = list(tools), list(toolsets)
-    for source in sources:
-        tool = source()
-        if is_toolset(tool):
-            toolsets.append(tool)
-        else:
-            tools.append(cast(ToolFunction | Tool, tool))
-    return tools, toolsets
-
-
 def _load(entry: ToolConfig) -> ToolSource:
     if entry.use is not None:
         return _used(entry.use)

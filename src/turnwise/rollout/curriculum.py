@@ -31,13 +31,6 @@ class Curriculum:
 
     Args:
         max_rest: The largest number of epochs after which a row comes back (`data.max_rest`).
-
-    Example:
-        >>> curriculum = Curriculum(max_rest=8)
-        >>> for _ in range(2):
-        ...     curriculum.learn(3, "mastered")
-        >>> sum(curriculum.rests(3, epoch) for epoch in range(100, 108))
-        6
     """
 
     def __init__(self, max_rest: int) -> None:

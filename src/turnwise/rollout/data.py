@@ -26,7 +26,7 @@ from turnwise.config import Config, DataConfig
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
-from turnwise.rollout.agents.worker import worker_tasks
+from turnwise.rollout.agents import worker_tasks
 from turnwise.rollout.environment import EnvironmentType, configured_environment, name_of
 from turnwise.rollout.mixture import JoinedProblems
 from turnwise.rollout.problems import Problems, Row
@@ -213,10 +213,6 @@ def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[
 
     Raises:
         InputError: when there are none, or one is not a mapping.
-
-    Example:
-        >>> len(checked_rows([{"n": 1}, {"n": 2}], "data", 1))
-        1
     """
     if not len(rows):
         raise InputError(f"{name} has no rows")
@@ -241,13 +237,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 class LazyRows(Sequence[Row]):
-    """Rows that are made when they are asked for.
-
-    Example:
-        >>> squares = LazyRows(1_000_000, lambda index: {"square": index**2})
-        >>> squares[3], len(squares[:2])
-        ({'square': 9}, 2)
-    """
+    """Rows that are made when they are asked for."""
 
     def __init__(self, count: int, read: Callable[[int], Row]) -> None:
         self._count = count

@@ -157,6 +157,9 @@ class Environment:
         """
         return None
 
+    def _group_ended(self) -> None:
+        """For adapters: take back what trajectories share; called once the group is rewarded."""
+
 
 EnvironmentType = Callable[[Row], Any]
 """An environment class, or a function that makes an environment from a row."""
@@ -182,10 +185,6 @@ def load_environment(path: str | None) -> EnvironmentType:
     Raises:
         InputError: when there is none of that name, its address is wrong, or its package is not
             installed.
-
-    Example:
-        >>> make = load_environment("openenv:ws://localhost:8000")
-        >>> environment = make({"prompt": "How much is 1 + 2?"})
     """
     if path is None:
         raise InputError("environment must be set: package.module:Class")
@@ -203,9 +202,6 @@ def configured_environment(config: Config) -> EnvironmentType:
 
     Raises:
         InputError: as `load_environment` and `with_arguments` do.
-
-    Example:
-        make = configured_environment(load_config("config.yaml"))
     """
     return with_arguments(load_environment(config.environment), config.environment_args)
 
@@ -263,10 +259,6 @@ def load_object(path: str, key: str) -> Any:
 
     Raises:
         InputError: naming the configuration key and the module or name that is missing.
-
-    Example:
-        >>> load_object("turnwise.trajectory:Trajectory", "environment").__name__
-        'Trajectory'
     """
     module_name, separator, name = path.partition(":")
     if not separator:

@@ -1,11 +1,10 @@
 """The process of one environment, forked for each episode (`rollout.environment_process`).
 
 `python -m turnwise.rollout.environment_host LISTENER ALIVE FILE` imports the environment's module
-once, and is forked for each episode. The fork plays an ordinary `Episode`, as its driver asks.
-Requests are pickles, which only the driver writes; answers are JSON, because a model's code may run
-here.
+once, and is forked for each episode. The fork plays a `LocalEpisode`, as its driver asks. Requests
+are pickles, which only the driver writes; answers are JSON, because a model's code may run here.
 
-    driver (environment_processes) ── asks ──> fork: Episode -> the user's environment
+    driver (RemoteEpisode) ── asks ──> fork: LocalEpisode -> the user's environment
 """
 
 import asyncio
@@ -18,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,16 +25,16 @@ from turnwise.config import RolloutConfig
 from turnwise.core import spans
 from turnwise.core.forking import exit_code, serve
 from turnwise.core.json_types import JsonObject
-from turnwise.core.untrusted import HEADER
+from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
-from turnwise.rollout.episode import Episode
-from turnwise.rollout.reading import known_prompt, open_environment
+from turnwise.rollout.episode import LocalEpisode
 from turnwise.tools.toolbox import encodable, make_toolbox
 
 if TYPE_CHECKING:
     from turnwise.rollout.environment import EnvironmentType
     from turnwise.rollout.problems import Problem
+    from turnwise.trajectory import Message, Trajectory
 
 _FLUSH_SECONDS = 2.0
 """Time to send the spans of the environment's own code at its end."""
@@ -46,7 +46,7 @@ def main() -> None:
     """Import the environment, then fork for each episode until the driver ends."""
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
-    make_toolbox([_imports_what_tools_need], rollout)
+    make_toolbox([main], rollout)  # describing a first tool imports modules, for all forks
     spans.import_opentelemetry()
     gc.freeze()
     received = serve(listener, alive, end_groups=True)
@@ -56,10 +56,6 @@ def main() -> None:
             os.close(number)
         connection = socket.socket(fileno=descriptor)
         os._exit(exit_code(lambda: _play(connection, factory, rollout)))
-
-
-def _imports_what_tools_need() -> None:
-    """Do nothing: describing a first tool imports modules, which every fork would repeat."""
 
 
 def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
@@ -79,23 +75,22 @@ async def _answer_all(
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(
-        number: int, method: str, arguments: tuple[object, ...], trace: dict[str, str]
+        number: int, method: str, arguments: tuple[object, ...], turn: int, trace: dict[str, str]
     ) -> None:
         with spans.joined(trace):
-            reply = await player.reply(method, arguments)
-        body = encodable(json.dumps([number, reply], ensure_ascii=False)).encode()
-        writer.write(len(body).to_bytes(HEADER, "big") + body)
+            reply = await player.reply(method, arguments, turn)
+        writer.write(framed(encodable(json.dumps([number, reply], ensure_ascii=False)).encode()))
 
     while True:
         try:
             size = int.from_bytes(await reader.readexactly(HEADER), "big")
-            number, method, arguments, trace = pickle.loads(await reader.readexactly(size))
+            request = pickle.loads(await reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        if method == "close":  # nothing that still runs may see a closed environment
+        if request[1] == "close":  # nothing that still runs may see a closed environment
             for task in tasks:
                 task.cancel()
-        tasks.add(task := asyncio.create_task(answer(number, method, arguments, trace)))
+        tasks.add(task := asyncio.create_task(answer(*request)))
         task.add_done_callback(tasks.discard)
 
 
@@ -104,12 +99,19 @@ class _Player:
 
     def __init__(self, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
         self._factory, self._rollout = factory, rollout
-        self._episode: Episode | None = None
+        self._episode: LocalEpisode | None = None
 
-    async def reply(self, method: str, arguments: tuple[object, ...]) -> JsonObject:
-        """Return a method's value, or its error, as JSON."""
+    async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
+        """Return the value of a method of this class or of the episode, or its error, as JSON.
+
+        Args:
+            turn: Index of the model's latest turn.
+        """
+        if self._episode is not None:
+            self._episode.turn_ended(turn)
         try:
-            value = await getattr(self, method)(*arguments)
+            own = getattr(self, method, None)
+            value = await (own or getattr(self._episode, method))(*arguments)
             json.dumps(value, allow_nan=False)
         except TurnwiseError as error:
             return {"error": _error(error)}
@@ -121,24 +123,23 @@ class _Player:
         return {"value": value}
 
     @property
-    def episode(self) -> Episode:
+    def episode(self) -> LocalEpisode:
         """The open episode."""
         assert self._episode is not None
         return self._episode
 
     async def prompt(self, problem: "Problem") -> object:
         """Return the messages that the row alone gives; None if it does not."""
-        return await self._call(lambda: known_prompt(self._factory, problem.row, problem.id))
+        return await self._call(LocalEpisode(self._factory, problem, self._rollout).prompt)
 
     async def preview(self, problem: "Problem") -> object:
         """Return messages and tools before `setup`; None if they are known after it only."""
 
         def build() -> object:
-            opened = open_environment(self._factory, problem.row, problem.id)
-            if opened is None:
+            episode = LocalEpisode(self._factory, problem, self._rollout)
+            if not episode.preview():
                 return None
-            schemas = make_toolbox(opened.tools, self._rollout).schemas
-            return {"messages": opened.problem, "schemas": schemas}
+            return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
 
         return await self._call(build)
 
@@ -149,7 +150,7 @@ class _Player:
 
     async def open(self, problem: "Problem") -> object:
         """Open the episode; return what the driver must know of it."""
-        self._episode = episode = Episode(self._factory, problem, self._rollout)
+        self._episode = episode = LocalEpisode(self._factory, problem, self._rollout)
         await episode.open()
         return {
             "name": episode.name,
@@ -160,41 +161,21 @@ class _Player:
             "measures": episode.measures,
         }
 
-    async def tool(self, name: str, arguments_json: str, turn: int) -> object:
-        """Call a tool, as a turn of the model asked."""
-        self.episode.turn_ended(turn)
+    async def tool(self, name: str, arguments_json: str) -> object:
+        """Call a tool."""
         result = await self.episode.toolbox.call(name, arguments_json)
-        error = None if result.error is None else await _described(result.error)
-        return {"text": result.text, "outcome": result.outcome, "error": error}
+        error = result.error
+        described = error and _with_frames(error, await describe_user_error(error))
+        return {"text": result.text, "outcome": result.outcome, "error": described}
 
-    async def step(self, message: dict[str, object], turn: int) -> object:
-        """Return the environment's answer to a turn of the model."""
-        self.episode.turn_ended(turn)
-        return await self.episode.step(message)
-
-    async def move(self, message: dict[str, object], turn: int) -> object:
+    async def move(self, message: "Message") -> object:
         """Return the player who moves next, and what this player reads before."""
-        self.episode.turn_ended(turn)
         move = await self.episode.move(message)
         return None if move is None else {"player": move[0], "messages": move[1]}
 
-    async def done(self) -> object:
-        """Return whether the environment has ended the trajectory."""
-        return await self.episode.done()
-
-    async def reward(self, trajectory: object) -> object:
+    async def reward(self, trajectory: "Trajectory") -> object:
         """Return the fields of the environment's reward."""
-        rewards = await self.episode.reward(trajectory)  # type: ignore[arg-type]
-        return {
-            "final": rewards.final,
-            "turns": list(rewards.turns),
-            "parts": dict(rewards.parts),
-            "players": dict(rewards.players),
-        }
-
-    async def metrics(self, trajectory: object) -> object:
-        """Return the environment's metrics."""
-        return await self.episode.metrics(trajectory)  # type: ignore[arg-type]
+        return asdict(await self.episode.reward(trajectory))
 
     async def close(self) -> object:
         """Close the episode; return the errors of what failed."""
@@ -225,10 +206,6 @@ def _error(error: Exception) -> JsonObject:
 
 def _with_frames(error: BaseException, described: str) -> str:
     return ("".join(traceback.format_tb(error.__traceback__)) + described)[-_ERROR_CHARS:]
-
-
-async def _described(error: Exception) -> str:
-    return _with_frames(error, await describe_user_error(error))
 
 
 if __name__ == "__main__":

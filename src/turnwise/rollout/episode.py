@@ -8,18 +8,25 @@ failed one is a `TrajectoryError` of the episode's trajectory; a failed `close` 
 
 import asyncio
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from turnwise.config import RolloutConfig
-from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.aio import is_cancelled, together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
-from turnwise.rollout.configured_tools import ToolSource, with_configured
-from turnwise.rollout.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollout.configured_tools import ToolSource
+from turnwise.rollout.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    name_of,
+    type_of,
+)
 from turnwise.rollout.problems import Problem
 from turnwise.rollout.reading import (
     finite_number,
@@ -27,157 +34,101 @@ from turnwise.rollout.reading import (
     own_method,
     read_messages,
     read_move,
-    read_players,
     read_problem,
     read_reward,
     read_rewards,
     read_tools,
 )
 from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.tool import is_toolset
 from turnwise.tools.toolbox import Toolbox, make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
-_REWARD = "the environment's reward"
+_T = TypeVar("_T")
+
 STALL_KEY = "rollout.stall_timeout"
 """Key of the deadline of a reward."""
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 
 
-class Episode:
+class Episode(ABC):
     """One environment in use; `playing` opens and closes it.
+
+    The environment lives in threads of this process (`LocalEpisode`), or in a process of its own
+    (`remote_episode.RemoteEpisode`); the tools of `rollout.tools` always live here.
 
     Args:
         tools: Sources of the tools of `rollout.tools`.
-
-    Example:
-        async with playing(Episode(Weather, problem, config.rollout), clock, report) as episode:
-            print(episode.problem, episode.toolbox.schemas)
-            reply = await episode.step({"role": "assistant", "content": "sunny"})
     """
 
     def __init__(
-        self,
-        factory: EnvironmentType,
-        problem: Problem,
-        rollout: RolloutConfig,
-        tools: Sequence[ToolSource] = (),
+        self, problem: Problem, rollout: RolloutConfig, tools: Sequence[ToolSource] = ()
     ) -> None:
+        self.where = problem.id
+        """Name of the row, for messages."""
+        self.name = "the environment"
+        """Name of the environment's class, once it is open."""
         self.environment: Any = None
-        """The user's environment; None until it is built."""
+        """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
         """The messages that the model answers."""
         self.players: dict[str, list[Message]] = {}
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
-        self._sources = tools
-        self._factory = factory
+        self.steps = False
+        """Whether the environment answers turns that call no tool."""
+        self.measures = False
+        """Whether the environment has metrics of its own."""
         self._row = problem.row
-        self.where = problem.id
-        """Name of the row, for messages."""
         self._rollout = rollout
+        self._sources = tools
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
-        self._turn = -1
-        self._methods: dict[str, Callable[..., object] | None] = {}
 
-    @property
-    def name(self) -> str:
-        """Name of the environment's class."""
-        return type(self.environment).__name__
-
+    @abstractmethod
     async def open(self) -> None:
         """Build the environment, set it up, and read its problem and tools.
 
         Raises:
             TrajectoryError: `environment_error` or `environment_timeout`, naming the row.
         """
-        await self._call("the environment", self._begin)
-        if not self.problem:  # its `setup` is async
-            await self._call("the environment", self._read)
-        if self._toolsets:
-            await self._open_toolsets()
 
-    def _begin(self) -> Awaitable[object] | None:
-        """Build and read the environment; an async `setup` is returned, to be awaited before."""
-        with naming_row(self.where, self._row):
-            self.environment = self._factory(self._row)
-            self._find_methods()
-            setup = own_method(self.environment, "setup")
-            opening = None if setup is None else setup()
-        if inspect.isawaitable(opening):
-            return opening
-        self._read()
-        return None
+    @abstractmethod
+    def prompt(self) -> list[Message] | None:
+        """Return the messages that the class knows from the row alone; None if it knows none.
 
-    def _read(self) -> None:
-        with naming_row(self.where, self._row):
-            self._find_methods()
-            self.players = read_players(self.environment)
-            self.problem = next(iter(self.players.values()), []) or read_problem(self.environment)
-            self._offer(*read_tools(self.environment))
+        Call it in a thread.
 
-    def _find_methods(self) -> None:
-        """Find the environment's own methods; looking one up may be user code."""
-        names = ("step", "metrics", "close")
-        self._methods = {name: own_method(self.environment, name) for name in names}
+        Raises:
+            InputError: naming the row, when its `prompt` fails or returns no messages.
+        """
 
-    def _offer(
-        self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
-    ) -> None:
-        """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
-        self._tools, self._toolsets = with_configured(tools, toolsets, self._sources)
-        if not self._toolsets:
-            self.toolbox = self._make_toolbox(self._tools)
+    @abstractmethod
+    def preview(self) -> bool:
+        """Read problem and tools without `setup`, and without opening toolsets; call in a thread.
 
-    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
-        return make_toolbox(tools, self._rollout)
+        Returns:
+            Whether they are known without.
 
-    async def _open_toolsets(self) -> None:
-        async with task_group() as tasks:
-            opening = [
-                tasks.create_task(self._call(f"{type(toolset).__name__}.open", toolset.open))
-                for toolset in self._toolsets
-            ]
-        tools = [*self._tools, *(tool for opened in opening for tool in opened.result())]
+        Raises:
+            InputError: naming the row.
+        """
 
-        def fill() -> None:
-            with naming_row(self.where, self._row):
-                self.toolbox = self._make_toolbox(tools)
-
-        await self._call("the environment", fill)
-
+    @abstractmethod
     def turn_ended(self, turn: int) -> None:
         """Set `current_turn`, for the turn's tool calls and `step`."""
-        self._turn = turn
-        if isinstance(self.environment, Environment):
-            self.environment.current_turn = turn
 
-    @property
-    def steps(self) -> bool:
-        """Whether the environment answers turns that call no tool."""
-        return self._methods.get("step") is not None
-
+    @abstractmethod
     async def step(self, message: Message) -> list[Message] | None:
         """Return the environment's answer to a turn of the model; None ends the trajectory.
 
         Raises:
             TrajectoryError: `environment_error` or `environment_timeout`.
         """
-        if not self.steps:
-            return None
-        reply = await self._call("step", self.environment.step, message)
-        if reply is None or isinstance(reply, str):
-            return None if reply is None else [{"role": "user", "content": reply}]
 
-        def read() -> list[Message]:
-            with naming_row(self.where, self._row):
-                return read_messages(reply, f"{self.name}.step")
-
-        messages: list[Message] = await self._call("step", read)
-        return messages
-
+    @abstractmethod
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next, and what this player reads before; None ends the game.
 
@@ -187,100 +138,76 @@ class Episode:
         Raises:
             TrajectoryError: `environment_error` or `environment_timeout`.
         """
-        move = await self._call("step", self.environment.step, message) if self.steps else None
-        if move is None:
-            return None
 
-        def read() -> tuple[str, list[Message]]:
-            with naming_row(self.where, self._row):
-                return read_move(move, self.players, f"{self.name}.step")
-
-        answer: tuple[str, list[Message]] = await self._call("step", read)
-        return answer
-
+    @abstractmethod
     async def done(self) -> bool:
         """Return whether the environment has ended the trajectory."""
-        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
-        if isinstance(known, bool):
-            return known
-        read = lambda: bool(getattr(self.environment, "done", False))  # noqa: E731
-        return bool(await self._call("done", read))
 
+    @abstractmethod
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory, with plain numbers.
 
         Raises:
             TrajectoryError: `reward_error`.
         """
-        try:
-            value = await call_user_code(
-                lambda: self.environment.reward(trajectory),
-                name=_REWARD,
-                seconds=self._rollout.stall_timeout,
-                key=STALL_KEY,
-            )
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            described = await describe_user_error(error)
-            message = f"the environment gave no reward: {described}"
-            raise TrajectoryError("reward_error", message) from error
-        seconds = self._rollout.stall_timeout
-        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
 
-    @property
-    def measures(self) -> bool:
-        """Whether the environment has metrics of its own."""
-        return self._methods.get("metrics") is not None
-
+    @abstractmethod
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the environment's metrics of a finished trajectory.
 
         Raises:
             TrajectoryError: `environment_error`, also for a value that is no finite number.
         """
-        if not self.measures:
-            return {}
-        values = await self._call("metrics", self.environment.metrics, trajectory)
-        numbers: dict[str, float] = await self._call("metrics", self._numbers, values)
-        return numbers
 
-    def _numbers(self, values: object) -> dict[str, float]:
-        if not isinstance(values, Mapping):
-            raise self._failed(f"{self.name}.metrics must return a dictionary, not {values!r:.80}")
-        numbers = {str(name): finite_number(value) for name, value in values.items()}
-        for name, number in numbers.items():
-            if number is None:
-                raise self._failed(f"{self.name}.metrics: {name} must be a finite number")
-        return {name: number for name, number in numbers.items() if number is not None}
-
-    @property
-    def closes(self) -> list[Callable[[], object]]:
-        """Methods that close what is open."""
-        own = self._methods.get("close")
-        return [*([own] if own else []), *(toolset.close for toolset in self._toolsets)]
-
+    @abstractmethod
     async def close(self, report: Report) -> None:
         """Close the environment and its toolsets together; failures are only reported."""
-        await self._close_each(self.closes, report)
+
+    def release(self) -> None:
+        """Let others have what the environment shares: its whole group has been rewarded."""
+        if isinstance(self.environment, Environment):
+            self.environment._group_ended()
+
+    def _offer(
+        self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
+    ) -> None:
+        """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
+        self._tools, self._toolsets = [*tools], [*toolsets]
+        for source in self._sources:
+            if is_toolset(tool := source()):
+                self._toolsets.append(tool)
+            else:
+                self._tools.append(cast(ToolFunction | Tool, tool))
+        if not self._toolsets:
+            self.toolbox = self._make_toolbox(self._tools)
+
+    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
+        return make_toolbox(tools, self._rollout)
+
+    async def _open_toolsets(self) -> None:
+        if not self._toolsets:
+            return
+        opened = await together(
+            self._call(f"{type(toolset).__name__}.open", toolset.open) for toolset in self._toolsets
+        )
+        tools = [*self._tools, *(tool for some in opened for tool in some)]
+        self.toolbox = await self._read("the environment", lambda: self._make_toolbox(tools))
 
     async def _close_each(self, closes: Sequence[Callable[[], object]], report: Report) -> None:
-
         async def one(close: Callable[[], object]) -> None:
             try:
                 await self._call("close", close)
             except TrajectoryError as error:
                 await report("close_error", error)
 
-        await asyncio.gather(*map(one, closes))
+        await asyncio.gather(*map(one, [*closes, *(toolset.close for toolset in self._toolsets)]))
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
-        name = f"{what} of {self.where}"
         try:
             return await call_user_code(
                 function,
                 *arguments,
-                name=name,
+                name=f"{what} of {self.where}",
                 seconds=self._rollout.environment_timeout,
                 key="rollout.environment_timeout",
             )
@@ -294,8 +221,140 @@ class Episode:
             described = await describe_user_error(error)
             raise self._failed(f"{what} failed: {described}") from error
 
+    async def _read(self, what: str, read: Callable[[], _T]) -> _T:
+        """Read what the environment gave, which may run its code; an error names the row."""
+
+        def named() -> _T:
+            with naming_row(self.where, self._row):
+                return read()
+
+        value: _T = await self._call(what, named)
+        return value
+
     def _failed(self, message: str) -> TrajectoryError:
         return TrajectoryError("environment_error", f"{self.where}: {message}")
+
+
+class LocalEpisode(Episode):
+    """An episode whose environment runs in threads of this process."""
+
+    def __init__(
+        self,
+        factory: EnvironmentType,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
+    ) -> None:
+        super().__init__(problem, rollout, tools)
+        self._factory = factory
+        self._closes: Callable[..., object] | None = None
+
+    async def open(self) -> None:
+        await self._read("the environment", self._begin)
+        if not self.problem:  # its `setup` is async
+            await self._read("the environment", self._learn)
+        await self._open_toolsets()
+
+    def prompt(self) -> list[Message] | None:
+        if (prompt := own_method(type_of(self._factory), "prompt")) is None:
+            return None
+        with naming_row(self.where, self._row):
+            reply = prompt(self._row)
+            what = f"{name_of(self._factory)}.prompt"
+            return None if reply is None else read_messages(reply, what)
+
+    def preview(self) -> bool:
+        with naming_row(self.where, self._row):
+            self.environment = self._factory(self._row)
+            if own_method(self.environment, "setup") is not None:
+                return False
+            self._learn()
+        return not self._toolsets
+
+    def _begin(self) -> Awaitable[object] | None:
+        """Build and read the environment; an async `setup` is returned, to be awaited before."""
+        self.environment = self._factory(self._row)
+        self._find_methods()
+        setup = own_method(self.environment, "setup")
+        opening = None if setup is None else setup()
+        if inspect.isawaitable(opening):
+            return opening
+        self._learn()
+        return None
+
+    def _learn(self) -> None:
+        self._find_methods()  # `setup` may have set them
+        self.problem, self.players = read_problem(self.environment)
+        self._offer(*read_tools(self.environment))
+
+    def _find_methods(self) -> None:
+        """Find the environment's own methods; looking one up may be user code."""
+        self.name = type(self.environment).__name__
+        self.steps = own_method(self.environment, "step") is not None
+        self.measures = own_method(self.environment, "metrics") is not None
+        self._closes = own_method(self.environment, "close")
+
+    def turn_ended(self, turn: int) -> None:
+        if isinstance(self.environment, Environment):
+            self.environment.current_turn = turn
+
+    async def step(self, message: Message) -> list[Message] | None:
+        if not self.steps:
+            return None
+        reply = await self._call("step", self.environment.step, message)
+        if reply is None or isinstance(reply, str):
+            return None if reply is None else [{"role": "user", "content": reply}]
+        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        move = await self._call("step", self.environment.step, message) if self.steps else None
+        if move is None:
+            return None
+        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
+
+    async def done(self) -> bool:
+        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
+        if isinstance(known, bool):
+            return known
+        read = lambda: bool(getattr(self.environment, "done", False))  # noqa: E731
+        return bool(await self._call("done", read))
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        seconds = self._rollout.stall_timeout
+        try:
+            value = await call_user_code(
+                lambda: self.environment.reward(trajectory),
+                name="the environment's reward",
+                seconds=seconds,
+                key=STALL_KEY,
+            )
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            described = await describe_user_error(error)
+            message = f"the environment gave no reward: {described}"
+            raise TrajectoryError("reward_error", message) from error
+        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        if not self.measures:
+            return {}
+        values = await self._call("metrics", self.environment.metrics, trajectory)
+        numbers: dict[str, float] = await self._call("metrics", self._numbers, values)
+        return numbers
+
+    def _numbers(self, values: object) -> dict[str, float]:
+        if not isinstance(values, Mapping):
+            raise self._failed(f"{self.name}.metrics must return a dictionary, not {values!r:.80}")
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if (number := finite_number(value)) is None:
+                raise self._failed(f"{self.name}.metrics: {name} must be a finite number")
+            numbers[str(name)] = number
+        return numbers
+
+    async def close(self, report: Report) -> None:
+        await self._close_each([] if self._closes is None else [self._closes], report)
 
 
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
@@ -327,7 +386,6 @@ async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncI
     Args:
         clock: The trajectory's clock, held while the environment opens and closes.
         report: Receives a failed `close`.
-        tools: Sources of the tools of `rollout.tools`.
 
     Raises:
         TrajectoryError: as `Episode.open` does.
@@ -337,9 +395,8 @@ async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncI
             await episode.open()
         yield episode
     finally:
-        if episode.closes:
-            with clock.held():
-                await _uncancelled(asyncio.ensure_future(episode.close(report)))
+        with clock.held():
+            await _uncancelled(asyncio.ensure_future(episode.close(report)))
 
 
 async def _uncancelled(task: "asyncio.Future[None]") -> None:

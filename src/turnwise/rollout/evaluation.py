@@ -37,10 +37,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         n: Number of attempts.
         c: Number of correct ones among them.
         k: From 1 to n.
-
-    Example:
-        >>> pass_at_k(4, 1, 2)
-        0.5
     """
     assert 0 <= c <= n
     assert 1 <= k <= n
@@ -48,25 +44,13 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_at_k(right: Sequence[bool], k: int) -> float:
-    """Return the share of the first `k` attempts that are correct.
-
-    Example:
-        >>> mean_at_k([True, False, False, True], 2)
-        0.5
-    """
+    """Return the share of the first `k` attempts that are correct."""
     assert 1 <= k <= len(right)
     return sum(right[:k]) / k
 
 
 class Scores:
-    """Means over groups of `n` attempts each, which are added one by one.
-
-    Example:
-        scores = Scores(n=4, success_reward=1.0)
-        for group in groups:
-            scores.add(group)
-        print(scores.summary()["pass@4"])
-    """
+    """Means over groups of `n` attempts each, which are added one by one."""
 
     def __init__(self, n: int, success_reward: float) -> None:
         self._n, self._success_reward = n, success_reward

@@ -125,34 +125,18 @@ class GroupRun:
 def is_right(reward: float, success_reward: float) -> bool:
     """Return whether a reward is one of a correct trajectory (`eval.success_reward`), up to
     rounding.
-
-    Example:
-        >>> is_right(0.1 + 0.2, success_reward=0.3)
-        True
     """
     return reward >= success_reward or isclose(reward, success_reward)
 
 
 def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
-    """Return the times of the turns of each finished trajectory, in the groups' order.
-
-    Example:
-        for calls in turn_times(batch.groups):
-            print(sum(call.ended - call.asked for call in calls))
-    """
+    """Return the times of the turns of each finished trajectory, in the groups' order."""
     return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """The number of finished trajectories of many groups, and of dropped ones by reason.
-
-    Example:
-        outcomes = Outcomes()
-        for group in groups:
-            outcomes.add(group)
-        dropped = outcomes.check(config.rollout.max_failed_fraction, "rollouts")
-    """
+    """The number of finished trajectories of many groups, and of dropped ones by reason."""
 
     finished: int = 0
     """Number of finished trajectories."""

@@ -17,12 +17,6 @@ class JoinedProblems(Sequence[Problem]):
 
     Args:
         parts: Problems by the environment's name, which each problem's id begins with.
-
-    Example:
-        >>> shop = Problems("shop.jsonl", [{"wish": "tea"}], environment="shop")
-        >>> sums = Problems("sums.jsonl", [{"sum": "1 + 2"}], environment="sums")
-        >>> [problem.id for problem in JoinedProblems({"shop": shop, "sums": sums})]
-        ['shop/shop.jsonl:1', 'sums/sums.jsonl:1']
     """
 
     def __init__(self, parts: Mapping[str, Problems]) -> None:
@@ -60,10 +54,6 @@ class MixedStream:
     Args:
         streams: Streams by the environments' names.
         weights: Shares by the same names, relative to each other.
-
-    Example:
-        stream = MixedStream({"shop": shop, "sums": sums}, {"shop": 3.0, "sums": 1.0})
-        problem = await stream.take_one(120.0)
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -151,11 +141,7 @@ Stream = ProblemStream | MixedStream
 
 
 def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
-    """Return the order in which problems are trained on: by the seed, weights and curriculum.
-
-    Example:
-        stream = make_stream(config, load_training(config))
-    """
+    """Return the order in which problems are trained on: by the seed, weights and curriculum."""
 
     def one(problems: Sequence[Problem]) -> ProblemStream:
         curriculum = Curriculum(config.data.max_rest) if config.data.curriculum else None
@@ -168,11 +154,6 @@ def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
 
 
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the first problem of each environment.
-
-    Example:
-        for problem in first_of_each(load_training(config)):
-            runner.check(problem)
-    """
+    """Return the first problem of each environment."""
     parts = problems.parts.values() if isinstance(problems, JoinedProblems) else [problems]
     return [part[0] for part in parts]

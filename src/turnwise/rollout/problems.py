@@ -43,11 +43,6 @@ class Problems(Sequence[Problem]):
 
     Args:
         environment: Name in `environments`, which the names then begin with.
-
-    Example:
-        >>> problems = Problems("data/train.jsonl", [{"question": "2 + 2?"}])
-        >>> problems[0].id
-        'train.jsonl:1'
     """
 
     def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:

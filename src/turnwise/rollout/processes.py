@@ -52,12 +52,6 @@ class RolloutProcesses(SchedulerProcesses):
 
     Raises:
         InputError: when the environment or a function cannot be sent to another process.
-
-    Example:
-        processes = RolloutProcesses(config, manager.scheduler)
-        await processes.start()
-        group = await processes.run_group(problem, config.sampling, tag="demo")
-        await processes.stop()
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The limit on prompts: rows whose prompt is too long are left out when they are first seen.
+"""The first prompts of rows: what the chat template shows of them, and how long they may be.
 
 No pass over all rows is needed before the first rollout, and no environment is built for a row that
 is never played.
@@ -8,23 +8,25 @@ import logging
 from collections.abc import Sequence
 
 from turnwise.chat.prompts import PromptCache
-from turnwise.config import Config
+from turnwise.chat.template import missing_stop
+from turnwise.config import LOOP_NAMES, Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, describe_error
 from turnwise.rollout.group import TOO_LONG
 from turnwise.rollout.problems import Problem
-from turnwise.trajectory import Message
+from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory.left_out import check_messages, check_results, check_tools
 
 logger = logging.getLogger(__name__)
 
+_BY_REQUESTS = ("agent", "chat_scheduler")
+"""Loops whose prompts come from requests."""
+_READING = ("tool_calling", "self_play")
+"""Loops in which the model reads results of tools as messages."""
+
 
 class PromptLimit:
-    """Measures first prompts, and keeps the rows that are left out.
-
-    Example:
-        limit = PromptLimit(config, PromptCache(template))
-        limit.admit("train.jsonl:1", limit.length("train.jsonl:1", messages, schemas))
-    """
+    """Measures first prompts, and leaves out rows with too long a one when they are first seen."""
 
     def __init__(self, config: Config, prompts: PromptCache) -> None:
         self._prompts = prompts
@@ -108,3 +110,46 @@ class PromptLimit:
             f"its prompt of {length} tokens does not fit the context of {self._room}; raise "
             "model.max_length, or leave such rows out with data.max_prompt_tokens"
         )
+
+
+class ShownPrompt:
+    """Checks the first row's prompt for what the model would not see, once."""
+
+    def __init__(self, config: Config, template: ChatTemplate) -> None:
+        self._config = config
+        self._template = template
+        self._checked = False
+        self.measures = not (template.missing and config.rollout.loop in _BY_REQUESTS)
+        """Whether the problems of environments can be rendered as prompts."""
+
+    def offered(self, schemas: Sequence[JsonObject]) -> Sequence[JsonObject]:
+        """Return the tools that the chat template gets."""
+        rollout = self._config.rollout
+        if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
+            return []
+        return schemas
+
+    def check(self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]) -> None:
+        """Check that the template shows messages and tools, and later the results of tools.
+
+        What a loop of the user's own shows is known when it asks for a prompt
+        (`RolloutContext.first_prompt`).
+
+        Raises:
+            InputError: naming `where`, what the template leaves out, and the keys.
+        """
+        loop = self._config.rollout.loop
+        if self._checked or loop in _BY_REQUESTS:
+            return
+        try:
+            check_messages(self._template, messages)
+            offered = self.offered(schemas)
+            if offered and loop in LOOP_NAMES:
+                check_tools(self._template, messages, offered)
+            if schemas and loop in _READING:
+                check_results(self._template, offered)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if stop := missing_stop(self._config, self._template):
+            logger.warning("%s", stop)
+        self._checked = True

@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat, SupportsIndex, TypeGuard
 
@@ -35,52 +34,6 @@ from turnwise.trajectory import MAX_REWARD, Message
 BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEnvironment:
-    """An environment that needs no `setup`, with its problem and tools."""
-
-    environment: Any
-    problem: list[Message]
-    tools: list[ToolFunction | Tool]
-
-
-def open_environment(factory: EnvironmentType, row: Row, where: str) -> OpenEnvironment | None:
-    """Build an environment and read its problem and tools; runs user code.
-
-    Args:
-        where: Name of the row, for errors.
-
-    Returns:
-        None if problem and tools are known only after `setup`, or after toolsets are open; neither
-        is done here.
-
-    Raises:
-        InputError: naming `where`, and either the error with its line of the user's code, or the
-            invalid attribute and its allowed values.
-    """
-    with naming_row(where, row):
-        environment = factory(row)
-        tools, toolsets = read_tools(environment)
-        if toolsets or own_method(environment, "setup") is not None:
-            return None
-        problem = next(iter(read_players(environment).values()), None)
-        return OpenEnvironment(environment, problem or read_problem(environment), tools)
-
-
-def known_prompt(factory: EnvironmentType, row: Row, where: str) -> list[Message] | None:
-    """Return the messages that an environment's class knows from a row alone; None if it does not.
-
-    Raises:
-        InputError: naming `where`, when its `prompt` fails or returns no messages.
-    """
-    prompt = own_method(type_of(factory), "prompt")
-    if prompt is None:
-        return None
-    with naming_row(where, row):
-        reply = prompt(row)
-        return None if reply is None else read_messages(reply, f"{name_of(factory)}.prompt")
-
-
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
     """Return the rows that an environment makes itself; runs user code.
 
@@ -91,14 +44,6 @@ def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
 
     Raises:
         InputError: when it makes none.
-
-    Example:
-        >>> class Sums(Environment):
-        ...     @classmethod
-        ...     def rows(cls, split):
-        ...         return [{"question": f"2 + {n}?"} for n in range(9 if split == "train" else 3)]
-        >>> len(make_rows(Sums, "eval"))
-        3
     """
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
@@ -145,42 +90,30 @@ def own_method(environment: object, name: str) -> Callable[..., Any] | None:
     """Return a method that an environment, or its class, defines; None for `Environment`'s own."""
     method: Callable[..., Any] | None = getattr(environment, name, None)
     default = getattr(Environment, name)
-    if not callable(method) or _plain(method) is _plain(default):
-        return None
-    return method
+    plain, default = (getattr(each, "__func__", each) for each in (method, default))
+    return None if not callable(method) or plain is default else method
 
 
-def _plain(method: object) -> object:
-    return getattr(method, "__func__", method)
+def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
+    """Return an environment's problem, and the opening messages of each player if it is a game.
 
-
-def read_problem(environment: object) -> list[Message]:
-    """Return an environment's problem as messages.
+    The first player's are the problem.
 
     Raises:
-        InputError: when it is neither a string nor a list of messages.
+        InputError: when `players` is no mapping of at least two names to messages, or the problem
+            is neither a string nor a list of messages.
     """
-    return read_messages(
-        _attribute(environment, "problem"), f"{type(environment).__name__}.problem"
-    )
-
-
-def read_players(environment: object) -> dict[str, list[Message]]:
-    """Return the opening messages of each player of a game; empty if it is none.
-
-    Raises:
-        InputError: when `players` is no mapping of at least two names to messages.
-    """
-    what = f"{type(environment).__name__}.players"
+    kind = type(environment).__name__
     given = _attribute(environment, "players")
     if not given:
-        return {}
+        return read_messages(_attribute(environment, "problem"), f"{kind}.problem"), {}
     if not isinstance(given, Mapping) or len(given) < 2:
         raise InputError(
-            f'{what} must be a dictionary of at least two players, such as {{"asker": "...", '
-            f'"guesser": "..."}}, not {repr(given)[:80]}'
+            f'{kind}.players must be a dictionary of at least two players, such as {{"asker": '
+            f'"...", "guesser": "..."}}, not {repr(given)[:80]}'
         )
-    return {str(name): read_messages(opening, what) for name, opening in given.items()}
+    players = {str(name): read_messages(said, f"{kind}.players") for name, said in given.items()}
+    return next(iter(players.values())), players
 
 
 def read_move(move: object, players: Collection[str], what: str) -> tuple[str, list[Message]]:
@@ -211,10 +144,9 @@ def read_messages(value: object, what: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if is_list(value) and value:
-        messages = [dict(message) for message in value if _is_message(message)]
-        if len(messages) == len(value):
-            for message in messages:
-                _check_text_only(message, what)
+        messages = [dict(message) for message in value if isinstance(message, Mapping)]
+        if len(messages) == len(value) and all(isinstance(m.get("role"), str) for m in messages):
+            _check_text_only(messages, what)
             return messages
     raise InputError(
         f'{what} must be a string, or a list of messages such as {{"role": "user", '
@@ -222,14 +154,12 @@ def read_messages(value: object, what: str) -> list[Message]:
     )
 
 
-def _check_text_only(message: Message, what: str) -> None:
-    content = message.get("content")
-    if not is_list(content):
-        return
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in (None, "text"):
-            raise InputError(f"{what} has a part of type {kind}; only text is supported")
+def _check_text_only(messages: Sequence[Message], what: str) -> None:
+    for content in (message.get("content") for message in messages):
+        for part in content if is_list(content) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in (None, "text"):
+                raise InputError(f"{what} has a part of type {kind}; only text is supported")
 
 
 def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
@@ -244,25 +174,22 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
         return [], []
     if not is_list(given):
         raise InputError(f"{name}.tools must be a list of functions, not {repr(given)[:80]}")
-    made = [_made(tool, environment) for tool in given]
-    toolsets = [tool for tool in made if _is_toolset(tool)]
-    tools = [_checked_tool(tool, environment) for tool in made if not _is_toolset(tool)]
+    tools: list[ToolFunction | Tool] = []
+    toolsets: list[Toolset] = []
+    for tool in given:
+        if not isinstance(tool, type) and is_toolset_factory(tool):
+            made: object = tool.toolset()
+        else:
+            made = adopted(tool, environment)  # of other frameworks
+        if not isinstance(made, type) and is_toolset(made):
+            toolsets.append(made)
+        else:
+            tools.append(_checked_tool(made, environment))
     names = [tool.name if isinstance(tool, Tool) else tool.__name__ for tool in tools]
     for tool_name in names:
         if names.count(tool_name) > 1:
             raise InputError(f"{name}.tools has two functions named {tool_name}")
     return tools, toolsets
-
-
-def _made(tool: object, environment: object) -> object:
-    """Return the toolset that a factory makes, and other frameworks' tools as `Tool` objects."""
-    if not isinstance(tool, type) and is_toolset_factory(tool):
-        return tool.toolset()
-    return adopted(tool, environment)
-
-
-def _is_toolset(tool: object) -> TypeGuard[Toolset]:
-    return not isinstance(tool, type) and is_toolset(tool)
 
 
 def _checked_tool(tool: object, environment: object) -> ToolFunction | Tool:
@@ -313,10 +240,6 @@ def _attribute(environment: object, name: str) -> object:
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Return whether a value is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _is_message(value: object) -> TypeGuard[Mapping[str, object]]:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 def read_rewards(value: object, who: str, turns: int) -> Rewards:

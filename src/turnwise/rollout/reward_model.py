@@ -45,10 +45,6 @@ class RewardModel:
 
     Raises:
         InputError: when the model cannot be loaded or is not a reward model.
-
-    Example:
-        model = RewardModel("my-reward-model", batch_tokens=8192, gpu=False)
-        score = await model.score([{"role": "user", "content": "2 + 2?"}])
     """
 
     def __init__(
@@ -145,11 +141,6 @@ class RemoteRewardModel:
     Args:
         path: The model's path, also used in errors.
         num_gpus: Number of GPUs that the actor reserves.
-
-    Example:
-        model = await RemoteRewardModel.start("my-reward-model", config)
-        score = await model.score(trajectory.messages)
-        model.kill()
     """
 
     def __init__(self, path: str, config: Config, num_gpus: float = 0) -> None:
@@ -277,9 +268,6 @@ async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
 
     Raises:
         InputError, DeadlineError: see `RemoteRewardModel.start`.
-
-    Example:
-        runner.rewards.models = await start_reward_models(config)
     """
     models = {part.model: part.gpus for part in config.rollout.rewards if part.model}
     started: dict[str, RemoteRewardModel] = {}
@@ -299,12 +287,7 @@ async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Split sequences, in order, into batches of at most `max_tokens` with padding; return indices.
-
-    Example:
-        >>> batches([[1], [1, 2], [1, 2, 3]], max_tokens=4)
-        [[0, 1], [2]]
-    """
+    """Split sequences, in order, into batches of at most `max_tokens` with padding: indices."""
     split: list[list[int]] = []
     longest = 0
     for index, sequence in enumerate(sequences):

@@ -64,12 +64,6 @@ class RewardManager:
 
     Raises:
         InputError: when a function cannot be loaded, or a part is named twice.
-
-    Example:
-        brevity = RewardConfig(function="rewards:brevity", weight=0.1)
-        rewards = RewardManager([RewardConfig(), brevity])
-        await rewards.judge(episode, trajectory, row)
-        print(trajectory.reward, trajectory.reward_parts)
     """
 
     def __init__(

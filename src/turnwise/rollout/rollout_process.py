@@ -88,10 +88,6 @@ async def open_front(config: Config, runner: Runner, generator: Generator) -> As
 
     Raises:
         InputError: when the chat scheduler cannot be loaded, or the server cannot start.
-
-    Example:
-        async with open_front(config, runner, scheduler):
-            group = await runner.run_group(scheduler, problem, config.sampling, tag="demo")
     """
     async with AsyncExitStack() as stack:
         if "agent" in config.loops:

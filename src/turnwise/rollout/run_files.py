@@ -4,8 +4,19 @@ Only the driver writes them. A process of rollouts may be on a node that does no
 or shares it without atomic appends; its texts go to the driver with its groups.
 """
 
+import logging
 import threading
+import traceback
+from datetime import datetime
 from pathlib import Path
+
+from turnwise.core.aio import run_in_thread
+from turnwise.core.user_code import describe_user_error
+from turnwise.errors import short_path, visible
+
+logger = logging.getLogger(__name__)
+
+_ERRORS = "errors.log"
 
 
 class RunFiles:
@@ -13,10 +24,6 @@ class RunFiles:
 
     Args:
         folder: The run folder; None keeps the texts until they are taken.
-
-    Example:
-        files = RunFiles(Path("runs/demo"))
-        files.append("extra.jsonl", '{"problem_id": "rows:1"}')
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -47,3 +54,32 @@ class RunFiles:
         with self._writing:
             kept, self._kept = self._kept, []
         return kept
+
+
+class ErrorLog:
+    """errors.log: the full traceback of the first error of each kind that does not end a run."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._seen: set[str] = set()
+
+    async def write(self, kind: str, who: str, error: Exception) -> None:
+        """Append an error, unless one of the same kind has been written.
+
+        Args:
+            kind: Kind of the error, such as `reward_error`; one of a small set.
+            who: Name of the trajectory.
+        """
+        if kind in self._seen:
+            return
+        self._seen.add(kind)
+        described = await describe_user_error(error)
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        path = self._files.path(_ERRORS)
+        now = datetime.now().isoformat(" ", "seconds")
+        entry = visible(f"{now}  first {kind}: {who}\n{frames}{described}\n\n")
+        try:
+            await run_in_thread(lambda: self._files.append(_ERRORS, entry))
+        except OSError as failure:
+            logger.warning("%s cannot be written: %s", path, failure.strerror)
+        logger.info("first %s: %s (full traceback in %s)", kind, described, short_path(str(path)))

@@ -20,6 +20,7 @@ from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
+from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
     call_and_wait,
@@ -36,25 +37,90 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.rollout.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
-from turnwise.rollout.environment import Environment, EnvironmentType
-from turnwise.rollout.episode import Episode, playing
-from turnwise.rollout.error_log import ErrorLog
-from turnwise.rollout.foreign.trl import TrlEnvironment
-from turnwise.rollout.foreign.trl_reward import RewardFunction
+from turnwise.rollout.configured_tools import load_tools
+from turnwise.rollout.environment import (
+    Environment,
+    EnvironmentType,
+    configured_environment,
+    name_of,
+    type_of,
+)
+from turnwise.rollout.episode import Episode, LocalEpisode, playing
 from turnwise.rollout.group import TOO_LONG, Group, GroupRun
-from turnwise.rollout.loops import loop_name
+from turnwise.rollout.loops import load_loop, loop_name
 from turnwise.rollout.loops.agent import HttpAgentLoop
 from turnwise.rollout.problems import Problem
-from turnwise.rollout.prompt_limit import PromptLimit
+from turnwise.rollout.prompt_limit import PromptLimit, ShownPrompt
+from turnwise.rollout.reading import own_method
+from turnwise.rollout.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollout.rewards import RewardManager
-from turnwise.rollout.run_files import RunFiles
-from turnwise.rollout.shown_prompt import ShownPrompt
-from turnwise.rollout.stage import Stage, make_stages
+from turnwise.rollout.run_files import ErrorLog, RunFiles
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class Stage:
+    """An environment with all that its episodes share: its tools, processes and loop.
+
+    Args:
+        config: The configuration as it holds for this environment.
+        environment: None means the configured one.
+        tools: Whether episodes have the tools of `rollout.tools`.
+
+    Raises:
+        InputError: when the environment or a tool cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: EnvironmentType | None,
+        loop: AgentLoop,
+        template: ChatTemplate,
+        *,
+        tools: bool = True,
+    ) -> None:
+        self.rollout = config.rollout
+        self.loop = loop
+        self.shown = ShownPrompt(config, template)
+        given = config.environment if environment is None else name_of(environment)
+        self.name = f"the environment {given}"
+        """The environment in messages."""
+        self._environment = environment or configured_environment(config)
+        self._tools = load_tools(config.rollout.tools) if tools else []
+        self._processes: EnvironmentProcesses | None = None
+        if config.rollout.environment_process:
+            self._processes = EnvironmentProcesses(self._environment, config.rollout)
+        self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
+        """Whether the environment's class has a `prompt`."""
+
+    def episode(self, problem: Problem) -> Episode:
+        """Return an episode of a problem, not yet open."""
+        if self._processes is not None:
+            return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
+        return LocalEpisode(self._environment, problem, self.rollout, self._tools)
+
+
+def _stages(
+    config: Config, environment: EnvironmentType | None, template: ChatTemplate
+) -> dict[str, Stage]:
+    """Return the stages by name: those configured, or that of one environment, named ""."""
+    parts = config.parts() if environment is None else {"": config}
+    loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
+    stages = {}
+    for name, part in parts.items():
+        loop = part.rollout.loop
+        try:
+            loops[loop] = loops.get(loop) or load_loop(loop)
+            stages[name] = Stage(part, environment, loops[loop], template)
+        except InputError as error:
+            if not name:
+                raise
+            raise InputError(f"environments.{name}: {error}") from error
+    return stages
 
 
 class Runner:
@@ -80,18 +146,14 @@ class Runner:
         config: Config,
         tokenizer: Tokenizer,
         environment: EnvironmentType | None = None,
-        functions: Mapping[str, RewardFunction] | None = None,
+        functions: Mapping[str, Callable[..., object]] | None = None,
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
-        self._stages = make_stages(config, environment)
-        """Stages by the environment's name; a single one has the name ""."""
         self.template = load_template(config, tokenizer)
         """Chat template of the model, with its tokenizer."""
-        parts = config.parts()
-        self._shown = {
-            name: ShownPrompt(parts.get(name, config), self.template) for name in self._stages
-        }
+        self._stages = _stages(config, environment, self.template)
+        """Stages by the environment's name; a single one has the name ""."""
         self._prompts = PromptCache(self.template)
         self._limit: PromptLimit | None = PromptLimit(config, self._prompts)
         self._tokenizer = tokenizer
@@ -125,8 +187,7 @@ class Runner:
         """
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
-        other._stages = {"": Stage(self._config, environment, loop, tools=False)}
-        other._shown = {"": ShownPrompt(self._config, self.template)}
+        other._stages = {"": Stage(self._config, environment, loop, self.template, tools=False)}
         other._limit = None
         return other
 
@@ -173,15 +234,14 @@ class Runner:
         assert limit is not None
 
         def measure() -> int | None:
-            preview = stage.preview(problem)
-            if preview is None:
+            episode = stage.episode(problem)
+            if not episode.preview():
                 return None
-            messages, schemas = preview
-            shown = self._shown[problem.environment]
-            shown.check(problem.id, messages, schemas)
-            if not shown.measures:
+            messages, schemas = episode.problem, episode.toolbox.schemas
+            stage.shown.check(problem.id, messages, schemas)
+            if not stage.shown.measures:
                 return None
-            return limit.length(problem.id, messages, shown.offered(schemas))
+            return limit.length(problem.id, messages, stage.shown.offered(schemas))
 
         length = call_and_wait(
             measure, name=stage.name, seconds=self._config.rollout.environment_timeout
@@ -239,8 +299,7 @@ class Runner:
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():
-            if isinstance(episode.environment, TrlEnvironment):
-                episode.environment.release()
+            episode.release()
         group.elapsed = time.perf_counter() - started
         return group
 
@@ -281,12 +340,11 @@ class Runner:
     async def _known_too_long(self, problem: Problem) -> str:
         """Return why a problem is left out before its environment is built; "" if it is not."""
         limit, stage = self._limit, self._stage(problem)
-        measures = stage.knows_prompts and self._shown[problem.environment].measures
-        if limit is None or not measures:
+        if limit is None or not (stage.knows_prompts and stage.shown.measures):
             return "" if limit is None else limit.left_out.get(problem.id, "")
 
         def measure() -> int | None:
-            messages = stage.prompt(problem)
+            messages = stage.episode(problem).prompt()
             return None if messages is None else limit.length(problem.id, messages, [])
 
         try:
@@ -376,8 +434,9 @@ class Runner:
                 prompts=self._prompts,
                 clock=clock,
             )
-            if self._limit is not None and self._shown[problem.environment].measures:
-                await self._admit(self._limit, episode, problem)
+            if self._limit is not None and stage.shown.measures:
+                schemas = stage.shown.offered(episode.toolbox.schemas)
+                await self._admit(self._limit, problem, episode.problem, schemas)
             await self._play(stage.loop, episode.environment, context)
             with context.timed("reward"):
                 await self.rewards.judge(episode, trajectory, problem.row, clock)
@@ -389,10 +448,14 @@ class Runner:
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)
 
-    async def _admit(self, limit: PromptLimit, episode: Episode, problem: Problem) -> None:
+    async def _admit(
+        self,
+        limit: PromptLimit,
+        problem: Problem,
+        messages: Sequence[Message],
+        schemas: Sequence[JsonObject],
+    ) -> None:
         """Leave out a problem whose prompt is too long."""
-        shown = self._shown[problem.environment]
-        messages, schemas = episode.problem, shown.offered(episode.toolbox.schemas)
         try:
             length = await in_thread_if_long(
                 messages, lambda: limit.length(problem.id, messages, schemas)

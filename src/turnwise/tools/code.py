@@ -9,8 +9,8 @@ from typing import Literal
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.tools.sandbox.backends import Backend, Limits, choose
-from turnwise.tools.sandbox.session import Session
+from turnwise.tools.sandbox.backends import Backend, Limits
+from turnwise.tools.sandbox.session import Session, choose
 from turnwise.tools.tool import Tool
 
 Sandbox = Literal["auto", "sandlock", "bubblewrap", "none"]

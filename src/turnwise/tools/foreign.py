@@ -26,13 +26,6 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
     Args:
         context: What the tool finds as `context` in openai-agents' context of a run, and as `deps`
             in pydantic-ai's.
-
-    Example:
-        @agents.function_tool
-        def add(a: int, b: int) -> int:
-            return a + b
-
-        assert adopted(add).name == "add"
     """
     if isinstance(tool, type | Tool):
         return tool

@@ -104,14 +104,7 @@ class MCPServer:
 
 
 class McpToolset:
-    """The tools of an MCP server for one trajectory.
-
-    Example:
-        toolset = turnwise.MCPServer("mcp-server-time").toolset()
-        tools = await toolset.open()
-        print(await tools[0].call({"timezone": "Europe/Oslo"}))
-        await toolset.close()
-    """
+    """The tools of an MCP server for one trajectory."""
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import TransportStreams
 
-    from turnwise.tools.mcp_stdio import ServerProcess
+    from turnwise.tools.mcp_transports import ServerProcess
 
 _ALIVE_SECONDS = 5.0
 """Time for a server to answer a ping after a call that it did not answer."""
@@ -62,12 +62,6 @@ class Connection:
 
     Args:
         session: Identifier of the trajectory, for `session_header`.
-
-    Example:
-        connection = Connection(McpConfig(command="mcp-server-time"), "a1")
-        await connection.open()
-        print(await connection.list_tools())
-        await connection.close()
     """
 
     def __init__(self, config: McpConfig, session: str) -> None:
@@ -127,18 +121,16 @@ class Connection:
 
     @asynccontextmanager
     async def _transport(self) -> "AsyncIterator[TransportStreams]":
+        from turnwise.tools.mcp_transports import ServerProcess, http_client
+
         config = self._config
         if config.url is None:
-            from turnwise.tools.mcp_stdio import ServerProcess
-
             command = [config.command or "", *config.args]
             self._process = ServerProcess(command, _expanded(config.env, "env"), config.cwd)
             async with self._process.streams() as streams:
                 yield streams
             return
         from mcp.client.streamable_http import streamable_http_client
-
-        from turnwise.tools.mcp_http import http_client
 
         headers = _expanded(config.headers, "headers")
         if config.session_header:

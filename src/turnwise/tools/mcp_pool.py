@@ -30,10 +30,6 @@ class Line:
 
     Args:
         make: Opens a connection.
-
-    Example:
-        line = Line(pool.connect)
-        print(await line.call("now", {}, "a1"))
     """
 
     def __init__(self, make: Callable[[], Awaitable[Connection]]) -> None:
@@ -90,14 +86,7 @@ class Line:
 
 
 class Pool:
-    """All connections with one configuration.
-
-    Example:
-        pool = pool_of(McpConfig(command="mcp-server-time", warm=2))
-        line = pool.join("a1")  # on the loop of all connections
-        tools = await pool.listed(await line.connection())
-        await pool.leave(line)
-    """
+    """All connections with one configuration."""
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config

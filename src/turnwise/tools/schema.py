@@ -35,13 +35,7 @@ class ArgumentsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchema:
-    """A function as the model knows it.
-
-    Example:
-        schema = function_schema(look_up)
-        arguments, keywords = schema.read('{"city": "Oslo"}')
-        print(schema.description["function"]["parameters"], look_up(*arguments, **keywords))
-    """
+    """A function as the model knows it."""
 
     description: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
@@ -81,10 +75,6 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     Raises:
         InputError: naming the function, and the argument that has no type hint, or whose type is
             none of JSON's.
-
-    Example:
-        schema = function_schema(look_up)
-        assert schema.description["function"]["name"] == "look_up"
     """
     parameters = _parameters_of(function)
     try:

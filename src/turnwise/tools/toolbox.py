@@ -38,13 +38,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call: the text for the model, and the outcome.
-
-    Example:
-        result = await toolbox.call("look_up", '{"city": 3}')
-        if result.outcome == "bad_arguments":
-            print(result.text)
-    """
+    """The result of one call: the text for the model, and the outcome."""
 
     text: str
     outcome: ToolOutcome
@@ -77,11 +71,6 @@ class Toolbox:
     Raises:
         InputError: when an entry is no tool, an argument lacks a type hint or has a type that JSON
             cannot hold, or two tools have one name.
-
-    Example:
-        toolbox = Toolbox([look_up], timeout=10.0, max_chars=4000)
-        result = await toolbox.call("look_up", '{"city": "Oslo"}')
-        print(result.outcome, result.text)
     """
 
     def __init__(

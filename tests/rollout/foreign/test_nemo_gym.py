@@ -13,7 +13,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Problem
 from turnwise.rollout.environment import load_environment
-from turnwise.rollout.episode import Episode, playing
+from turnwise.rollout.episode import LocalEpisode, playing
 from turnwise.rollout.foreign.nemo_gym import read_input, to_response
 from turnwise.rollout.rewards import RewardManager
 from turnwise.trajectory import Trajectory
@@ -92,7 +92,7 @@ def play(address: str, row: dict[str, Any]) -> Any:
     async def report(reason: str, error: Exception) -> None:
         raise error
 
-    episode = Episode(load_environment(address), Problem("rows:1", row), RolloutConfig())
+    episode = LocalEpisode(load_environment(address), Problem("rows:1", row), RolloutConfig())
     return playing(episode, StallClock(60.0), report)
 
 

@@ -22,7 +22,7 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import load_environment
-from turnwise.rollout.episode import Episode, playing
+from turnwise.rollout.episode import Episode, LocalEpisode, playing
 from turnwise.rollout.foreign import openenv_session
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
@@ -77,7 +77,7 @@ def play(url: str, row: dict[str, Any] | None = None, **rollout: Any) -> Any:
 
     environment = load_environment(f"openenv:{url}")
     problem = Problem("rows:1", row or {})
-    episode = Episode(environment, problem, RolloutConfig(**rollout))
+    episode = LocalEpisode(environment, problem, RolloutConfig(**rollout))
     return playing(episode, StallClock(60.0), report)
 
 

@@ -18,7 +18,7 @@ from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.rollout import Group, Problem, Runner
 from turnwise.rollout.environment import load_environment, with_arguments
-from turnwise.rollout.episode import Episode
+from turnwise.rollout.episode import Episode, LocalEpisode
 from turnwise.rollout.reading import make_rows
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
@@ -64,7 +64,7 @@ def made(name: str, split: str = "train", **arguments: Any) -> Sequence[dict[str
 
 async def opened(name: str, row: Any, **arguments: Any) -> Episode:
     kind = with_arguments(load_environment(name), arguments)
-    episode = Episode(kind, Problem("rows:1", row), RolloutConfig())
+    episode = LocalEpisode(kind, Problem("rows:1", row), RolloutConfig())
     await episode.open()
     return episode
 
@@ -148,7 +148,7 @@ async def test_a_subclass_gives_a_dataset_tools() -> None:
     kind = with_arguments(Sums, {"size": 3})
     rows = make_rows(kind, "eval")
     assert len(rows) == 3
-    episode = Episode(kind, Problem("rows:1", rows[0]), RolloutConfig())
+    episode = LocalEpisode(kind, Problem("rows:1", rows[0]), RolloutConfig())
     await episode.open()
     assert episode.toolbox.names == ["add"]
     assert episode.environment.score(f"<answer>{rows[0]['answer']}</answer>") == 1.0

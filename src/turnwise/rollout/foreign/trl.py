@@ -170,8 +170,8 @@ class TrlEnvironment(Environment):
         reward: float | Awaitable[float] = self.instance.get_reward()
         return reward
 
-    def release(self) -> None:
-        """Give the instance back; called after the rewards of the whole group."""
+    def _group_ended(self) -> None:
+        """Give the instance back."""
         if self.instance is not None and not self._calls.running:
             self._environments.give_back(self._name, self.instance)
 

@@ -28,21 +28,13 @@ def load_loop(name: str) -> AgentLoop:
 
     Raises:
         InputError: when the class cannot be imported.
-
-    Example:
-        loop = load_loop("single_turn")
     """
     loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
     return loop
 
 
 def loop_name(loop: AgentLoop) -> str:
-    """Return the short name of a loop, or `package.module:Class`.
-
-    Example:
-        >>> loop_name(SingleTurnLoop())
-        'single_turn'
-    """
+    """Return the short name of a loop, or `package.module:Class`."""
     kind = type(loop)
     return next(
         (name for name, known in LOOPS.items() if known is kind),

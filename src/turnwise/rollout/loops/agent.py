@@ -1,9 +1,9 @@
 """The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
 
-An agent is a function `package.module:name(base_url, problem)`, async or not; a command
-(`rollout.agents.command`); an HTTP endpoint (`rollout.agents.endpoint`); or a long-lived worker
-(`rollout.agents.worker`). The requests to the base URL become the trajectory's turns. The URL
-contains a secret random name, so an agent cannot reach another's trajectory.
+An agent is a function `package.module:name(base_url, problem)`, async or not; or a command, an HTTP
+endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the
+trajectory's turns. The URL contains a secret random name, so an agent cannot reach another's
+trajectory.
 """
 
 import copy
@@ -17,10 +17,14 @@ from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollout.agent_loop import RolloutContext
-from turnwise.rollout.agents.command import clean_environment, run_command
-from turnwise.rollout.agents.endpoint import is_endpoint, run_endpoint
-from turnwise.rollout.agents.report import apply_report
-from turnwise.rollout.agents.worker import AgentWorker
+from turnwise.rollout.agents import (
+    AgentWorker,
+    apply_report,
+    clean_environment,
+    is_endpoint,
+    run_command,
+    run_endpoint,
+)
 from turnwise.rollout.environment import Environment, load_object
 from turnwise.rollout.problems import Row
 
@@ -28,13 +32,7 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 class HttpAgentLoop:
-    """Passes the URL of a session to an agent, and waits until it is done.
-
-    Example:
-        rollout:
-          loop: agent
-          agent: python my_agent.py      # or my_package.my_module:run, or http://host/run
-    """
+    """Passes the URL of a session to an agent, and waits until it is done."""
 
     def __init__(self) -> None:
         self._workers: dict[str, AgentWorker] = {}

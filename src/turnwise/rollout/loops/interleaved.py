@@ -13,15 +13,7 @@ from turnwise.rollout.loops.tool_calling import answer_calls
 
 
 class InterleavedLoop:
-    """Inserts tool results into the assistant's turn.
-
-    Example:
-        rollout:
-          loop: interleaved
-          call_start: <search>
-          call_end: </search>
-          call_tool: search
-    """
+    """Inserts tool results into the assistant's turn."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Sample, answer the call, and continue, until no call follows."""

@@ -45,11 +45,6 @@ class SelfPlayLoop:
 
     A turn that calls tools is followed by another of the same player; any other turn goes to the
     environment's `step`.
-
-    Example:
-        rollout:
-          loop: self_play
-          max_turns: 12
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:

@@ -5,12 +5,7 @@ from turnwise.rollout.environment import Environment
 
 
 class SingleTurnLoop:
-    """Samples one answer to the problem.
-
-    Example:
-        rollout:
-          loop: single_turn
-    """
+    """Samples one answer to the problem."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Sample the answer and record it."""

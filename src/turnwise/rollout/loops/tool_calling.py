@@ -21,11 +21,6 @@ class ToolCallingLoop:
 
     It ends at a turn without a call that the environment's `step` does not answer, or when the
     environment is `done`.
-
-    Example:
-        rollout:
-          loop: tool_calling
-          max_turns: 8
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
@@ -76,10 +71,6 @@ async def answer_calls(
     Args:
         advice: Content of the one message that is returned if the calls cannot be parsed; None:
             that of the model's format.
-
-    Example:
-        parsed = context.tool_parser.parse(text, context.toolbox.schemas)
-        context.trajectory.messages += await answer_calls(parsed, context, turn)
     """
     if parsed.malformed:
         context.count("tool_malformed")

@@ -1,4 +1,4 @@
-"""The backends of a sandbox, their choice, and the keeper's specification for each.
+"""The backends of a sandbox, and the keeper's specification for each.
 
 `sandlock` (Landlock and seccomp) is a package that needs Linux 6.7; `bubblewrap` is a program of
 the Linux distribution that needs user namespaces or root. `none` limits time, memory and output,
@@ -13,16 +13,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.seccomp import filter_program, known_architecture
+from turnwise.tools.sandbox.seccomp import filter_program
 
 Backend = Literal["sandlock", "bubblewrap", "none"]
 MISSING = (
@@ -40,11 +39,7 @@ _PROGRAM = "/run/turnwise.py"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one sandbox.
-
-    Example:
-        Limits(seconds=5.0, memory=256)
-    """
+    """The limits of one sandbox."""
 
     seconds: float = 10.0
     """Seconds for one call."""
@@ -57,55 +52,6 @@ class Limits:
     interpreter: str | None = None
     """Python's executable; its folder becomes readable. None is this process's Python, without the
     packages of its virtual environment."""
-
-
-@lru_cache
-def choose(wanted: str, interpreter: str | None = None) -> Backend:
-    """Return the first backend that works on this machine, tried by running code in it.
-
-    Args:
-        wanted: `auto` for sandlock or else bubblewrap, or a backend's name.
-
-    Raises:
-        InputError: when none works; it says what to install.
-    """
-    with _choosing:
-        if wanted == "none":
-            return "none"
-        tried = []
-        names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
-        for name in names:
-            if wanted in ("auto", name):
-                reason = _unusable(name, interpreter)
-                if not reason:
-                    return name
-                tried.append(f"{name}: {reason}")
-        if not tried:
-            raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
-        raise InputError(f"{MISSING} ({'; '.join(tried)})")
-
-
-_choosing = threading.Lock()
-
-
-def _unusable(backend: Backend, interpreter: str | None) -> str:
-    """Return why a backend cannot be used here; "" if it can."""
-    from turnwise.tools.sandbox.session import Session
-
-    if not known_architecture():
-        return "not available on this architecture"
-    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
-        return "not installed"
-    if backend == "bubblewrap" and shutil.which("bwrap") is None:
-        return "not installed"
-    session = Session(backend, Limits(interpreter=interpreter))
-    try:
-        answer = session.run("6 * 7")
-    except InputError as error:
-        return str(error)
-    finally:
-        session.close()
-    return "" if answer == "42" else f"answered {answer[:200]!r}"
 
 
 @lru_cache
@@ -229,14 +175,3 @@ def _bubblewrap(prefixes: Sequence[str], limits: Limits, root: bool) -> list[str
         command += ["--symlink", _INSIDE, "/tmp"]
     command += ["--ro-bind", str(_HERE / "inner.py"), _PROGRAM]
     return [*command, "--remount-ro", "/", "--chdir", _INSIDE]
-
-
-def environment_of_keeper() -> dict[str, str]:
-    """Return the environment of the keeper, which needs nothing of this process's."""
-    home = "/nonexistent"  # sandlock asks for it
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home}
-
-
-def keeper_command(spec: dict[str, Any]) -> list[str]:
-    """Return the command that starts a keeper."""
-    return [sys.executable, "-I", "-S", str(_HERE / "keeper.py"), json.dumps(spec)]

@@ -76,10 +76,6 @@ def filter_program(*, attributes: bool) -> bytes:
 
     Args:
         attributes: Allow changes of files' modes, owners, times and attributes.
-
-    Example:
-        program = filter_program(attributes=True)
-        assert len(program) % 8 == 0
     """
     audit, column = _ARCHITECTURES[platform.machine()]
     refused: list[tuple[int | None, int | None]] = []

@@ -6,27 +6,26 @@ decides nothing but the text for the model and when the call ends, and no later 
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import secrets
 import select
-import signal
+import shutil
 import struct
 import subprocess
+import sys
 import termios
 import threading
 import time
+from functools import lru_cache
 from typing import IO
 
+from turnwise.core.child import kill_group
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.backends import (
-    Backend,
-    Limits,
-    environment_of_keeper,
-    keeper_command,
-    specify,
-)
-from turnwise.tools.sandbox.keeper import OVER_DISK, OVER_MEMORY
+from turnwise.tools.sandbox import keeper
+from turnwise.tools.sandbox.backends import MISSING, Backend, Limits, specify
+from turnwise.tools.sandbox.seccomp import known_architecture
 
 GRACE_SECONDS = 2.0
 """Time between the interruption of code that is late, inside the sandbox, and its end."""
@@ -36,17 +35,60 @@ _MAX_CODE = 1 << 20
 _MAX_OUTPUT = 8000
 """Bytes of one call's output that are kept, half of them from its end."""
 _LOST = "variables and files are lost"
+_KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/nonexistent",
+}
+_choosing = threading.Lock()
+
+
+@lru_cache
+def choose(wanted: str, interpreter: str | None = None) -> Backend:
+    """Return the first backend that works on this machine, tried by running code in it.
+
+    Args:
+        wanted: `auto` for sandlock or else bubblewrap, or a backend's name.
+
+    Raises:
+        InputError: when none works; it says what to install.
+    """
+    with _choosing:
+        if wanted == "none":
+            return "none"
+        tried = []
+        names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+        for name in names:
+            if wanted in ("auto", name):
+                reason = _unusable(name, interpreter)
+                if not reason:
+                    return name
+                tried.append(f"{name}: {reason}")
+        if not tried:
+            raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
+        raise InputError(f"{MISSING} ({'; '.join(tried)})")
+
+
+def _unusable(backend: Backend, interpreter: str | None) -> str:
+    """Return why a backend cannot be used here; "" if it can."""
+    if not known_architecture():
+        return "not available on this architecture"
+    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
+        return "not installed"
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
+        return "not installed"
+    session = Session(backend, Limits(interpreter=interpreter))
+    try:
+        answer = session.run("6 * 7")
+    except InputError as error:
+        return str(error)
+    finally:
+        session.close()
+    return "" if answer == "42" else f"answered {answer[:200]!r}"
 
 
 class Session:
-    """One interpreter, started by the first call and again after it ended.
-
-    Example:
-        session = Session("bubblewrap", Limits(seconds=5.0))
-        session.run("x = 6")
-        assert session.run("x * 7") == "42"
-        session.close()
-    """
+    """One interpreter, started by the first call and again after it ended."""
 
     def __init__(self, backend: Backend, limits: Limits, *, shell: bool = False) -> None:
         self._backend = backend
@@ -117,9 +159,9 @@ class Session:
         return self._process
 
     def _describe(self, outcome: str, code: int | None) -> str:
-        if code == OVER_MEMORY:
+        if code == keeper.OVER_MEMORY:
             return f"[stopped: more than {self._limits.memory} MiB of memory; {_LOST}]"
-        if code == OVER_DISK:
+        if code == keeper.OVER_DISK:
             return f"[stopped: more than {self._limits.disk} MiB of files, or too many; {_LOST}]"
         if outcome == "late":
             return f"[stopped after {self._limits.seconds:g} s; {_LOST}]"
@@ -161,12 +203,12 @@ class _Process:
         try:
             spec = specify(backend, limits, shell=shell, lifeline=lifeline)
             self._keeper = subprocess.Popen(
-                keeper_command(spec),
+                [sys.executable, "-I", "-S", keeper.__file__, json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(lifeline,),
-                env=environment_of_keeper(),
+                env=_KEEPERS_ENVIRONMENT,
                 start_new_session=True,
             )
         except BaseException:
@@ -233,7 +275,7 @@ class _Process:
         try:
             return self._keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._keeper.pid, signal.SIGKILL)
+            kill_group(self._keeper.pid, reaped=False)
             self._keeper.wait(_END_SECONDS)
             return None
         finally:

@@ -1,0 +1,309 @@
+"""Child processes: programs with pipes, their last words, requests to them, and their whole end.
+
+A child leads a process group, which ends with it, whatever it has started and left behind; so it is
+also when this program exits. What a child writes is not trusted (`core.untrusted`).
+"""
+
+import asyncio
+import atexit
+import errno
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from turnwise.core.untrusted import MAX_BYTES
+from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
+
+_T = TypeVar("_T")
+
+LINES_A_SECOND = 20
+"""Number of a program's lines that are logged in a second."""
+LONGEST_LINE = 1_000
+"""Number of bytes of a line that are logged."""
+TAIL_BYTES = 4_096
+"""Number of bytes of a child's last words that are kept."""
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
+
+_running: "set[Child]" = set()
+"""Children whose groups have not been ended."""
+os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+
+
+@atexit.register
+def _kill_all() -> None:
+    for child in list(_running):
+        child.kill()
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """Return whether an error is a lack of descriptors, threads or memory, which passes."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKS)
+
+
+def start_error(error: OSError | ValueError, what: str, reason: str, first: bool) -> TurnwiseError:
+    """Return the error of a program that does not start.
+
+    Args:
+        what: The program in messages, with its key.
+        reason: Reason of the trajectory that fails.
+        first: Whether it has never started before. Only then can it be a mistake of the user, which
+            ends the run: a program that does not exist, or an unreadable command line.
+    """
+    message = f"{what} cannot be started: {error}"
+    mistake = not isinstance(error, OSError) or error.errno in _MISTAKES
+    return InputError(message) if mistake and first else TrajectoryError(reason, message)
+
+
+def kill_group(leader: int, reaped: bool, number: int = signal.SIGKILL) -> None:
+    """Send a signal to the process group of a child that leads one, also after the child has ended.
+
+    Args:
+        leader: The child's process id, which is the group's.
+        reaped: Whether the child's end was waited for. Its number can then be another process's,
+            which is left alone. While the group has a process, no other gets its number.
+    """
+    if reaped and os.path.exists(f"/proc/{leader}"):
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    def __init__(self) -> None:
+        super().__init__(limit=MAX_BYTES, loop=asyncio.get_running_loop())
+        self.ended = asyncio.Event()
+        """Set at the process's end; asyncio's own `wait` also waits for pipes, which others may
+        hold open."""
+
+    def process_exited(self) -> None:
+        self.ended.set()
+        super().process_exited()
+
+
+class Child:
+    """A program that was started with pipes; its standard error is always read.
+
+    Example:
+        child = await Child.start(["mcp-server-time"], dict(os.environ))
+        try:
+            child.stdin.write(b"...")
+            line = await read_line(child.stdout)
+        finally:
+            await child.end(5.0)
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.SubprocessTransport,
+        streams: _Streams,
+        heard: Callable[[bytes], object],
+    ) -> None:
+        self._transport, self._streams, self._heard = transport, streams, heard
+        self._tail = b""
+        self.pid = transport.get_pid()
+        _running.add(self)
+        self._hearing = asyncio.create_task(self._hear())
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        cwd: str | None = None,
+        heard: Callable[[bytes], object] = lambda _: None,
+        joined: bool = False,
+    ) -> "Child":
+        """Start a program.
+
+        Args:
+            command: The program and its arguments.
+            environment: All of its variables.
+            heard: Called with each part of its standard error.
+            joined: Whether its standard output is read as standard error is, and not by the caller.
+
+        Raises:
+            OSError, ValueError: as `start_error` reads them.
+        """
+        transport, streams = await asyncio.get_running_loop().subprocess_exec(
+            _Streams,
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if joined else subprocess.PIPE,
+            env=dict(environment),  # uvloop takes no other mapping
+            cwd=cwd,
+            start_new_session=True,
+        )
+        return cls(transport, streams, heard)
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        """Its standard input."""
+        assert self._streams.stdin is not None
+        return self._streams.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        """Its standard output; a line has at most `MAX_BYTES`."""
+        assert self._streams.stdout is not None
+        return self._streams.stdout
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._transport.get_returncode()
+
+    @property
+    def last_words(self) -> str:
+        """The end of its standard error."""
+        return self._tail.decode(errors="replace").strip()
+
+    async def _hear(self) -> None:
+        errors = self._streams.stderr or self.stdout
+        with suppress(OSError):
+            while part := await errors.read(65_536):
+                self._tail = (self._tail + part)[-TAIL_BYTES:]
+                self._heard(part)
+
+    async def exited(self, seconds: float | None = None) -> bool:
+        """Wait for its end, at most `seconds`, and return whether it came."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._streams.ended.wait()
+        return self._streams.ended.is_set()
+
+    async def heard(self, seconds: float) -> None:
+        """Wait for the end of its standard error, which what has left its group may hold open."""
+        await asyncio.wait([self._hearing], timeout=seconds)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kill it and its group, or send them another signal; safe to repeat."""
+        kill_group(self.pid, self.status is not None, number)
+
+    async def end(self, seconds: float, *, leave: float = 0.0, terminate: float = 0.0) -> None:
+        """End it and its group, and close its pipes; safe to repeat.
+
+        Args:
+            seconds: Time for its end and its last words after it was killed.
+            leave: Time in which it may end by itself after its standard input is closed.
+            terminate: Time to end after SIGTERM, which it gets when it has not left; 0 sends none.
+        """
+        try:
+            self.stdin.close()
+            if leave and not await self.exited(leave) and terminate:
+                self.kill(signal.SIGTERM)
+                await self.exited(terminate)
+        finally:
+            self.kill()
+            _running.discard(self)
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._streams.ended.wait()
+                        await asyncio.wait([self._hearing])
+            finally:
+                self._hearing.cancel()
+                self._transport.close()
+
+
+class Requests(Generic[_T]):
+    """Requests to a process whose answers come in any order, by their numbers."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, asyncio.Future[_T]] = {}
+        self._numbers = itertools.count(1)
+        self.ended: TrajectoryError | None = None
+        """Error of every further request once the process has ended; None while it runs."""
+
+    def begin(self) -> "tuple[int, asyncio.Future[_T]]":
+        """Return the number of a new request, and the future of its answer.
+
+        Raises:
+            TrajectoryError: when the process has ended.
+        """
+        if self.ended is not None:
+            raise self.ended
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self._asked[number] = future
+        return number, future
+
+    def settle(self, number: int, answer: _T | TrajectoryError) -> bool:
+        """Pass an answer on; return whether it is the first answer to a request."""
+        if (future := self._asked.pop(number, None)) is None:
+            return False
+        if not future.done():  # it may have been late, or cancelled
+            if isinstance(answer, TrajectoryError):
+                future.set_exception(answer)
+                future.exception()  # nobody may ask for it
+            else:
+                future.set_result(answer)
+        return True
+
+    def end(self, error: TrajectoryError) -> TrajectoryError:
+        """End all requests with an error, and return it, or that of the first end."""
+        self.ended = self.ended or error
+        for number in list(self._asked):
+            self.settle(number, self.ended)
+        return self.ended
+
+
+class ForeignLines:
+    """The output of a program that writes what it likes, as lines of our log.
+
+    What people cannot read, beyond `LINES_A_SECOND` and `LONGEST_LINE`, is left out; its lines are
+    counted.
+
+    Args:
+        name: The program in the log.
+    """
+
+    def __init__(self, logger: logging.Logger, name: str) -> None:
+        self._logger = logger
+        self._name = name
+        self._begun = b""
+        """Beginning of the line that has not ended."""
+        self._since = time.monotonic()
+        self._logged = 0
+        self._left_out = 0
+
+    def add(self, piece: bytes) -> None:
+        """Add output as it comes."""
+        now = time.monotonic()
+        if now - self._since >= 1.0:
+            self._count()
+            self._since, self._logged = now, 0
+        *lines, rest = piece.split(b"\n", max(0, LINES_A_SECOND - self._logged))
+        for line in lines:
+            self._log(self._begun + line)
+            self._begun = b""
+        if ended := rest.count(b"\n"):
+            self._left_out += ended
+            self._begun, rest = b"", rest[rest.rfind(b"\n") + 1 :]
+        self._begun += rest[: LONGEST_LINE + 1 - len(self._begun)]
+
+    def end(self) -> None:
+        """Log what has not been logged at the end of the output."""
+        if self._begun:
+            self._log(self._begun)
+            self._begun = b""
+        self._count()
+
+    def _log(self, line: bytes) -> None:
+        self._logged += 1
+        text = line[:LONGEST_LINE].decode(errors="replace").rstrip("\r")
+        cut = "…" if len(line) > LONGEST_LINE else ""
+        self._logger.info("%s: %s%s", self._name, visible(text), cut)
+
+    def _count(self) -> None:
+        if self._left_out:
+            self._logger.info("%s: [%d more lines left out]", self._name, self._left_out)
+            self._left_out = 0
