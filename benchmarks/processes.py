@@ -33,10 +33,10 @@ from turnwise.config import Config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Chunk, Engine, Request
-from turnwise.rollout import Group, Problem, Runner
-from turnwise.rollout.processes import RolloutProcesses
-from turnwise.rollout.producer import RunGroup
-from turnwise.rollout.rollout_process import RolloutProcess
+from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts.processes import RolloutProcesses
+from turnwise.rollouts.producer import RunGroup
+from turnwise.rollouts.rollout_process import RolloutProcess
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.openai.session_process import SessionProcess
 from turnwise.serving.openai.session_processes import SessionProcesses

@@ -48,9 +48,9 @@ from turnwise.core.ray import start_ray
 from turnwise.engine import Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.engine.vllm_start import engine_arguments
-from turnwise.rollout import Group, Problem, ProblemStream, RolloutContext, Runner
-from turnwise.rollout.environment import Environment
-from turnwise.rollout.producer import GroupProducer
+from turnwise.rollouts import Group, Problem, ProblemStream, RolloutContext, Runner
+from turnwise.rollouts.environment import Environment
+from turnwise.rollouts.producer import GroupProducer
 from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.audit import audit

@@ -39,7 +39,7 @@ LONGEST = (
     "serving/colocated/test_colocated.py",
     "pipeline/test_models.py",
     "weights/test_streams.py",
-    "rollout/test_agents.py",
+    "rollouts/test_agents.py",
     "training/test_trainer_group.py",
     "pipeline/test_pipeline.py",
     "test_api.py",

@@ -64,20 +64,20 @@ def test_every_public_name_is_there_and_has_one_home() -> None:
     "imports",
     [
         "import turnwise",
-        "import turnwise.rollout",
-        "from turnwise.rollout import Environment; import turnwise",
-        "import turnwise; turnwise.train; from turnwise.rollout import Environment",
-        "from turnwise import rollout; import turnwise; assert rollout is turnwise.rollout",
-        "import turnwise; turnwise.rollout; import turnwise.tools.toolbox",
+        "import turnwise.rollouts",
+        "from turnwise.rollouts import Environment; import turnwise",
+        "import turnwise; turnwise.train; from turnwise.rollouts import Environment",
+        "from turnwise import rollout; import turnwise; assert rollout is turnwise.rollouts",
+        "import turnwise; turnwise.rollouts; import turnwise.tools.toolbox",
     ],
 )
 def test_rollout_is_a_package_and_a_call_in_any_order_of_imports(imports: str) -> None:
     check = (
         "try: turnwise.rollout(model='/no/such/model', environment='a:B', data=[{}])\n"
         "except turnwise.InputError as error: print(error)\n"
-        "from turnwise.rollout import Environment, Problem\n"
+        "from turnwise.rollouts import Environment, Problem\n"
         "import turnwise.tools.toolbox\n"
-        "assert turnwise.rollout.Problem is Problem\n"
+        "assert turnwise.rollouts.Problem is Problem\n"
     )
     said = python(f"{imports}\n{check}")
     assert said.startswith("model.path: there is no model in /no/such/model")

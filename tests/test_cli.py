@@ -438,7 +438,7 @@ def test_an_error_that_nobody_expected_is_one_sentence_too(
         ("engine.swap_space=4", "engine.swap_space is not supported"),
         ("data.path=/no/rows.jsonl", "there is no data file /no/rows.jsonl"),
         ("environment=tests.test_cli:Nothing", "tests.test_cli has no Nothing"),
-        ("environment=tests.rollout.test_loops:UntypedDesk", "tool tool cannot be offered"),
+        ("environment=tests.rollouts.test_loops:UntypedDesk", "tool tool cannot be offered"),
         ("environment=examples.gsm8k.environment:Gsm8k", "train.jsonl:1"),
         ("model.max_length=16", "does not fit the context of 16"),
         ("rollout.tool_parser=hermez", "vLLM has no tool parser 'hermez'"),

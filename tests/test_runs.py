@@ -194,7 +194,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
         assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
 
 
-@pytest.mark.slow  # the parts alone: rollout/test_mixture.py, rollout/test_curriculum.py
+@pytest.mark.slow  # the parts alone: rollouts/test_mixture.py, rollouts/test_curriculum.py
 def test_several_environments_with_a_curriculum_resume_bit_for_bit(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -234,7 +234,7 @@ def test_several_environments_with_a_curriculum_resume_bit_for_bit(
     assert "environments: lottery " in said.stdout
 
 
-@pytest.mark.slow  # the processes alone: rollout/test_processes.py
+@pytest.mark.slow  # the processes alone: rollouts/test_processes.py
 def test_two_rollout_processes_sample_what_one_does(whole: Path) -> None:
     config = whole.parents[1] / "config.yaml"
     done = turnwise("train", config, *REPEATABLE, "rollout.processes=2", "name=processes")

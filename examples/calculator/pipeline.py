@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.errors import TurnwiseError
 from turnwise.pipeline import Pipeline, VLLMModule
-from turnwise.rollout import ProblemStream
+from turnwise.rollouts import ProblemStream
 
 HERE = Path(__file__).parent
 

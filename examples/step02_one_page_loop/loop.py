@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import load_config
-from turnwise.rollout.data import load_training
+from turnwise.rollouts.data import load_training
 from turnwise.run.runtime import open_runtime
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import write_jsonl

@@ -3,7 +3,7 @@
 `context` samples and records every token; the loop decides what the model sees next.
 """
 
-from turnwise.rollout import Environment, RolloutContext
+from turnwise.rollouts import Environment, RolloutContext
 
 
 class CountedTurns:

@@ -1,8 +1,7 @@
 """Turnwise: reinforcement learning of tool-calling language models, exact to the token.
 
 This module holds the public API. Its names are imported on first use, because most of them take
-seconds to import. `turnwise.rollout` is both a subpackage and a function: both
-`turnwise.rollout(model=..., ...)` and `from turnwise.rollout import Environment` work.
+seconds to import.
 
 Example:
     import turnwise
@@ -12,8 +11,6 @@ Example:
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,18 +36,18 @@ if TYPE_CHECKING:
         ValueModule,
         VLLMModule,
     )
-    from turnwise.rollout.agent_loop import AgentLoop, RolloutContext
-    from turnwise.rollout.environment import Environment, Rewards
-    from turnwise.rollout.foreign.agent_task import AgentTask
-    from turnwise.rollout.foreign.bfcl import Bfcl
-    from turnwise.rollout.foreign.gymnasium import Gymnasium
-    from turnwise.rollout.foreign.nemo_gym import NemoGym
-    from turnwise.rollout.foreign.openenv import OpenEnv
-    from turnwise.rollout.foreign.reasoning_gym import ReasoningGym
-    from turnwise.rollout.foreign.skyrl_gym import SkyRLGym
-    from turnwise.rollout.foreign.textarena import TextArena
-    from turnwise.rollout.sampler import RolloutSampler
-    from turnwise.rollout.simulated_user import SimulatedUser
+    from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+    from turnwise.rollouts.environment import Environment, Rewards
+    from turnwise.rollouts.foreign.agent_task import AgentTask
+    from turnwise.rollouts.foreign.bfcl import Bfcl
+    from turnwise.rollouts.foreign.gymnasium import Gymnasium
+    from turnwise.rollouts.foreign.nemo_gym import NemoGym
+    from turnwise.rollouts.foreign.openenv import OpenEnv
+    from turnwise.rollouts.foreign.reasoning_gym import ReasoningGym
+    from turnwise.rollouts.foreign.skyrl_gym import SkyRLGym
+    from turnwise.rollouts.foreign.textarena import TextArena
+    from turnwise.rollouts.sampler import RolloutSampler
+    from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
@@ -78,21 +75,21 @@ _HOMES = {
     "Config": "turnwise.config",
     "load_config": "turnwise.config",
     # Your own environment and your own loop.
-    "Environment": "turnwise.rollout.environment",
-    "Rewards": "turnwise.rollout.environment",
-    "AgentTask": "turnwise.rollout.foreign.agent_task",
-    "Bfcl": "turnwise.rollout.foreign.bfcl",
-    "Gymnasium": "turnwise.rollout.foreign.gymnasium",
-    "NemoGym": "turnwise.rollout.foreign.nemo_gym",
-    "OpenEnv": "turnwise.rollout.foreign.openenv",
-    "ReasoningGym": "turnwise.rollout.foreign.reasoning_gym",
-    "SkyRLGym": "turnwise.rollout.foreign.skyrl_gym",
-    "TextArena": "turnwise.rollout.foreign.textarena",
-    "SimulatedUser": "turnwise.rollout.simulated_user",
+    "Environment": "turnwise.rollouts.environment",
+    "Rewards": "turnwise.rollouts.environment",
+    "AgentTask": "turnwise.rollouts.foreign.agent_task",
+    "Bfcl": "turnwise.rollouts.foreign.bfcl",
+    "Gymnasium": "turnwise.rollouts.foreign.gymnasium",
+    "NemoGym": "turnwise.rollouts.foreign.nemo_gym",
+    "OpenEnv": "turnwise.rollouts.foreign.openenv",
+    "ReasoningGym": "turnwise.rollouts.foreign.reasoning_gym",
+    "SkyRLGym": "turnwise.rollouts.foreign.skyrl_gym",
+    "TextArena": "turnwise.rollouts.foreign.textarena",
+    "SimulatedUser": "turnwise.rollouts.simulated_user",
     "Tool": "turnwise.tools",
     "MCPServer": "turnwise.tools.mcp",
-    "AgentLoop": "turnwise.rollout.agent_loop",
-    "RolloutContext": "turnwise.rollout.agent_loop",
+    "AgentLoop": "turnwise.rollouts.agent_loop",
+    "RolloutContext": "turnwise.rollouts.agent_loop",
     # Your own training program.
     "Pipeline": "turnwise.pipeline",
     "VLLMModule": "turnwise.pipeline",
@@ -103,7 +100,7 @@ _HOMES = {
     # Engines without training.
     "ChatCompletionScheduler": "turnwise.serving.chat_scheduler",
     "LLMServerManager": "turnwise.pipeline",
-    "RolloutSampler": "turnwise.rollout.sampler",
+    "RolloutSampler": "turnwise.rollouts.sampler",
     "VllmAsyncGenerationWorker": "turnwise.serving.worker",
     "VllmEngine": "turnwise.engine.vllm_engine",
     # Exact tokens.
@@ -179,8 +176,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
-    if name == "rollout":  # the subpackage; `_Package` makes it callable
-        return importlib.import_module("turnwise.rollout")
     if name not in _HOMES:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)
@@ -189,23 +184,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _CallableRollout(ModuleType):
-    """The subpackage `turnwise.rollout`, callable as `turnwise.run.api.rollout`."""
-
-    def __call__(self, *arguments: object, **keys: object) -> object:
-        call = importlib.import_module(_HOMES["rollout"]).rollout
-        return call(*arguments, **keys)
-
-
-class _Package(ModuleType):
-    """The package `turnwise`; Python sets each imported subpackage as an attribute of it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "rollout" and isinstance(value, ModuleType):
-            value.__class__ = _CallableRollout
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,8 +10,8 @@ from tests.simulated import SimulatedEngine
 from turnwise.chat import prompts as prompts_module
 from turnwise.chat.prompts import PromptCache
 from turnwise.config import Config, SamplingConfig
-from turnwise.rollout import Runner
-from turnwise.rollout.data import load_training
+from turnwise.rollouts import Runner
+from turnwise.rollouts.data import load_training
 from turnwise.trajectory import ChatTemplate
 
 

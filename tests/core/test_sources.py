@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from turnwise.core import sources
 from turnwise.core.sources import check_model, may_be_on_hub, why_offline
 from turnwise.errors import InputError
-from turnwise.rollout import load_rows
+from turnwise.rollouts import load_rows
 
 
 @pytest.fixture(autouse=True)

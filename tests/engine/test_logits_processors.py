@@ -23,7 +23,7 @@ from turnwise.engine.logits_adapter import CallableProcessors, take_failure
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, StepError, TrajectoryError
-from turnwise.rollout.sampler import RolloutSampler
+from turnwise.rollouts.sampler import RolloutSampler
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 

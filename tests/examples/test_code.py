@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from examples.code.evaluator import CodeError, evaluate
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig, load_config
-from turnwise.rollout import Problem, Runner
+from turnwise.rollouts import Problem, Runner
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, audit
 

@@ -1,7 +1,7 @@
 """The ladder of examples and the programs of the pages, run as they are written.
 
 Rung 2 is run by `test_runs.py::test_the_synchronous_run_is_the_plain_loop`, rung 4 by
-`rollout/test_agents.py`, the last by `test_gsm8k.py`.
+`rollouts/test_agents.py`, the last by `test_gsm8k.py`.
 """
 
 import json
@@ -15,7 +15,7 @@ from tests.examples.ladder import PAGES
 from tests.pages import PAGES as ALL_PAGES
 from tests.pages import blocks
 from turnwise.config import load_config
-from turnwise.rollout.environment import load_object
+from turnwise.rollouts.environment import load_object
 
 RUNGS = sorted(path.name for path in (ROOT / "examples").glob("step*"))
 
@@ -55,7 +55,7 @@ def test_the_rest_of_the_ladder_runs(tmp_path: Path) -> None:
 
 
 RUN_BY = {
-    "docs/how-to/agents.md": ("rollout/test_agent_endpoint.py", "rollout/test_agent_worker.py"),
+    "docs/how-to/agents.md": ("rollouts/test_agent_endpoint.py", "rollouts/test_agent_worker.py"),
     "docs/how-to/trl.md": ("trl/test_trainer.py",),
 }
 """Tests that run a page's own programs."""

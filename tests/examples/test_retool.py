@@ -12,7 +12,7 @@ from examples.retool.environment import CodeArithmetic
 from examples.retool.prepare import encode, prepare, solution
 from tests.tools import sandboxes
 from turnwise.config import Config, SamplingConfig, load_config
-from turnwise.rollout import Problem, Runner
+from turnwise.rollouts import Problem, Runner
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, audit
 

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.test_cli import metrics_of, turnwise
 from turnwise.config import Config, SamplingConfig, load_config
 from turnwise.errors import InputError
-from turnwise.rollout import Problem, Runner
+from turnwise.rollouts import Problem, Runner
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 

@@ -12,7 +12,7 @@ from docs.reference import on_page_markdown
 from tests.conftest import ROOT
 from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics, series, table
-from turnwise.rollout import Batch, Group
+from turnwise.rollouts import Batch, Group
 from turnwise.training.reports import RECORDED, StepReport, SumName, UpdateReport, merge
 from turnwise.trajectory import Trajectory
 

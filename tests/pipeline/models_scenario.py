@@ -19,7 +19,7 @@ from turnwise import (
     VLLMModule,
 )
 from turnwise.errors import TurnwiseError
-from turnwise.rollout import ProblemStream
+from turnwise.rollouts import ProblemStream
 
 LISTS = ("all_tokens", "loss_mask", "logprobs", "rewards")
 

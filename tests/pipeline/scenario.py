@@ -17,7 +17,7 @@ from turnwise.engine.protocol import Chunk, Generator, Request
 from turnwise.errors import TurnwiseError
 from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.pipeline.outputs import RequestOutput
-from turnwise.rollout import Group, Problem
+from turnwise.rollouts import Group, Problem
 
 TEXTS = ["What is 3 + 4?", "What is 5 + 6?"]
 LISTS = (

@@ -17,7 +17,7 @@ from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.pipeline.outputs import RequestOutput, request_outputs
-from turnwise.rollout import Group, Runner
+from turnwise.rollouts import Group, Runner
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.samples import make_samples

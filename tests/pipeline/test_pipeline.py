@@ -254,7 +254,7 @@ def with_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.slow  # Ctrl-C itself: rollout/test_ctrl_c.py; nothing left: test_cli.py
+@pytest.mark.slow  # Ctrl-C itself: rollouts/test_ctrl_c.py; nothing left: test_cli.py
 def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> None:
     mark = Mark()
     running = subprocess.Popen(

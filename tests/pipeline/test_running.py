@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.config import Config
 from turnwise.pipeline.running import Progress, RunningPipeline
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.trajectory import Trajectory
 
 

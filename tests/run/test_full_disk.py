@@ -10,7 +10,7 @@ import pytest
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe.metrics import StepMetrics
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.run.run_dir import RunDir
 from turnwise.trajectory import ExactnessReport, Trajectory
 

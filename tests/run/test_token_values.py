@@ -13,7 +13,7 @@ import torch
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import TurnTimes
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.run.run_dir import RunDir
 from turnwise.run.token_values import columns_of, read_columns, write_columns
 from turnwise.training.batching import plan_micro_batches

@@ -17,9 +17,9 @@ from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.pipeline import LLMServerManager
-from turnwise.rollout import Runner
-from turnwise.rollout.data import load_training
-from turnwise.rollout.loops.chat_scheduler import load_chat_scheduler
+from turnwise.rollouts import Runner
+from turnwise.rollouts.data import load_training
+from turnwise.rollouts.loops.chat_scheduler import load_chat_scheduler
 from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler

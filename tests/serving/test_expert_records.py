@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.models import make_moe
-from tests.rollout.test_loops import END, call
+from tests.rollouts.test_loops import END, call
 from tests.serving.openai.test_server import QUESTION, converse, fetched
 from tests.serving.test_fleet import engine_process
 from tests.training.test_routing import assert_chosen_by, loaded

@@ -21,8 +21,8 @@ from tests.weights.trainer import OneRank, version_runs
 from turnwise.config import Config, SamplingConfig, WeightsConfig
 from turnwise.engine.protocol import Chunk, Request, collect, generate
 from turnwise.errors import EngineError, WeightUpdateError
-from turnwise.rollout import Group, Runner
-from turnwise.rollout.data import load_training
+from turnwise.rollouts import Group, Runner
+from turnwise.rollouts.data import load_training
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.server import OpenAIServer

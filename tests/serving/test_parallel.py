@@ -14,15 +14,15 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.rollout.test_loops import END, call
+from tests.rollouts.test_loops import END, call
 from tests.serving.test_fleet import reference_logprobs, serve
 from tests.weights.trainer import OneRank
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
-from turnwise.rollout import Group, Problem, Runner
-from turnwise.rollout.data import load_training
+from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts.data import load_training
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.trajectory import ChatTemplate, audit

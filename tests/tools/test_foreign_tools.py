@@ -13,9 +13,9 @@ import turnwise
 from tests.blocking import gate, new_gate
 from tests.conftest import ROOT
 from turnwise.config import Config, ToolConfig
-from turnwise.rollout import Problem
-from turnwise.rollout.configured_tools import load_tools
-from turnwise.rollout.episode import Episode
+from turnwise.rollouts import Problem
+from turnwise.rollouts.configured_tools import load_tools
+from turnwise.rollouts.episode import Episode
 from turnwise.tools.foreign import adopted
 from turnwise.tools.toolbox import Toolbox
 

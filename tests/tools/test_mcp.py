@@ -21,9 +21,9 @@ import turnwise
 from tests.conftest import ROOT
 from turnwise.config import Config, parse_config
 from turnwise.errors import DeadlineError, InputError
-from turnwise.rollout import Problem
-from turnwise.rollout.configured_tools import load_tools
-from turnwise.rollout.episode import LocalEpisode
+from turnwise.rollouts import Problem
+from turnwise.rollouts.configured_tools import load_tools
+from turnwise.rollouts.episode import LocalEpisode
 from turnwise.tools.mcp import MCPServer
 from turnwise.tools.mcp_connection import McpError
 from turnwise.tools.toolbox import Toolbox, ToolResult

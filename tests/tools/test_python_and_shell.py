@@ -13,7 +13,7 @@ import turnwise.tools
 from tests.tools import sandboxes
 from turnwise.config import RolloutConfig, ToolConfig
 from turnwise.errors import InputError
-from turnwise.rollout.configured_tools import load_tools
+from turnwise.rollouts.configured_tools import load_tools
 from turnwise.tools.code import CodeTool
 from turnwise.tools.sandbox import backends
 from turnwise.tools.sandbox.backends import Limits

@@ -10,7 +10,7 @@ import torch
 
 from tests.training.test_rank import model_of, score, train, weights
 from turnwise.config import Config
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training import Sample
 from turnwise.training.rank import TrainerRank
 from turnwise.training.samples import make_samples

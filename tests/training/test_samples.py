@@ -7,7 +7,7 @@ import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.advantages import check_group_size, gives_signal
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches

@@ -19,7 +19,7 @@ from turnwise.errors import InputError, visible
 from turnwise.trajectory import Message, Trajectory, read_jsonl
 
 if TYPE_CHECKING:
-    from turnwise.rollout.group import Group
+    from turnwise.rollouts.group import Group
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11

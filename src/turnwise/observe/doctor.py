@@ -342,7 +342,7 @@ class ConfigChecks:
 
     def data(self) -> Finding:
         """Check that the rows can be read."""
-        from turnwise.rollout.data import load_heldout, load_training
+        from turnwise.rollouts.data import load_heldout, load_training
 
         counts = []
         for name, part in self.config.parts().items():
@@ -386,9 +386,9 @@ class ConfigChecks:
 
     def environment(self) -> Finding:
         """Build the environment and prompt of the first row of each environment."""
-        from turnwise.rollout import Runner
-        from turnwise.rollout.data import load_training
-        from turnwise.rollout.mixture import first_of_each
+        from turnwise.rollouts import Runner
+        from turnwise.rollouts.data import load_training
+        from turnwise.rollouts.mixture import first_of_each
 
         runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
         for problem in first_of_each(load_training(self.config)):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from turnwise.core.json_types import JsonObject
 
 if TYPE_CHECKING:  # the display imports this module before torch is imported
-    from turnwise.rollout import Batch, Group
-    from turnwise.rollout.evaluation import Evaluation
+    from turnwise.rollouts import Batch, Group
+    from turnwise.rollouts.evaluation import Evaluation
     from turnwise.training.samples import SampleBatch
 
 Counts = dict[str, int] | None

@@ -23,7 +23,7 @@ from turnwise.pipeline.outputs import Data, Outputs
 from turnwise.pipeline.pipeline import Module
 from turnwise.pipeline.role_file import model_settings
 from turnwise.pipeline.yaml_file import Settings
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.model import ModelName
 from turnwise.trajectory import Message, Trajectory
 

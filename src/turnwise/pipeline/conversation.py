@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
-from turnwise.rollout import Problem, RolloutContext
-from turnwise.rollout.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts import Problem, RolloutContext
+from turnwise.rollouts.loops.single_turn import SingleTurnLoop
 from turnwise.trajectory import Message, Trajectory
 
 

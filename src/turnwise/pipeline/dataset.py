@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from turnwise.config import Config
 from turnwise.errors import InputError, describe_error
 from turnwise.pipeline.conversation import ConversationProblem, TokenProblem
-from turnwise.rollout import Problem
+from turnwise.rollouts import Problem
 from turnwise.trajectory import ChatTemplate, Message
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, re
 from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.provided_model import ProvidedModel
 from turnwise.pipeline.yaml_file import Settings
-from turnwise.rollout import Group, Problem, Runner, check_failures
+from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
 from turnwise.trajectory import ChatTemplate
 

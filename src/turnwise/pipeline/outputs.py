@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from turnwise.errors import InputError
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.trajectory import Branch, ChatTemplate, Trajectory
 
 Outputs = dict[str, Any]

@@ -22,8 +22,8 @@ from turnwise.errors import InputError
 from turnwise.pipeline.merged_config import merge_config, merge_settings, resolve_config
 from turnwise.pipeline.running import Progress, RunningPipeline, open_pipeline, rewarded_groups
 from turnwise.pipeline.yaml_file import Settings
-from turnwise.rollout import Runner
-from turnwise.rollout.data import load_heldout, load_training
+from turnwise.rollouts import Runner
+from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.training import checkpoint
 from turnwise.training.model import ModelName
 from turnwise.training.rank import missing_model

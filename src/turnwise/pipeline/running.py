@@ -17,7 +17,7 @@ from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
-from turnwise.rollout import Group, check_failures
+from turnwise.rollouts import Group, check_failures
 from turnwise.run.runtime import Runtime, open_runtime
 from turnwise.run.step import TrainingStep, check_exactness
 from turnwise.training import checkpoint

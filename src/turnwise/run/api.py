@@ -29,8 +29,8 @@ from turnwise.run.inputs import ProgramInputs
 from turnwise.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.rollout.environment import EnvironmentType
-    from turnwise.rollout.evaluation import Evaluation
+    from turnwise.rollouts.environment import EnvironmentType
+    from turnwise.rollouts.evaluation import Evaluation
     from turnwise.serving.openai.server import OpenAIServer
 
 _Result = TypeVar("_Result")
@@ -253,7 +253,7 @@ def _inputs(
         if isinstance(source, str | Path):
             settings[key] = str(source)
         elif source is not None:
-            from turnwise.rollout.data import given_rows  # imports NumPy
+            from turnwise.rollouts.data import given_rows  # imports NumPy
 
             rows[key] = cast("Sequence[JsonObject]", given_rows(source))
             settings[key] = None

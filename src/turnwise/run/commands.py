@@ -34,10 +34,10 @@ from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.rollout.evaluation import Evaluation
-    from turnwise.rollout.group import Group
-    from turnwise.rollout.problems import Problem
-    from turnwise.rollout.producer import RunGroup
+    from turnwise.rollouts.evaluation import Evaluation
+    from turnwise.rollouts.group import Group
+    from turnwise.rollouts.problems import Problem
+    from turnwise.rollouts.producer import RunGroup
     from turnwise.run.display import Display
     from turnwise.run.run_dir import Resume, RunDir
     from turnwise.serving.openai.server import OpenAIServer
@@ -211,7 +211,7 @@ async def evaluate(
         config, console, inputs, paths, heldout_problems, sampling, show
     ) as playing:
         from turnwise.observe.timeline import TIMELINE
-        from turnwise.rollout.evaluation import evaluate as evaluate_problems
+        from turnwise.rollouts.evaluation import evaluate as evaluate_problems
         from turnwise.run.group_log import GroupLog
 
         folder, name = run_folder(config), "eval.jsonl"
@@ -248,7 +248,7 @@ async def rollout(
     async with _playing(
         config, console, inputs, paths, training_problems, sampling, "rollout"
     ) as playing:
-        from turnwise.rollout.evaluation import KeptInMemory, groups_at_once, run_groups
+        from turnwise.rollouts.evaluation import KeptInMemory, groups_at_once, run_groups
         from turnwise.run.group_log import GroupLog
 
         kept = KeptInMemory() if output is None else GroupLog(output)
@@ -301,7 +301,7 @@ async def _playing(
     check_sources(config, *paths)
     with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
-            from turnwise.rollout.mixture import first_of_each
+            from turnwise.rollouts.mixture import first_of_each
             from turnwise.run.runtime import open_runtime
 
             problems = await in_time(load, config, inputs)
@@ -346,7 +346,7 @@ async def _attempt(
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
     from turnwise.observe.prometheus import serving_metrics
-    from turnwise.rollout.mixture import first_of_each
+    from turnwise.rollouts.mixture import first_of_each
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 

@@ -18,7 +18,7 @@ from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import start_ray, watching_ray
-from turnwise.rollout.loops import import_chat_scheduler
+from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.serving.manager import AsyncLLMServerManager

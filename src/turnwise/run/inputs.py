@@ -15,9 +15,9 @@ from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
-    from turnwise.rollout.environment import EnvironmentType
-    from turnwise.rollout.foreign.trl_reward import RewardFunction
-    from turnwise.rollout.problems import Problem
+    from turnwise.rollouts.environment import EnvironmentType
+    from turnwise.rollouts.foreign.trl_reward import RewardFunction
+    from turnwise.rollouts.problems import Problem
 
 _T = TypeVar("_T")
 _LOAD_SECONDS = 6 * 3600.0
@@ -55,7 +55,7 @@ class ProgramInputs:
         Raises:
             InputError: when it does not take one of them.
         """
-        from turnwise.rollout.environment import with_arguments
+        from turnwise.rollouts.environment import with_arguments
 
         if self.environment is None:
             return None
@@ -103,8 +103,8 @@ def training_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Proble
             beside `environments`.
     """
     _check_one_source(config, inputs)
-    from turnwise.rollout.data import checked_rows, load_training
-    from turnwise.rollout.problems import Problems
+    from turnwise.rollouts.data import checked_rows, load_training
+    from turnwise.rollouts.problems import Problems
 
     if inputs.rows is None:
         return load_training(config, inputs.environment_for(config))
@@ -118,8 +118,8 @@ def heldout_problems(config: Config, inputs: ProgramInputs) -> "Sequence[Problem
         InputError: as `training_problems` does.
     """
     _check_one_source(config, inputs)
-    from turnwise.rollout.data import checked_rows, load_heldout
-    from turnwise.rollout.problems import Problems
+    from turnwise.rollouts.data import checked_rows, load_heldout
+    from turnwise.rollouts.problems import Problems
 
     if inputs.eval_rows is None:
         return load_heldout(config, inputs.environment_for(config))

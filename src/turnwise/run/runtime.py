@@ -21,14 +21,14 @@ from turnwise.core.user_code import import_user_code
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.rollout import Group, Problem, Runner
-from turnwise.rollout.environment import EnvironmentType
-from turnwise.rollout.foreign.trl_reward import RewardFunction
-from turnwise.rollout.loops import import_chat_scheduler
-from turnwise.rollout.processes import RolloutProcesses
-from turnwise.rollout.producer import RunGroup
-from turnwise.rollout.reward_model import start_reward_models
-from turnwise.rollout.rollout_process import open_front
+from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts.environment import EnvironmentType
+from turnwise.rollouts.foreign.trl_reward import RewardFunction
+from turnwise.rollouts.loops import import_chat_scheduler
+from turnwise.rollouts.processes import RolloutProcesses
+from turnwise.rollouts.producer import RunGroup
+from turnwise.rollouts.reward_model import start_reward_models
+from turnwise.rollouts.rollout_process import open_front
 from turnwise.run.fleet import (
     FRONTS,
     begin_imports,

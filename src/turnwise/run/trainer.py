@@ -24,10 +24,10 @@ from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
-from turnwise.rollout import Batch, Group, GroupProducer, Problem, check_failures
-from turnwise.rollout.evaluation import Evaluation, evaluate
-from turnwise.rollout.group import turn_times
-from turnwise.rollout.mixture import make_stream
+from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failures
+from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.group import turn_times
+from turnwise.rollouts.mixture import make_stream
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime

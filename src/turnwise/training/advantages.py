@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from turnwise.config import Config
 from turnwise.errors import InputError
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.algorithms import Algorithm, choose_pairs, has_signal, overlong_penalty
 from turnwise.trajectory import Trajectory
 

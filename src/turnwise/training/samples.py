@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from turnwise.config import Config
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.advantages import (
     GroupAdvantages,
     TurnAdvantages,

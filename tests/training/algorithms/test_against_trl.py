@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.algorithms import (
     gae,
     kl_N,

@@ -9,7 +9,7 @@ import torch
 
 from turnwise.config import Config, Gae, MtGrpo, TurnReturns, parse_config
 from turnwise.errors import InputError
-from turnwise.rollout import Group
+from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_advantage, make_algorithm
 from turnwise.training.algorithms.gae import gae
 from turnwise.training.algorithms.turn_returns import normalised_by_turn, turn_returns

@@ -114,7 +114,7 @@ def make_loss(config: LossConfig) -> Loss:
 
 def _own(name: str, options: dict[str, object], key: str, kind: type[_Kind]) -> _Kind:
     """Build an instance of a user-defined class."""
-    from turnwise.rollout.environment import load_object
+    from turnwise.rollouts.environment import load_object
 
     made = load_object(name, f"{key}.name")
     if not (isinstance(made, type) and issubclass(made, kind)):

@@ -1,0 +1,337 @@
+"""Agent loops: a loop is a coroutine that makes one trajectory, using a context."""
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from turnwise.chat.prompts import PromptCache, next_prompt, response_room
+from turnwise.chat.session_store import SessionStore
+from turnwise.chat.template import in_thread_if_long
+from turnwise.chat.tool_parser import ToolParser
+from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
+from turnwise.core.deadlines import StallClock
+from turnwise.core.spans import chat_span, record_answer
+from turnwise.core.watchdog import waiting
+from turnwise.engine.protocol import (
+    Completion,
+    Generator,
+    Request,
+    Route,
+    TurnTimes,
+    generate,
+)
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts.environment import Environment
+from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.problems import Row
+from turnwise.rollouts.run_files import ErrorLog
+from turnwise.serving.chat_scheduler import ChatBackend
+from turnwise.tools.toolbox import Toolbox
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.left_out import check_tools
+
+_BOUNDED = ("generate", "tools", "environment")
+"""Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
+`rollout.environment_timeout`."""
+
+_BETWEEN = ("tools", "environment")
+"""Phases whose seconds belong to the turn before them."""
+
+
+class SessionServer(Protocol):
+    """The part of the OpenAI server that HTTP agents need."""
+
+    sessions: SessionStore
+    model_name: str
+    """Name of the model for clients."""
+
+    def session_url(self, session_id: str) -> str:
+        """Return the base URL of one session."""
+        ...
+
+
+@dataclass(slots=True)
+class RolloutContext:
+    """One trajectory in progress, with everything that its agent loop may use.
+
+    Example:
+        class AskTwice:
+            async def run(self, environment: Environment, context: RolloutContext) -> None:
+                trajectory, decode = context.trajectory, context.template.decode
+                trajectory.messages = messages = list(context.problem)
+                prompt = await context.first_prompt(messages)
+                completion = await context.sample(prompt)
+                if completion is None:  # the context is full; the status says so
+                    return
+                doubt = {"role": "user", "content": "Are you sure?"}
+                messages.append({"role": "assistant", "content": decode(completion.token_ids)})
+                messages.append(doubt)
+                prompt = await context.next_prompt(prompt, completion.token_ids, [doubt])
+                completion = await context.sample(prompt)
+                if completion is None:
+                    return
+                messages.append({"role": "assistant", "content": decode(completion.token_ids)})
+                trajectory.status = "completed"
+    """
+
+    trajectory: Trajectory
+    """The trajectory to fill: turns, messages and status."""
+    engine: Generator
+    """The engine, or the scheduler in front of several."""
+    template: ChatTemplate
+    tool_parser: ToolParser
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    """Sampling parameters of each turn."""
+    max_length: int
+    """Maximum number of tokens of prompt and completion together."""
+    request_id: str
+    """Unique name of the trajectory; the names of its requests begin with it."""
+    row: Row
+    """The problem's row of data."""
+    episode: Episode
+    """The environment in use."""
+    server: SessionServer | None = None
+    """The OpenAI server; None unless the loop's agents speak HTTP."""
+    chats: ChatBackend | None = None
+    """Backend of the user's chat scheduler; None if there is none."""
+    route: Route = field(default_factory=Route)
+    """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
+    the choice free."""
+    seed: int | None = None
+    """Seed from which each turn's seed is derived; None unless the run is deterministic."""
+    errors: ErrorLog | None = None
+    """Log of the first error of each kind; None keeps no log."""
+    prompts: PromptCache | None = None
+    """Cache of rendered first prompts; None disables caching."""
+    clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
+    """Clock that fails a trajectory without progress; held during turns and tools, which have
+    their own deadlines."""
+    fork_reason: str | None = None
+    """Reason why the latest prompt does not continue the turn before it; None if it does."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by phase; the trajectories of a group share one dictionary."""
+    calls: list[TurnTimes] = field(default_factory=list)
+    """Times of the turns so far."""
+
+    @property
+    def problem(self) -> Sequence[Message]:
+        """The environment's messages at the start."""
+        return self.episode.problem
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The environment's tools."""
+        return self.episode.toolbox
+
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory.
+
+        Raises:
+            TrajectoryError: when the environment fails or misses its deadline.
+        """
+        if not self.episode.steps:
+            return None
+        with self.timed("environment"):
+            return await self.episode.step(message)
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next in a game, and what this player reads before.
+
+        Raises:
+            TrajectoryError: when the environment fails or misses its deadline.
+        """
+        with self.timed("environment"):
+            return await self.episode.move(message)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""
+        started = time.perf_counter()
+        bounded = self.clock.held() if phase in _BOUNDED else nullcontext()
+        try:
+            with bounded:
+                yield
+        finally:
+            self.clock.moved()
+            seconds = time.perf_counter() - started
+            self.seconds[phase] += seconds
+            last = self.calls[-1] if self.calls and phase in _BETWEEN else None
+            if last is not None and last.tools is not None:
+                self.calls[-1] = last._replace(tools=last.tools + seconds)
+
+    async def first_prompt(
+        self, messages: Sequence[Message], *, tools: Tools | None = None
+    ) -> list[int]:
+        """Return the ids of a new conversation, with generation prompt.
+
+        Args:
+            tools: Left out if `rollout.tools_in_prompt` is false.
+
+        Raises:
+            InputError: when the model has no chat template and needs one for this conversation, or
+                its template leaves out the tools.
+        """
+        shown = tools if self.rollout.tools_in_prompt else None
+
+        def render() -> list[int]:
+            if shown:
+                check_tools(self.template, messages, shown)
+            if self.prompts is None:
+                return self.template.render(messages, tools=shown)
+            return self.prompts.render(messages, shown)
+
+        return await in_thread_if_long(messages, render)
+
+    async def next_prompt(
+        self,
+        prompt_token_ids: Sequence[int],
+        completion_token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        conversation: Sequence[Message] | None = None,
+    ) -> list[int]:
+        """Return the ids that continue a turn with `new_messages`.
+
+        If no bridge is exact (or `rollout.history` is `template` and the template changed the
+        history), the whole conversation is rendered and the next turn begins a branch.
+
+        Args:
+            new_messages: The last of the conversation, after the turn's answer.
+            conversation: All messages; None means `trajectory.messages`.
+
+        Raises:
+            InputError: when the model has no chat template.
+            TrajectoryError: when the template raises or leaves out a message.
+        """
+        if self.template.missing:
+            raise InputError(self.template.missing)
+        ids, self.fork_reason = await next_prompt(
+            self.template,
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=completion_token_ids,
+            new_messages=new_messages,
+            conversation=self.trajectory.messages if conversation is None else conversation,
+            tools=tools if self.rollout.tools_in_prompt else None,
+            history=self.rollout.history,
+        )
+        return ids
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text; see `ChatTemplate.encode`."""
+        return await in_thread_if_long(
+            [{"content": text}],
+            lambda: self.template.encode(text, add_special_tokens=add_special_tokens),
+        )
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        messages: Sequence[Message] = (),
+    ) -> Completion | None:
+        """Sample a completion and record it as a turn.
+
+        Args:
+            stop: Strings at which to stop, besides those of `sampling`.
+            messages: The messages that led to the turn, for people, where the trajectory is more
+                than one conversation.
+
+        Returns:
+            None, with status `context_full`, if the model's context or
+            `rollout.max_response_tokens` has no room for another token.
+
+        Raises:
+            TrajectoryError: when the engine aborted the request.
+        """
+        turn = len(self.trajectory.turns)
+        room = self.max_length - len(prompt_token_ids)
+        if (budget := self.rollout.max_response_tokens) is not None:
+            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, budget)
+            room = min(room, left)
+        if room <= 0:
+            self.trajectory.status = "context_full"
+            return None
+        sampling, asked = self.sampling.within(room), time.time()
+        if stop:
+            sampling = sampling.model_copy(update={"stop": [*sampling.stop, *stop]})
+        with (
+            self.timed("generate"),
+            waiting(f"turn {turn} of {self.request_id}", "answer"),
+            chat_span(turn, sampling.temperature, sampling.max_tokens) as span,
+        ):
+            seed = None if self.seed is None else stable_seed(self.seed, turn)
+            name = f"{self.request_id}-{turn}"
+            request = Request(prompt_token_ids, sampling, name, seed, self.route)
+            completion = await generate(self.engine, request)
+            sampled, version = (
+                len(completion.token_ids),
+                max(completion.weight_versions, default=-1),
+            )
+            record_answer(span, len(prompt_token_ids), sampled, completion.finish_reason, version)
+        if completion.finish_reason == "abort":
+            raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
+        self.trajectory.add_turn(
+            prompt_token_ids,
+            completion.token_ids,
+            completion.logprobs,
+            completion.weight_versions,
+            completion.finish_reason,
+            completion.prompt_logprobs,
+            fork_reason=self.fork_reason,
+            messages=messages,
+            experts=completion.experts,
+        )
+        first = completion.first_token_at
+        worker, queued = completion.worker, completion.queued
+        self.calls.append(TurnTimes(turn, asked, first, time.time(), worker, queued, 0.0))
+        self.fork_reason = None
+        self.episode.turn_ended(turn)
+        return completion
+
+    def count(self, event: str) -> None:
+        """Add one to `trajectory.events[event]`."""
+        self.trajectory.events[event] += 1
+
+
+class AgentLoop(Protocol):
+    """Interface of agent loops: record turns in `context.trajectory`, and set its status.
+
+    `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
+    without arguments, once for all trajectories. All trajectories share one event loop, so call
+    blocking functions with `asyncio.to_thread`, which has a thread for each call here.
+
+    Example:
+        class SingleTurn:
+            async def run(self, environment: Environment, context: RolloutContext) -> None:
+                trajectory = context.trajectory
+                trajectory.messages = list(context.problem)
+                prompt = await context.first_prompt(trajectory.messages)
+                completion = await context.sample(prompt)
+                if completion is not None:
+                    answer = context.template.decode(completion.token_ids)
+                    trajectory.messages.append({"role": "assistant", "content": answer})
+                    trajectory.status = "completed"
+    """
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run one trajectory to its end; its reward is computed afterwards."""
+        ...
+
+
+def stable_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends only on its parts.
+
+    Example:
+        >>> stable_seed(0, "group1-train.jsonl:7-0") == stable_seed(0, "group1-train.jsonl:7-0")
+        True
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

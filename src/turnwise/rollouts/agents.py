@@ -1,0 +1,460 @@
+"""Agents outside of this process, which are given a base URL, and what they report.
+
+A *command* is one process for each trajectory. It gets the row as JSON on standard input and,
+unless it is long, as TURNWISE_PROBLEM. Its environment holds the usual variables, those of
+`rollout.agent_env`, OPENAI_BASE_URL, OPENAI_MODEL and OPENAI_API_KEY.
+
+A *worker* is one long-lived process, usually of another virtual environment, that plays any number
+of trajectories at once and speaks the protocol of `turnwise.agent_worker`. It is started for the
+first trajectory. If it ends, the trajectories in flight fail, and the next one starts it again.
+
+An *endpoint* gets one POST for each trajectory.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, NotRequired
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from turnwise.core.child import Child, ForeignLines, Requests, start_error
+from turnwise.core.deadlines import StallClock
+from turnwise.core.json_types import JsonObject
+from turnwise.core.loop_thread import EventLoopThread
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import (
+    IDENTITY,
+    AnswerError,
+    Number,
+    checked,
+    read_answer,
+    read_body,
+    read_line,
+)
+from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory import MAX_REWARD
+
+if TYPE_CHECKING:
+    from turnwise.chat.session import Session
+
+logger = logging.getLogger(__name__)
+
+_ERROR_CHARS = 500
+"""Number of characters of an agent's error, or of its last output, in an error message."""
+_END_SECONDS = 5.0
+"""Time for an agent's last output, and for a worker's end after its input was closed."""
+_MAX_ROW_BYTES = 65_536
+"""Maximum size of a row in an environment variable; Linux allows 128 KiB."""
+_TASKS_SECONDS = 600.0
+_TASKS_BYTES = 256 << 20
+"""Maximum size of a list of tasks, and of what is written beside it."""
+_TASKS_VALUES = 20_000_000
+_CONNECT_SECONDS = 30.0
+_REPLY_BYTES = 4 << 20
+"""Maximum size of an endpoint's reply."""
+_METRICS = 100
+"""Maximum number of metrics in a report."""
+_NAME_CHARS = 100
+_SESSIONS = 1_001
+"""Maximum number of sessions in a report: a rollout's own, and those under it."""
+_INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+"
+    r"|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|NODE_PATH|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
+)
+"""Variables that an agent's process inherits; none is likely to be a secret."""
+_BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
+"""Beginning of an answer that cannot be read: it names the trajectory that must not wait."""
+_started: set[str] = set()
+"""Commands that this process has started."""
+
+_Name = Annotated[str, Field(max_length=_NAME_CHARS)]
+
+
+class _Report(TypedDict, total=False):
+    """A report as it is sent; keys other than these are ignored."""
+
+    reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
+    metrics: Annotated[dict[_Name, Number], Field(max_length=_METRICS)] | None
+    sessions: Annotated[list[str], Field(max_length=_SESSIONS)] | None
+    error: object
+
+
+class _Answer(TypedDict):
+    """A line of a worker."""
+
+    id: int
+    result: NotRequired[object]
+    error: NotRequired[object]
+
+
+class _Tasks(TypedDict):
+    """The line with a worker's tasks."""
+
+    result: list[JsonObject]
+
+
+_REPORT = TypeAdapter(_Report | None)
+_ANSWER = TypeAdapter(_Answer)
+_TASKS = TypeAdapter(_Tasks)
+_ANYTHING: TypeAdapter[object] = TypeAdapter(object)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """The report of an endpoint or a worker about one trajectory."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    sessions: list[str] = field(default_factory=list)
+    """Sessions that the agent says it opened, by name or id."""
+    error: str = ""
+    """Reason why the agent failed; "" if it did not."""
+
+
+def read_report(value: object, who: str) -> AgentReport:
+    """Read a report; keys other than its fields are ignored, and all are optional.
+
+    Args:
+        who: The agent in messages.
+
+    Raises:
+        TrajectoryError: `agent_reply`, naming the key that cannot be used.
+    """
+    try:
+        given = checked(value, _REPORT) or {}
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None
+    return AgentReport(
+        given.get("reward"),
+        given.get("metrics") or {},
+        given.get("sessions") or [],
+        str(given.get("error") or "")[:_ERROR_CHARS],
+    )
+
+
+def apply_report(report: AgentReport, session: "Session", who: str) -> None:
+    """Add a report to the trajectory of a rollout's session.
+
+    A reward counts only where the agent may reward itself (`rollout.agent_rewards`); elsewhere it
+    is counted as the event `agent_reward_ignored`.
+
+    Raises:
+        TrajectoryError: `agent_error`, when the agent reports an error; `agent_reply`, when it
+            reports a session that is not one of its own.
+    """
+    if report.error:
+        raise TrajectoryError("agent_error", f"{who}: {report.error}")
+    own = {session.id, *session.children, *(child.id for child in session.children.values())}
+    for name in report.sessions:
+        if name not in own:
+            raise TrajectoryError(
+                "agent_reply",
+                f"{who} reported the session {name:.{_NAME_CHARS}}, which it did not open under "
+                "its base URL: the turns there are not part of this trajectory",
+            )
+    trajectory = session.trajectory
+    trajectory.metrics |= report.metrics
+    if report.reward is None:
+        return
+    if session.agent_rewards:
+        trajectory.reward = report.reward
+    else:
+        trajectory.events["agent_reward_ignored"] += 1
+
+
+def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
+    """Return the environment of an agent's process.
+
+    Args:
+        more: `rollout.agent_env`.
+        own: Further variables.
+
+    Raises:
+        InputError: when a variable of `rollout.agent_env` is not set.
+    """
+    for name in more:
+        if name not in os.environ:
+            raise InputError(f"rollout.agent_env names {name}, which is not set: export it")
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name in more or _INHERITED.fullmatch(name)
+    }
+    # The random name in the base URL is the key.
+    return inherited | {"OPENAI_API_KEY": "none"} | own
+
+
+async def run_command(
+    command: str, environment: dict[str, str], row: Row, clock: StallClock
+) -> None:
+    """Run a command to its end; it is killed if this call is cancelled.
+
+    Raises:
+        InputError: when the command does not exist, and never did.
+        TrajectoryError: when it fails; the message contains the end of its output.
+    """
+    problem = json.dumps(row).encode()
+    if len(problem) <= _MAX_ROW_BYTES:
+        environment = environment | {"TURNWISE_PROBLEM": problem.decode()}
+    try:
+        child = await Child.start(
+            shlex.split(command), environment, heard=lambda _: clock.moved(), joined=True
+        )
+    except (OSError, ValueError) as error:
+        what = f"rollout.agent: {command}"
+        raise start_error(error, what, "agent_error", command not in _started) from error
+    _started.add(command)
+    try:
+        child.stdin.write(problem)
+        child.stdin.write_eof()
+        await child.exited()
+    finally:
+        await child.end(_END_SECONDS)
+    if child.status:
+        text = child.last_words[-_ERROR_CHARS:]
+        raise TrajectoryError("agent_error", f"{command} exited with {child.status}: {text}")
+
+
+class AgentWorker:
+    """One worker process, and the requests that it plays.
+
+    Args:
+        command: The worker's command.
+        more_environment: `rollout.agent_env`.
+    """
+
+    def __init__(self, command: str, more_environment: Sequence[str] = ()) -> None:
+        self._command = command
+        self._more_environment = more_environment
+        self._life: _Life | None = None
+        self._starting = asyncio.Lock()
+        self.name = f"the agent worker {command}"
+        """The worker in messages."""
+
+    async def run(self, request: JsonObject) -> AgentReport:
+        """Have a task played, and return its report. A cancelled call cancels the task.
+
+        Args:
+            request: `task`, `base_url`, `model` and `name`.
+
+        Raises:
+            InputError: when the worker cannot be started, and never was.
+            TrajectoryError: `agent_error`, when the agent fails; `agent_crashed`, when the worker
+                ends or cannot be started now; `agent_reply`, when the report cannot be used.
+        """
+        async with self._starting:
+            if self._life is None or self._life.ended:
+                lines = ForeignLines(logger, self.name)
+                environment = clean_environment(self._more_environment)
+                try:
+                    command = shlex.split(self._command)
+                    child = await Child.start(command, environment, heard=lines.add)
+                except (OSError, ValueError) as error:
+                    what, first = f"rollout.agent: {self._command}", self._life is None
+                    raise start_error(error, what, "agent_crashed", first) from error
+                self._life = _Life(child, lines, self.name)
+        value = await self._life.ask({"method": "run", **request})
+        return read_report(value, self.name)
+
+    async def close(self) -> None:
+        """Close the process's input, which ends it; kill what has not ended in time."""
+        if self._life is not None:
+            await self._life.close()
+
+
+class _Life:
+    """One life of a worker, from its start to its end."""
+
+    def __init__(self, child: Child, lines: ForeignLines, name: str) -> None:
+        self._child, self._lines, self._name = child, lines, name
+        self._requests = Requests[object]()
+        self.ended = False
+        """True once it answers nothing more."""
+        self._reading = asyncio.create_task(self._read())
+
+    async def ask(self, request: JsonObject) -> object:
+        """Return the result of a request.
+
+        Raises:
+            TrajectoryError: as `AgentWorker.run` does.
+        """
+        number, answer = self._requests.begin()
+        try:
+            with suppress(ConnectionError):  # it has ended: the reader says how
+                self._write({"id": number, **request})
+                await self._child.stdin.drain()
+            return await answer
+        except asyncio.CancelledError:
+            if self._requests.settle(number, None):  # or it has ended, or answered
+                with suppress(ConnectionError):
+                    self._write({"id": number, "method": "cancel"})
+            raise
+
+    def _write(self, message: JsonObject) -> None:
+        self._child.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> None:
+        """Pass the answers on until the process ends; then nobody waits for one any more."""
+        passing = asyncio.create_task(self._pass_on())
+        exiting = asyncio.create_task(self._child.exited())
+        why = ""
+        try:
+            # A process that left the group may hold its output open.
+            await asyncio.wait([passing, exiting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([passing], timeout=_END_SECONDS)
+            self.ended = True
+            await self._child.end(_END_SECONDS)
+            why = passing.result() if passing.done() else ""
+        finally:
+            self.ended = True
+            passing.cancel()
+            exiting.cancel()
+            self._lines.end()
+            how = why or f"ended with {self._child.status}"
+            text = self._child.last_words[-_ERROR_CHARS:]
+            self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
+
+    async def _pass_on(self) -> str:
+        """Pass the answers on until the output ends; return what is wrong with it, or ""."""
+        others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
+        try:
+            while line := await read_line(self._child.stdout):
+                if not self._answer(line):
+                    others.add(line)
+        except (AnswerError, OSError) as error:
+            return str(error)
+        finally:
+            others.end()
+        return ""
+
+    def _answer(self, line: bytes) -> bool:
+        """Pass a line on; return whether it is an answer."""
+        try:
+            answer = read_answer(line, _ANSWER)
+        except AnswerError as error:
+            number = _BEGINNING.match(line)
+            wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
+            return number is not None and self._requests.settle(int(number[1]), wrong)
+        if "error" in answer:
+            why = str(answer["error"])[:_ERROR_CHARS]
+            failed = TrajectoryError("agent_error", f"{self._name}: {why}")
+            self._requests.settle(answer["id"], failed)
+        else:
+            self._requests.settle(answer["id"], answer.get("result"))
+        return True  # also where its trajectory has ended
+
+    async def close(self) -> None:
+        """End the process, and its process group."""
+        await self._child.end(_END_SECONDS, leave=_END_SECONDS)
+        await asyncio.wait([self._reading], timeout=_END_SECONDS)
+        self._reading.cancel()
+
+
+def worker_tasks(command: str, more_environment: Sequence[str] = ()) -> list[JsonObject]:
+    """Return the rows that a worker's `tasks` lists.
+
+    Args:
+        more_environment: `rollout.agent_env`.
+
+    Raises:
+        InputError: when the worker cannot be started, fails, or lists no rows.
+    """
+    where = f"data.path: the agent worker {command}"
+    environment = clean_environment(more_environment)
+    thread = EventLoopThread(nullcontext[None], where)  # the caller's may have an event loop
+    thread.start(_END_SECONDS)
+    try:
+        said, child = thread.call(
+            lambda: _said_of_tasks(command, environment), _TASKS_SECONDS, "tasks"
+        )
+    except DeadlineError:
+        raise InputError(f"{where} listed no tasks within {_TASKS_SECONDS:g} s") from None
+    except AnswerError as error:
+        raise InputError(f"{where} {error}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where} cannot be started: {error}") from error
+    finally:
+        thread.stop(_END_SECONDS)
+    try:
+        return read_answer(said.strip().rpartition(b"\n")[2], _TASKS, _TASKS_VALUES)["result"]
+    except AnswerError as error:
+        text = child.last_words[-_ERROR_CHARS:] or error
+        raise InputError(
+            f"{where} listed no tasks, and ended with {child.status}: {text}"
+        ) from None
+
+
+async def _said_of_tasks(command: str, environment: dict[str, str]) -> tuple[bytes, Child]:
+    """Return the whole output of a worker that is asked for its tasks."""
+    child = await Child.start(shlex.split(command), environment)
+    said = bytearray()
+    try:
+        child.stdin.write(b'{"id": 0, "method": "tasks"}\n')
+        child.stdin.write_eof()
+        while part := await child.stdout.read(1 << 20):
+            said += part
+            if len(said) > _TASKS_BYTES:
+                raise AnswerError(f"sent more than {_TASKS_BYTES:,} bytes")
+        await child.exited(_END_SECONDS)
+    finally:
+        await child.end(_END_SECONDS)
+    return bytes(said), child
+
+
+def is_endpoint(agent: str) -> bool:
+    """Return whether `rollout.agent` is the URL of an endpoint."""
+    return agent.startswith(("http://", "https://"))
+
+
+async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
+    """Post a request, and return the report that the endpoint answers when the agent is done.
+
+    The connection is closed when this call is cancelled.
+
+    Args:
+        request: The row, the base URL, the model's name and the trajectory's id.
+
+    Raises:
+        InputError: when the URL cannot be used.
+        TrajectoryError: `agent_unreachable`, without a connection; `agent_error`, for a status
+            other than 2xx; `agent_reply`, when the reply cannot be used.
+    """
+    import aiohttp  # only for endpoints
+
+    who = f"the agent {url}"
+    # The trajectory's own deadlines limit the answer.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as client,
+            client.post(
+                url, json=request, headers=IDENTITY | trace_headers(), allow_redirects=False
+            ) as response,
+        ):
+            body, status = await read_body(response, _REPLY_BYTES), response.status
+    except aiohttp.InvalidURL as error:
+        raise InputError(f"rollout.agent: {url} is not a URL") from error
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise TrajectoryError("agent_unreachable", f"{who} cannot be reached: {error}") from error
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise TrajectoryError(
+            "agent_error", f"{who} closed the connection: {type(error).__name__}: {error}"
+        ) from error
+    text = body[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
+    if not 200 <= status < 300:
+        raise TrajectoryError("agent_error", f"{who} answered {status}: {text}")
+    try:
+        return read_report(read_answer(body, _ANYTHING) if body else None, who)
+    except AnswerError as error:
+        raise TrajectoryError("agent_reply", f"{who} {error}") from None

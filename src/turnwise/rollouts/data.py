@@ -1,0 +1,433 @@
+"""Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
+
+A row is a dictionary of plain values. The environment decides which fields it must have. Rows of
+Parquet files, datasets and large JSON Lines and CSV files are made when they are asked for, so that
+a million rows take no more memory than a thousand; smaller files are read at once.
+
+Arrow, which holds Parquet files and datasets, gives each record the keys of all others, with null.
+Such keys of records within a row (messages, calls, descriptions of tools) are left out.
+"""
+
+import codecs
+import csv
+import json
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TextIO, cast, overload
+
+import numpy as np
+
+from turnwise.config import Config, DataConfig
+from turnwise.core.optional import optional
+from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
+from turnwise.errors import InputError, first_line
+from turnwise.rollouts.agents import worker_tasks
+from turnwise.rollouts.environment import EnvironmentType, configured_environment, name_of
+from turnwise.rollouts.mixture import JoinedProblems
+from turnwise.rollouts.problems import Problems, Row
+from turnwise.rollouts.reading import make_rows
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files in a folder of `save_to_disk`: one split, or several."""
+_EAGER_ROWS = 10_000
+"""Maximum number of rows that are made at once; more are made when they are asked for."""
+_EAGER_BYTES = 2**22
+"""Maximum size of a JSON Lines or CSV file whose rows are made at once."""
+_SCANNED_BYTES = 2**24
+_NEWLINE = 10
+
+
+def load_rows(
+    path: str,
+    *,
+    split: str,
+    subset: str | None = None,
+    limit: int | None = None,
+    agent_env: Sequence[str] = (),
+) -> Sequence[Row]:
+    """Return the first `limit` rows, in their order.
+
+    Args:
+        path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
+            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub;
+            or `worker: COMMAND`, for the tasks that an agent's worker lists.
+        split: Split of a dataset that has several.
+        subset: Configuration name of a dataset on the Hub.
+        limit: Maximum number of rows; None loads all.
+        agent_env: `rollout.agent_env`, for an agent's worker.
+
+    Raises:
+        InputError: when the file, dataset or split does not exist, cannot be read, or has no
+            rows; the message names the line of an invalid row. A row that is read later raises
+            it when it is asked for.
+
+    Example:
+        rows = load_rows("train.jsonl", split="train", limit=100)
+    """
+    if path.startswith(WORKER):
+        listed = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
+        if not listed:
+            raise InputError(f"{path} has no rows")
+        return listed[:limit]
+    if path == ENVIRONMENT:
+        raise InputError("rows that an environment makes are read by load_training(config)")
+    check_data(path)
+    file = Path(path).expanduser()
+    if file.suffix in DATA_FILES and not file.is_dir():
+        with _naming_file(file):
+            rows = _READERS[file.suffix](file, limit)
+    else:
+        rows = _read_dataset(path, split, subset)
+    if not rows:
+        raise InputError(f"{path} has no rows")
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return at_once(LazyRows(count, rows.__getitem__))
+
+
+def at_once(rows: "LazyRows") -> Sequence[Row]:
+    """Return rows as a list, which finds mistakes early, unless they are many."""
+    return rows if len(rows) > _EAGER_ROWS else list(rows)
+
+
+def load_training_rows(
+    data: DataConfig, agent_env: Sequence[str] = ()
+) -> tuple[str, Sequence[Row]]:
+    """Return data.path and the training rows.
+
+    Raises:
+        InputError: as `load_rows` does, and when data.path is not set.
+    """
+    if data.path is None:
+        raise InputError("data.path must be set: there are no rows")
+    rows = load_rows(
+        data.path,
+        split=data.split,
+        subset=data.subset,
+        limit=data.limit,
+        agent_env=agent_env,
+    )
+    return data.path, rows
+
+
+def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str, Sequence[Row]]:
+    """Return the path of the rows for evaluation (eval_path, or else path), and the rows.
+
+    Example:
+        path, rows = load_eval_rows(config.data)
+    """
+    if data.eval_path is None:
+        return load_training_rows(data, agent_env)
+    rows = load_rows(
+        data.eval_path,
+        split=data.eval_split,
+        subset=data.subset,
+        limit=data.eval_limit,
+        agent_env=agent_env,
+    )
+    return data.eval_path, rows
+
+
+def load_training(
+    config: Config, environment: EnvironmentType | None = None
+) -> Problems | JoinedProblems:
+    """Return the problems of data.path, or of all `environments`.
+
+    Args:
+        environment: Makes the rows if data.path is `environment`; None means the configured one.
+
+    Raises:
+        InputError: as `load_training_rows` does.
+    """
+    return _of_each(config, lambda part: _training_rows(part, environment))
+
+
+def load_heldout(
+    config: Config, environment: EnvironmentType | None = None
+) -> Problems | JoinedProblems:
+    """Return the problems of data.eval_path, or of data.path if that is not set.
+
+    Args:
+        environment: As in `load_training`.
+
+    Raises:
+        InputError: as `load_eval_rows` does.
+    """
+    return _of_each(config, lambda part: _heldout_rows(part, environment))
+
+
+def _of_each(
+    config: Config, load: Callable[[Config], tuple[str, Sequence[Row]]]
+) -> Problems | JoinedProblems:
+    """Return the problems of each environment, joined if the run may have several.
+
+    Args:
+        load: Returns the path and the rows of the configuration of one environment.
+    """
+    if not config.environments:
+        return Problems(*load(config))
+    parts = {}
+    for name, part in config.parts().items():
+        try:
+            parts[name] = Problems(*load(part), environment=name)
+        except InputError as error:
+            raise InputError(f"environments.{name}: {error}") from error
+    return JoinedProblems(parts)
+
+
+def _training_rows(
+    config: Config, environment: EnvironmentType | None
+) -> tuple[str, Sequence[Row]]:
+    if config.data.path == ENVIRONMENT:
+        return "train", _made(config, environment, "train", config.data.limit)
+    return load_training_rows(config.data, config.rollout.agent_env)
+
+
+def _heldout_rows(config: Config, environment: EnvironmentType | None) -> tuple[str, Sequence[Row]]:
+    if config.data.eval_path is None:
+        return _training_rows(config, environment)
+    if config.data.eval_path == ENVIRONMENT:
+        return "eval", _made(config, environment, "eval", config.data.eval_limit)
+    return load_eval_rows(config.data, config.rollout.agent_env)
+
+
+def _made(
+    config: Config, environment: EnvironmentType | None, split: str, limit: int | None
+) -> Sequence[Row]:
+    """Return the rows that an environment makes; their problems are named by the split."""
+    environment = environment or configured_environment(config)
+    name = f"{name_of(environment)}.rows({split!r})"
+    return checked_rows(make_rows(environment, split), name, limit)
+
+
+def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
+    """Return the first rows of a program, checked to be dictionaries: many of them when each is
+    asked for.
+
+    Args:
+        name: The rows in errors.
+
+    Raises:
+        InputError: when there are none, or one is not a mapping.
+    """
+    if not len(rows):
+        raise InputError(f"{name} has no rows")
+
+    def read(number: int) -> Row:
+        row = rows[number]
+        if not isinstance(row, Mapping):
+            raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
+        return dict(row)
+
+    return at_once(LazyRows(len(rows) if limit is None else min(limit, len(rows)), read))
+
+
+@contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"the data file {path} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise InputError(f"the data file {path} cannot be read: {error}") from error
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are asked for."""
+
+    def __init__(self, count: int, read: Callable[[int], Row]) -> None:
+        self._count = count
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self._read(i) for i in range(self._count)[index]]
+        return self._read(range(self._count)[index])
+
+
+def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
+    if path.stat().st_size > _EAGER_BYTES:
+        return _read_lines_later(path)
+    with path.open("rb") as file:
+        lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+        return [_parse_line(path, number, line) for number, line in islice(lines, limit)]
+
+
+def _read_lines_later(path: Path) -> LazyRows:
+    """Find where the lines of a large file begin; a line is parsed when its row is asked for."""
+    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+    content = np.memmap(path, np.uint8, "r")
+    parts = range(0, len(content), _SCANNED_BYTES)
+    found = [np.flatnonzero(content[i : i + _SCANNED_BYTES] == _NEWLINE) + i for i in parts]
+    newlines = np.concatenate(found)
+    starts = np.concatenate([[0], newlines + 1])
+    lengths = np.concatenate([newlines, [len(content)]]) - starts
+    numbers = np.flatnonzero(lengths > 1)  # no object is shorter than two characters
+    starts, lengths = starts[numbers], lengths[numbers]
+
+    def read(index: int) -> Row:
+        with _naming_file(path):
+            line = os.pread(file, int(lengths[index]), int(starts[index]))
+            return _parse_line(path, int(numbers[index]) + 1, line)
+
+    return LazyRows(len(numbers), read)
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise InputError(
+            f"{path}, line {number}: not JSON ({reason}); each line holds one whole object"
+        ) from None
+    if not isinstance(row, dict):
+        raise InputError(f"{path}, line {number}: a row must be a JSON object")
+    return row
+
+
+def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
+    """Read rows whose fields the first line names; every value is text.
+
+    All rows are checked at once. Those of a large file are parsed again when they are asked for.
+    """
+    if path.stat().st_size <= _EAGER_BYTES:
+        return [row for _, row in islice(_csv_rows(path), limit)]
+    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+    places, names = array("Q"), list[str]()
+    for place, row in islice(_csv_rows(path), limit):
+        places.extend(place)
+        names = names or list(row)
+
+    def read(index: int) -> Row:
+        with _naming_file(path):
+            start, end = places[2 * index : 2 * index + 2]
+            text = os.pread(file, end - start, start).decode()
+            (values,) = csv.reader([text], delimiter=_delimiter(path), strict=True)
+            return dict(zip(names, values, strict=True))
+
+    return LazyRows(len(places) // 2, read)
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
+    """Yield each row, with its first byte in the file and the one after its last."""
+    csv.field_size_limit(sys.maxsize)
+    end = 0
+
+    def text_of(file: TextIO) -> Iterator[str]:
+        nonlocal end
+        for line in file:
+            end += len(line.encode())
+            yield line
+
+    with path.open("rb") as beginning:
+        end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(text_of(file), delimiter=_delimiter(path), strict=True)
+        try:
+            names = next(lines, [])
+            if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                raise InputError(
+                    f"{path}, line 1: the first line names the fields, each differently"
+                )
+            start = end
+            for values in lines:
+                place, start = (start, end), end
+                if not values:
+                    continue
+                if len(values) != len(names):
+                    raise InputError(
+                        f"{path}, line {lines.line_num}: {len(values)} values for the "
+                        f"{len(names)} fields {', '.join(names)}"
+                    )
+                yield place, dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            raise InputError(f"{path}, line {lines.line_num}: not CSV ({error})") from None
+
+
+def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
+    arrow = optional("pyarrow", "data", f"the Parquet file {path}")  # half a second to import
+    parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            table = file.read()
+    except (OSError, arrow.ArrowException) as error:
+        raise InputError(
+            f"the data file {path} is not a whole Parquet file: {first_line(error)}"
+        ) from error
+
+    def read(index: int) -> Row:
+        (row,) = table.slice(index, 1).to_pylist()
+        return _own_keys(row)
+
+    return LazyRows(table.num_rows, read)
+
+
+_READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
+    zip(DATA_FILES, (_read_jsonl, _read_jsonl, _read_csv, _read_csv, _read_parquet), strict=True)
+)
+
+
+def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
+    folder = Path(path).expanduser()
+    offline = "" if folder.is_dir() else why_offline()
+    datasets = optional("datasets", "data", f"the dataset {path}")  # a second to import
+    try:
+        if any((folder / name).is_file() for name in _SAVED):
+            dataset = datasets.load_from_disk(folder)
+        else:
+            dataset = datasets.load_dataset(path, subset, split=split)
+    except Exception as error:
+        if offline:
+            raise InputError(
+                f"data: there is no file or folder {path}, {offline}, and the Hugging Face cache "
+                "on this machine has no such dataset"
+            ) from None
+        raise InputError(
+            f"data: {path} is neither a file ({', '.join(DATA_FILES)}) nor a dataset that can be "
+            f"loaded: {first_line(error)}"
+        ) from error
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
+        dataset = dataset[split]
+    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+
+
+def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
+    """Return the rows that a program gave; those of a Hugging Face dataset as `load_rows` does."""
+    if type(rows).__module__.partition(".")[0] != "datasets" or isinstance(rows, Mapping):
+        return rows
+    if not isinstance(rows, Sized):
+        return map(_own_keys, rows)  # streamed
+    dataset = cast("Sequence[Row]", rows)  # indexed like a sequence
+    return LazyRows(len(dataset), lambda index: _own_keys(dataset[index]))
+
+
+def _own_keys(row: Row) -> Row:
+    """Return a row of Arrow, whose fields may be null, without null keys of records in it."""
+    return {name: _without_null(value) for name, value in row.items()}
+
+
+def _without_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_null(below) for key, below in value.items() if below is not None}
+    if isinstance(value, list):
+        return [_without_null(below) for below in value]
+    return value

@@ -1,0 +1,212 @@
+"""The process of one environment, forked for each episode (`rollout.environment_process`).
+
+`python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
+once, and is forked for each episode. The fork plays a `LocalEpisode`, as its driver asks. Requests
+are pickles, which only the driver writes; answers are JSON, because a model's code may run here.
+
+    driver (RemoteEpisode) ── asks ──> fork: LocalEpisode -> the user's environment
+"""
+
+import asyncio
+import gc
+import json
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.config import RolloutConfig
+from turnwise.core import spans
+from turnwise.core.forking import exit_code, serve
+from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted import HEADER, framed
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
+from turnwise.rollouts.episode import LocalEpisode
+from turnwise.tools.toolbox import encodable, make_toolbox
+
+if TYPE_CHECKING:
+    from turnwise.rollouts.environment import EnvironmentType
+    from turnwise.rollouts.problems import Problem
+    from turnwise.trajectory import Message, Trajectory
+
+_FLUSH_SECONDS = 2.0
+"""Time to send the spans of the environment's own code at its end."""
+_ERROR_CHARS = 20_000
+"""Number of characters of an error, and of its traceback, that are sent."""
+
+
+def main() -> None:
+    """Import the environment, then fork for each episode until the driver ends."""
+    listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
+    make_toolbox([main], rollout)  # describing a first tool imports modules, for all forks
+    spans.import_opentelemetry()
+    gc.freeze()
+    received = serve(listener, alive, end_groups=True)
+    if received is not None:  # in a fork
+        *standard, descriptor = received[1]
+        for number in standard:
+            os.close(number)
+        connection = socket.socket(fileno=descriptor)
+        os._exit(exit_code(lambda: _play(connection, factory, rollout)))
+
+
+def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
+    os.setsid()  # what the environment starts ends with it
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # every fork has the server's state; Python seeds its own
+    connection.setblocking(False)
+    asyncio.run(_answer_all(connection, factory, rollout))
+
+
+async def _answer_all(
+    connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
+) -> None:
+    """Answer requests, together, until the driver closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    player = _Player(factory, rollout)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(
+        number: int, method: str, arguments: tuple[object, ...], turn: int, trace: dict[str, str]
+    ) -> None:
+        with spans.joined(trace):
+            reply = await player.reply(method, arguments, turn)
+        writer.write(framed(encodable(json.dumps([number, reply], ensure_ascii=False)).encode()))
+
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(HEADER), "big")
+            request = pickle.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        if request[1] == "close":  # nothing that still runs may see a closed environment
+            for task in tasks:
+                task.cancel()
+        tasks.add(task := asyncio.create_task(answer(*request)))
+        task.add_done_callback(tasks.discard)
+
+
+class _Player:
+    """One episode, and the answers to requests about it: {"value": ...} or {"error": ...}."""
+
+    def __init__(self, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
+        self._factory, self._rollout = factory, rollout
+        self._episode: LocalEpisode | None = None
+
+    async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
+        """Return the value of a method of this class or of the episode, or its error, as JSON.
+
+        Args:
+            turn: Index of the model's latest turn.
+        """
+        if self._episode is not None:
+            self._episode.turn_ended(turn)
+        try:
+            own = getattr(self, method, None)
+            value = await (own or getattr(self._episode, method))(*arguments)
+            json.dumps(value, allow_nan=False)
+        except TurnwiseError as error:
+            return {"error": _error(error)}
+        except Exception as error:
+            described = await describe_user_error(error)
+            failure = TrajectoryError("environment_error", f"{method} failed: {described}")
+            failure.__cause__ = error
+            return {"error": _error(failure)}
+        return {"value": value}
+
+    @property
+    def episode(self) -> LocalEpisode:
+        """The open episode."""
+        assert self._episode is not None
+        return self._episode
+
+    async def prompt(self, problem: "Problem") -> object:
+        """Return the messages that the row alone gives; None if it does not."""
+        return await self._call(LocalEpisode(self._factory, problem, self._rollout).prompt)
+
+    async def preview(self, problem: "Problem") -> object:
+        """Return messages and tools before `setup`; None if they are known after it only."""
+
+        def build() -> object:
+            episode = LocalEpisode(self._factory, problem, self._rollout)
+            if not episode.preview():
+                return None
+            return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
+
+        return await self._call(build)
+
+    async def _call(self, function: Callable[[], object]) -> object:
+        return await call_user_code(
+            function, name="the environment", seconds=self._rollout.environment_timeout
+        )
+
+    async def open(self, problem: "Problem") -> object:
+        """Open the episode; return what the driver must know of it."""
+        self._episode = episode = LocalEpisode(self._factory, problem, self._rollout)
+        await episode.open()
+        return {
+            "name": episode.name,
+            "problem": episode.problem,
+            "players": episode.players,
+            "schemas": episode.toolbox.schemas,
+            "steps": episode.steps,
+            "measures": episode.measures,
+        }
+
+    async def tool(self, name: str, arguments_json: str) -> object:
+        """Call a tool."""
+        result = await self.episode.toolbox.call(name, arguments_json)
+        error = result.error
+        described = error and _with_frames(error, await describe_user_error(error))
+        return {"text": result.text, "outcome": result.outcome, "error": described}
+
+    async def move(self, message: "Message") -> object:
+        """Return the player who moves next, and what this player reads before."""
+        move = await self.episode.move(message)
+        return None if move is None else {"player": move[0], "messages": move[1]}
+
+    async def reward(self, trajectory: "Trajectory") -> object:
+        """Return the fields of the environment's reward."""
+        return asdict(await self.episode.reward(trajectory))
+
+    async def close(self) -> object:
+        """Close the episode; return the errors of what failed."""
+        failures: list[JsonObject] = []
+
+        async def report(reason: str, error: Exception) -> None:
+            failures.append(_error(error))
+
+        if self._episode is not None:
+            await self._episode.close(report)
+        with suppress(TurnwiseError):  # a collector that is slow
+            await call_user_code(spans.flush, name="the collector", seconds=_FLUSH_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return failures
+
+
+def _error(error: Exception) -> JsonObject:
+    """Return an error as JSON, with its cause's traceback."""
+    cause = error.__cause__
+    return {
+        "input": isinstance(error, InputError),
+        "reason": error.reason if isinstance(error, TrajectoryError) else "environment_error",
+        "message": message_of(error, _ERROR_CHARS),
+        "cause": "" if cause is None else _with_frames(cause, describe_error(cause)),
+    }
+
+
+def _with_frames(error: BaseException, described: str) -> str:
+    return ("".join(traceback.format_tb(error.__traceback__)) + described)[-_ERROR_CHARS:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""An episode: one environment from its making to its close, all of it outside the event loop.
+
+    build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
+
+Each call has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A
+failed one is a `TrajectoryError` of the episode's trajectory; a failed `close` is only counted.
+"""
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, cast
+
+from turnwise.config import RolloutConfig
+from turnwise.core.aio import is_cancelled, together
+from turnwise.core.deadlines import StallClock
+from turnwise.core.user_code import call_user_code, describe_user_error
+from turnwise.core.watchdog import waiting
+from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
+from turnwise.rollouts.configured_tools import ToolSource
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    name_of,
+    type_of,
+)
+from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.reading import (
+    finite_number,
+    naming_row,
+    own_method,
+    read_messages,
+    read_move,
+    read_problem,
+    read_reward,
+    read_rewards,
+    read_tools,
+)
+from turnwise.tools import Tool, ToolFunction, Toolset
+from turnwise.tools.tool import is_toolset
+from turnwise.tools.toolbox import Toolbox, make_toolbox
+from turnwise.trajectory import Message, Trajectory
+
+_T = TypeVar("_T")
+
+STALL_KEY = "rollout.stall_timeout"
+"""Key of the deadline of a reward."""
+Report = Callable[[str, Exception], Awaitable[None]]
+"""Receives the reason and the error of a call whose failure does not end the trajectory."""
+
+
+class Episode(ABC):
+    """One environment in use; `playing` opens and closes it.
+
+    The environment lives in threads of this process (`LocalEpisode`), or in a process of its own
+    (`remote_episode.RemoteEpisode`); the tools of `rollout.tools` always live here.
+
+    Args:
+        tools: Sources of the tools of `rollout.tools`.
+    """
+
+    def __init__(
+        self, problem: Problem, rollout: RolloutConfig, tools: Sequence[ToolSource] = ()
+    ) -> None:
+        self.where = problem.id
+        """Name of the row, for messages."""
+        self.name = "the environment"
+        """Name of the environment's class, once it is open."""
+        self.environment: Any = None
+        """The environment as agent loops get it; None until it is open."""
+        self.problem: list[Message] = []
+        """The messages that the model answers."""
+        self.players: dict[str, list[Message]] = {}
+        """Opening messages of each player of a game; the first one's are the problem too."""
+        self.toolbox = make_toolbox([], rollout)
+        """The environment's tools, and those of `rollout.tools`."""
+        self.steps = False
+        """Whether the environment answers turns that call no tool."""
+        self.measures = False
+        """Whether the environment has metrics of its own."""
+        self._row = problem.row
+        self._rollout = rollout
+        self._sources = tools
+        self._tools: list[ToolFunction | Tool] = []
+        self._toolsets: list[Toolset] = []
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Build the environment, set it up, and read its problem and tools.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`, naming the row.
+        """
+
+    @abstractmethod
+    def prompt(self) -> list[Message] | None:
+        """Return the messages that the class knows from the row alone; None if it knows none.
+
+        Call it in a thread.
+
+        Raises:
+            InputError: naming the row, when its `prompt` fails or returns no messages.
+        """
+
+    @abstractmethod
+    def preview(self) -> bool:
+        """Read problem and tools without `setup`, and without opening toolsets; call in a thread.
+
+        Returns:
+            Whether they are known without.
+
+        Raises:
+            InputError: naming the row.
+        """
+
+    @abstractmethod
+    def turn_ended(self, turn: int) -> None:
+        """Set `current_turn`, for the turn's tool calls and `step`."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> list[Message] | None:
+        """Return the environment's answer to a turn of the model; None ends the trajectory.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`.
+        """
+
+    @abstractmethod
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        """Return the player who moves next, and what this player reads before; None ends the game.
+
+        Args:
+            message: What a player said; its `name` is the player.
+
+        Raises:
+            TrajectoryError: `environment_error` or `environment_timeout`.
+        """
+
+    @abstractmethod
+    async def done(self) -> bool:
+        """Return whether the environment has ended the trajectory."""
+
+    @abstractmethod
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's reward of a finished trajectory, with plain numbers.
+
+        Raises:
+            TrajectoryError: `reward_error`.
+        """
+
+    @abstractmethod
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the environment's metrics of a finished trajectory.
+
+        Raises:
+            TrajectoryError: `environment_error`, also for a value that is no finite number.
+        """
+
+    @abstractmethod
+    async def close(self, report: Report) -> None:
+        """Close the environment and its toolsets together; failures are only reported."""
+
+    def release(self) -> None:
+        """Let others have what the environment shares: its whole group has been rewarded."""
+        if isinstance(self.environment, Environment):
+            self.environment._group_ended()
+
+    def _offer(
+        self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
+    ) -> None:
+        """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
+        self._tools, self._toolsets = [*tools], [*toolsets]
+        for source in self._sources:
+            if is_toolset(tool := source()):
+                self._toolsets.append(tool)
+            else:
+                self._tools.append(cast(ToolFunction | Tool, tool))
+        if not self._toolsets:
+            self.toolbox = self._make_toolbox(self._tools)
+
+    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
+        return make_toolbox(tools, self._rollout)
+
+    async def _open_toolsets(self) -> None:
+        if not self._toolsets:
+            return
+        opened = await together(
+            self._call(f"{type(toolset).__name__}.open", toolset.open) for toolset in self._toolsets
+        )
+        tools = [*self._tools, *(tool for some in opened for tool in some)]
+        self.toolbox = await self._read("the environment", lambda: self._make_toolbox(tools))
+
+    async def _close_each(self, closes: Sequence[Callable[[], object]], report: Report) -> None:
+        async def one(close: Callable[[], object]) -> None:
+            try:
+                await self._call("close", close)
+            except TrajectoryError as error:
+                await report("close_error", error)
+
+        await asyncio.gather(*map(one, [*closes, *(toolset.close for toolset in self._toolsets)]))
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return await call_user_code(
+                function,
+                *arguments,
+                name=f"{what} of {self.where}",
+                seconds=self._rollout.environment_timeout,
+                key="rollout.environment_timeout",
+            )
+        except TrajectoryError:
+            raise
+        except DeadlineError as error:
+            raise TrajectoryError("environment_timeout", str(error)) from None
+        except TurnwiseError as error:
+            raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
+        except Exception as error:
+            described = await describe_user_error(error)
+            raise self._failed(f"{what} failed: {described}") from error
+
+    async def _read(self, what: str, read: Callable[[], _T]) -> _T:
+        """Read what the environment gave, which may run its code; an error names the row."""
+
+        def named() -> _T:
+            with naming_row(self.where, self._row):
+                return read()
+
+        value: _T = await self._call(what, named)
+        return value
+
+    def _failed(self, message: str) -> TrajectoryError:
+        return TrajectoryError("environment_error", f"{self.where}: {message}")
+
+
+class LocalEpisode(Episode):
+    """An episode whose environment runs in threads of this process."""
+
+    def __init__(
+        self,
+        factory: EnvironmentType,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
+    ) -> None:
+        super().__init__(problem, rollout, tools)
+        self._factory = factory
+        self._closes: Callable[..., object] | None = None
+
+    async def open(self) -> None:
+        await self._read("the environment", self._begin)
+        if not self.problem:  # its `setup` is async
+            await self._read("the environment", self._learn)
+        await self._open_toolsets()
+
+    def prompt(self) -> list[Message] | None:
+        if (prompt := own_method(type_of(self._factory), "prompt")) is None:
+            return None
+        with naming_row(self.where, self._row):
+            reply = prompt(self._row)
+            what = f"{name_of(self._factory)}.prompt"
+            return None if reply is None else read_messages(reply, what)
+
+    def preview(self) -> bool:
+        with naming_row(self.where, self._row):
+            self.environment = self._factory(self._row)
+            if own_method(self.environment, "setup") is not None:
+                return False
+            self._learn()
+        return not self._toolsets
+
+    def _begin(self) -> Awaitable[object] | None:
+        """Build and read the environment; an async `setup` is returned, to be awaited before."""
+        self.environment = self._factory(self._row)
+        self._find_methods()
+        setup = own_method(self.environment, "setup")
+        opening = None if setup is None else setup()
+        if inspect.isawaitable(opening):
+            return opening
+        self._learn()
+        return None
+
+    def _learn(self) -> None:
+        self._find_methods()  # `setup` may have set them
+        self.problem, self.players = read_problem(self.environment)
+        self._offer(*read_tools(self.environment))
+
+    def _find_methods(self) -> None:
+        """Find the environment's own methods; looking one up may be user code."""
+        self.name = type(self.environment).__name__
+        self.steps = own_method(self.environment, "step") is not None
+        self.measures = own_method(self.environment, "metrics") is not None
+        self._closes = own_method(self.environment, "close")
+
+    def turn_ended(self, turn: int) -> None:
+        if isinstance(self.environment, Environment):
+            self.environment.current_turn = turn
+
+    async def step(self, message: Message) -> list[Message] | None:
+        if not self.steps:
+            return None
+        reply = await self._call("step", self.environment.step, message)
+        if reply is None or isinstance(reply, str):
+            return None if reply is None else [{"role": "user", "content": reply}]
+        return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        move = await self._call("step", self.environment.step, message) if self.steps else None
+        if move is None:
+            return None
+        return await self._read("step", lambda: read_move(move, self.players, f"{self.name}.step"))
+
+    async def done(self) -> bool:
+        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
+        if isinstance(known, bool):
+            return known
+        read = lambda: bool(getattr(self.environment, "done", False))  # noqa: E731
+        return bool(await self._call("done", read))
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        seconds = self._rollout.stall_timeout
+        try:
+            value = await call_user_code(
+                lambda: self.environment.reward(trajectory),
+                name="the environment's reward",
+                seconds=seconds,
+                key=STALL_KEY,
+            )
+        except TrajectoryError:
+            raise
+        except Exception as error:
+            described = await describe_user_error(error)
+            message = f"the environment gave no reward: {described}"
+            raise TrajectoryError("reward_error", message) from error
+        return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        if not self.measures:
+            return {}
+        values = await self._call("metrics", self.environment.metrics, trajectory)
+        numbers: dict[str, float] = await self._call("metrics", self._numbers, values)
+        return numbers
+
+    def _numbers(self, values: object) -> dict[str, float]:
+        if not isinstance(values, Mapping):
+            raise self._failed(f"{self.name}.metrics must return a dictionary, not {values!r:.80}")
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if (number := finite_number(value)) is None:
+                raise self._failed(f"{self.name}.metrics: {name} must be a finite number")
+            numbers[str(name)] = number
+        return numbers
+
+    async def close(self, report: Report) -> None:
+        await self._close_each([] if self._closes is None else [self._closes], report)
+
+
+async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
+    """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
+
+    Converting a type other than Python's numbers may run user code.
+
+    Args:
+        seconds: `rollout.stall_timeout`.
+
+    Raises:
+        TrajectoryError: `reward_error`.
+    """
+    if type(value) in (bool, int, float):
+        return Rewards(read_reward(value, who))
+    try:
+        rewards: Rewards = await call_user_code(
+            read_rewards, value, who, turns, name=f"{who}'s reward", seconds=seconds, key=STALL_KEY
+        )
+    except DeadlineError as error:
+        raise TrajectoryError("reward_error", str(error)) from None
+    return rewards
+
+
+@asynccontextmanager
+async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
+    """Open an episode for the length of an `async with` block; it is always closed.
+
+    Args:
+        clock: The trajectory's clock, held while the environment opens and closes.
+        report: Receives a failed `close`.
+
+    Raises:
+        TrajectoryError: as `Episode.open` does.
+    """
+    try:
+        with waiting(episode.where, "environment"), clock.held():
+            await episode.open()
+        yield episode
+    finally:
+        with clock.held():
+            await _uncancelled(asyncio.ensure_future(episode.close(report)))
+
+
+async def _uncancelled(task: "asyncio.Future[None]") -> None:
+    """Wait for a task that this one's cancellation must not end."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled and is_cancelled():
+        raise asyncio.CancelledError
+    task.result()

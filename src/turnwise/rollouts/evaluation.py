@@ -1,0 +1,266 @@
+"""Results of an evaluation: accuracy, pass@k and mean@k.
+
+A trajectory is correct if its reward is at least `eval.success_reward`, up to rounding; dropped
+ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an answer that counts
+as correct; `reward_mean` does not depend on it.
+"""
+
+import logging
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import Protocol
+
+from turnwise.config import Config
+from turnwise.core.aio import for_each
+from turnwise.errors import InputError
+from turnwise.rollouts.group import TOO_LONG, Group, Outcomes, is_right
+from turnwise.rollouts.problems import Problem, read_problem
+from turnwise.rollouts.producer import RunGroup
+from turnwise.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 2
+"""Trajectories of the groups in flight, in multiples of `rollout.concurrency`."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
+
+    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1.
+
+    Args:
+        n: Number of attempts.
+        c: Number of correct ones among them.
+        k: From 1 to n.
+    """
+    assert 0 <= c <= n
+    assert 1 <= k <= n
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def mean_at_k(right: Sequence[bool], k: int) -> float:
+    """Return the share of the first `k` attempts that are correct."""
+    assert 1 <= k <= len(right)
+    return sum(right[:k]) / k
+
+
+class Scores:
+    """Means over groups of `n` attempts each, which are added one by one."""
+
+    def __init__(self, n: int, success_reward: float) -> None:
+        self._n, self._success_reward = n, success_reward
+        self._groups = self._right = self._finished = 0
+        self._reward = 0.0
+        self._at_k = {name: 0.0 for k in _powers_of_two(n) for name in (f"pass@{k}", f"mean@{k}")}
+
+    def add(self, group: Group) -> None:
+        """Add a group."""
+        right = _right(group, self._n, self._success_reward)
+        self._groups += 1
+        self._right += sum(right)
+        self._finished += len(group.trajectories)
+        self._reward += sum(trajectory.reward or 0.0 for trajectory in group.trajectories)
+        for k in _powers_of_two(self._n):
+            self._at_k[f"pass@{k}"] += pass_at_k(self._n, sum(right), k)
+            self._at_k[f"mean@{k}"] += mean_at_k(right, k)
+
+    def summary(self) -> dict[str, float]:
+        """Return the means over at least one group.
+
+        Returns:
+            `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if all
+            were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself.
+        """
+        return {
+            "accuracy": self._right / (self._n * self._groups),
+            "reward_mean": self._reward / max(1, self._finished),
+            **{name: value / self._groups for name, value in self._at_k.items()},
+        }
+
+
+def _right(group: Group, n: int, success_reward: float) -> list[bool]:
+    """Return whether each attempt, by its index in the group, is correct."""
+    right = [False] * n
+    for trajectory in group.trajectories:
+        right[trajectory.sample_index] = is_right(trajectory.reward or 0.0, success_reward)
+    return right
+
+
+def _powers_of_two(n: int) -> list[int]:
+    return [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """The results of the model on held-out problems."""
+
+    trajectories: Sequence[Trajectory]
+    """The finished trajectories, in the problems' order; read from their file, if they have one,
+    when they are asked for."""
+    finished: int
+    """Number of finished trajectories."""
+    dropped: Counter[str]
+    """Number of dropped trajectories, by reason."""
+    sampled_tokens: int
+    """Number of tokens sampled in the finished ones."""
+    seconds: float
+    """Duration in seconds."""
+    summary: dict[str, float]
+    """Results as `Scores.summary` returns them."""
+    env: dict[str, float] = field(default_factory=dict)
+    """Mean of each number that the environments' `metrics` return, over the finished trajectories
+    that return it."""
+    environments: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same of each environment by name, in a run with several; otherwise empty."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of trajectories with a reward of at least `eval.success_reward`; dropped ones
+        count as wrong."""
+        return self.summary["accuracy"]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second."""
+        return self.sampled_tokens / self.seconds
+
+
+class Kept(Protocol):
+    """The finished groups, somewhere."""
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """Their trajectories, in the problems' order."""
+        ...
+
+    async def keep(self, place: int, group: Group) -> None:
+        """Keep the group of the problem with this index."""
+        ...
+
+
+class KeptInMemory:
+    """Finished groups in memory."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """Their trajectories, in the problems' order."""
+        return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
+
+    async def keep(self, place: int, group: Group) -> None:
+        """Keep the group of the problem with this index."""
+        self._groups[place] = group
+
+
+async def run_groups(
+    run_group: RunGroup,
+    problems: Sequence[Problem],
+    tag: str,
+    keep: Callable[[int, Group], Awaitable[None]] | None = None,
+    on_group: Callable[[Group], None] = lambda _: None,
+    *,
+    at_once: int = 64,
+    row_seconds: float = 120.0,
+) -> Outcomes:
+    """Run the groups of all problems, some at a time; each row is read when its turn comes.
+
+    Args:
+        keep: Called with each group that was run, and its problem's index.
+        on_group: Called with each group, also one that was not run.
+        at_once: Number of groups in flight, as `groups_at_once` returns it.
+        row_seconds: Deadline for reading a row.
+
+    Returns:
+        Counts of the groups that were run; the number of others, whose prompt is too long, is
+        logged.
+
+    Raises:
+        InputError: when none was run, or a row cannot be used; the other groups are cancelled.
+    """
+    outcomes, left_out = Outcomes(), list[str]()
+
+    async def one(place: int) -> None:
+        problem = await read_problem(problems, place, row_seconds)
+        group = await run_group(problem, tag)
+        if group.left_out:
+            left_out.append(group.causes[TOO_LONG])
+        else:
+            outcomes.add(group)
+            if keep is not None:
+                await keep(place, group)
+        on_group(group)
+
+    await for_each(range(len(problems)), one, min(at_once, len(problems)))
+    if left_out:
+        number = f"{len(left_out)} of {len(problems)} rows"
+        if len(left_out) == len(problems):
+            raise InputError(f"{number} have too long a prompt, and none is left: {left_out[0]}")
+        logger.warning("%s have too long a prompt and are left out: %s", number, left_out[0])
+    return outcomes
+
+
+def groups_at_once(config: Config, n: int) -> int:
+    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight.
+
+    Some more wait, so that no slot is free while a row is read or a group is written.
+    """
+    return max(2, math.ceil(_AHEAD * config.rollout.concurrency / n))
+
+
+async def evaluate(
+    run_group: RunGroup,
+    problems: Sequence[Problem],
+    config: Config,
+    tag: str = "eval",
+    on_group: Callable[[Group], None] = lambda _: None,
+    kept: Kept | None = None,
+) -> Evaluation:
+    """Evaluate the model on problems.
+
+    Args:
+        run_group: Runs a group with `eval.sampling`.
+        on_group: Called with each group, also one that was not run.
+        kept: Keeps the finished groups; None keeps them in memory.
+
+    Raises:
+        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+    """
+    n, kept = config.eval.sampling.n, kept or KeptInMemory()
+    scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
+    of_each = defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward))
+    measured = defaultdict[str, list[float]](list)
+
+    async def keep(place: int, group: Group) -> None:
+        nonlocal tokens
+        scores.add(group)
+        if group.environment:
+            of_each[group.environment].add(group)
+        tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                measured[name].append(value)
+        await kept.keep(place, group)
+
+    at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
+    outcomes = await run_groups(
+        run_group, problems, tag, keep, on_group, at_once=at_once, row_seconds=row_seconds
+    )
+    seconds = time.perf_counter() - started
+    dropped = outcomes.check(config.rollout.max_failed_fraction, "evaluation")
+    return Evaluation(
+        kept.trajectories,
+        outcomes.finished,
+        dropped,
+        tokens,
+        seconds,
+        scores.summary(),
+        {name: sum(values) / len(values) for name, values in sorted(measured.items())},
+        {name: of_each[name].summary() for name in sorted(of_each)},
+    )

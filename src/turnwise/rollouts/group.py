@@ -1,0 +1,183 @@
+"""A group: the trajectories of one problem, and reasons of failures."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import isclose
+from typing import TYPE_CHECKING
+
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import TurnTimes
+from turnwise.errors import StepError
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.config import SamplingConfig
+    from turnwise.engine.protocol import Generator
+    from turnwise.rollouts.episode import Episode
+    from turnwise.rollouts.problems import Problem
+
+TOO_LONG = "prompt_too_long"
+"""Reason of a trajectory, and of a group, whose prompt is too long."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The finished trajectories of one problem, and counts of those that failed, by reason.
+
+    Example:
+        group = await runner.run_group(engine, problem, config.sampling, tag="demo")
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        print(rewards, dict(group.dropped), group.causes)
+    """
+
+    problem_id: str
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """The finished trajectories."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of trajectories whose last attempt failed, by reason."""
+    retried: Counter[str] = field(default_factory=Counter)
+    """Number of failed attempts that were retried, by reason."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """Number of tokens sampled in all failed attempts, by reason."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """Message of the first failure for each reason in `dropped` or `retried`."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by phase, summed over the trajectories: generate, tools, reward, agent."""
+    elapsed: float = 0.0
+    """Seconds from the group's start to its end, including the wait for a free slot."""
+    calls: dict[int, list[TurnTimes]] = field(default_factory=dict)
+    """Times of the turns of each trajectory, by its `sample_index`."""
+    prompt: str | None = None
+    """Text of a prompt that was given as token ids, otherwise None."""
+    appended: list[tuple[str, str]] = field(default_factory=list)
+    """Names of files in the run folder, and texts for their ends, on the way to the driver."""
+    environment: str = ""
+    """Name of the environment in `environments`; "" if the run has one environment."""
+
+    @classmethod
+    def of(cls, problem: "Problem") -> "Group":
+        """Return an empty group of a problem."""
+        return cls(problem.id, environment=problem.environment)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the group was not run, because its prompt is too long."""
+        return TOO_LONG in self.causes
+
+    def leave_out(self, reason: str) -> None:
+        """Mark the group as not run."""
+        self.causes[TOO_LONG] = reason
+
+    def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
+        """Take out finished trajectories, and count them as failed."""
+        if trajectories:
+            self.dropped[reason] += len(trajectories)
+            self.dropped_tokens[reason] += sum(t.sampled_tokens for t in trajectories)
+            self.causes.setdefault(reason, cause)
+            gone = {id(trajectory) for trajectory in trajectories}
+            self.trajectories = [t for t in self.trajectories if id(t) not in gone]
+
+    def to_dict(self) -> JsonObject:
+        """Return all fields as plain values, for checkpoints."""
+        tree = {item.name: getattr(self, item.name) for item in fields(self)}
+        return tree | {
+            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
+            "seconds": dict(self.seconds),
+        }
+
+    @classmethod
+    def from_dict(cls, tree: JsonObject) -> "Group":
+        """Build a group from the values that `to_dict` returned."""
+        group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
+        group.prompt = tree.get("prompt")
+        group.environment = tree.get("environment", "")
+        group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
+        for name in ("dropped", "retried", "dropped_tokens"):
+            setattr(group, name, Counter(tree[name]))
+        group.seconds.update(tree["seconds"])
+        for index, calls in tree.get("calls", {}).items():
+            group.calls[int(index)] = [TurnTimes(*call) for call in calls]
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """A group in progress: its problem, its engine and sampling parameters, and its counts."""
+
+    engine: "Generator"
+    problem: "Problem"
+    sampling: "SamplingConfig"
+    name: str
+    """Unique name of the group; the names and seeds of its requests begin with it."""
+    group: Group
+    episodes: "dict[int, Episode]" = field(default_factory=dict)
+    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
+
+    @classmethod
+    def begin(
+        cls, engine: "Generator", problem: "Problem", sampling: "SamplingConfig", tag: str
+    ) -> "GroupRun":
+        """Begin an empty group; `tag` makes its name unique."""
+        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group.of(problem))
+
+
+def is_right(reward: float, success_reward: float) -> bool:
+    """Return whether a reward is one of a correct trajectory (`eval.success_reward`), up to
+    rounding.
+    """
+    return reward >= success_reward or isclose(reward, success_reward)
+
+
+def turn_times(groups: Sequence[Group]) -> list[list[TurnTimes]]:
+    """Return the times of the turns of each finished trajectory, in the groups' order."""
+    return [g.calls.get(t.sample_index, []) for g in groups for t in g.trajectories]
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """The number of finished trajectories of many groups, and of dropped ones by reason."""
+
+    finished: int = 0
+    """Number of finished trajectories."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of dropped trajectories by reason."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """Message of the last group with each reason."""
+
+    def add(self, group: Group) -> None:
+        """Count a group."""
+        self.finished += len(group.trajectories)
+        self.dropped.update(group.dropped)
+        self.causes.update(group.causes)
+
+    def check(self, max_failed_fraction: float, who: str) -> Counter[str]:
+        """Return the number of dropped trajectories by reason, as `check_failures` does.
+
+        Raises:
+            StepError: when they are too many.
+        """
+        dropped, causes = self.dropped, self.causes
+        total = dropped.total() + self.finished
+        if dropped.total() > max_failed_fraction * total:
+            reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
+            raise StepError(f"{who}: {dropped.total()} of {total} trajectories failed ({reasons})")
+        return dropped
+
+
+def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
+    """Count the dropped trajectories by reason.
+
+    Args:
+        who: Beginning of the error's message: rollouts, an evaluation, a module's name.
+
+    Raises:
+        StepError: when more than `max_failed_fraction` of all trajectories were dropped.
+
+    Example:
+        dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
+    """
+    outcomes = Outcomes()
+    for group in groups:
+        outcomes.add(group)
+    return outcomes.check(max_failed_fraction, who)

@@ -1,0 +1,125 @@
+"""The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
+
+An agent is a function `package.module:name(base_url, problem)`, async or not; or a command, an HTTP
+endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the
+trajectory's turns. The URL contains a secret random name, so an agent cannot reach another's
+trajectory.
+"""
+
+import copy
+import re
+
+from turnwise.chat.session import Session
+from turnwise.config import RolloutConfig
+from turnwise.core.sources import WORKER
+from turnwise.core.spans import trace_headers
+from turnwise.core.user_code import call_user_code
+from turnwise.core.watchdog import waiting
+from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.agents import (
+    AgentWorker,
+    apply_report,
+    clean_environment,
+    is_endpoint,
+    run_command,
+    run_endpoint,
+)
+from turnwise.rollouts.environment import Environment, load_object
+from turnwise.rollouts.problems import Row
+
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+
+
+class HttpAgentLoop:
+    """Passes the URL of a session to an agent, and waits until it is done."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, AgentWorker] = {}
+        """Workers by their commands."""
+
+    async def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers.values():
+            await worker.close()
+        self._workers.clear()
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run the agent of one trajectory; its requests become the turns.
+
+        Raises:
+            TrajectoryError: `agent_error`, when the agent fails; `agent_silent`, when nothing was
+                sampled; `agent_unreachable`, `agent_crashed` and `agent_reply`, as endpoints and
+                workers raise them.
+        """
+        server, rollout = context.server, context.rollout
+        if rollout.agent is None:
+            raise InputError(
+                "rollout.loop agent needs rollout.agent: package.module:function, a command, "
+                "worker: COMMAND, or the URL of an endpoint"
+            )
+        if server is None:
+            raise InputError("rollout.loop agent needs the OpenAI server, which is not running")
+        session = server.sessions.open_private(
+            context.trajectory,
+            sampling=context.sampling,
+            group=context.route.group if context.route is not None else "",
+            agent_rewards=rollout.agent_rewards,
+            max_turns=rollout.max_turns,
+            calls=context.calls,
+        )
+        session.clock = context.clock
+        try:
+            with context.timed("agent"), waiting(context.request_id, "agent"):
+                base_url, model = server.session_url(session.id), server.model_name
+                await self._run_agent(rollout.agent, context, session, base_url, model)
+        except (DeadlineError, InputError):
+            raise
+        except Exception:
+            if not session.refused_turns:
+                raise
+            # It may fail where it gets no more turns: the trajectory ends with those that it has.
+        finally:
+            server.sessions.close(session.id)
+        session.finish()
+        if session.all_lost_turns:
+            context.trajectory.events["lost_turn"] += session.all_lost_turns
+        if not context.trajectory.turns:
+            raise TrajectoryError(
+                "agent_silent", f"the agent of {context.request_id} sampled nothing"
+            )
+
+    async def _run_agent(
+        self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
+    ) -> None:
+        row, name, rollout = context.row, context.request_id, context.rollout
+        more = rollout.agent_env
+        trace = trace_headers()
+        if agent.startswith(WORKER):
+            command = agent.removeprefix(WORKER).strip()
+            if command not in self._workers:
+                self._workers[command] = AgentWorker(command, more)
+            worker = self._workers[command]
+            task = {"task": row, "base_url": base_url, "model": model, "name": name}
+            report = await worker.run(task | ({"trace": trace} if trace else {}))
+            apply_report(report, session, worker.name)
+        elif is_endpoint(agent):
+            report = await run_endpoint(
+                agent, {"row": row, "base_url": base_url, "model": model, "id": name}
+            )
+            apply_report(report, session, f"the agent {agent}")
+        elif _FUNCTION.fullmatch(agent):
+            await _call_function(agent, base_url, row, rollout)
+        else:
+            variables = {header.upper(): value for header, value in trace.items()}
+            variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
+            await run_command(agent, clean_environment(more, **variables), row, context.clock)
+
+
+async def _call_function(agent: str, base_url: str, row: Row, rollout: RolloutConfig) -> None:
+    def call() -> object:
+        # A copy: the environment computes the reward from the original row.
+        return load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row))
+
+    seconds, key = rollout.trajectory_timeout, "rollout.trajectory_timeout"
+    await call_user_code(call, name=f"the agent {agent}", seconds=seconds, key=key)

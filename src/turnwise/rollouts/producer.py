@@ -1,0 +1,302 @@
+"""The producer: keeps as many groups in flight as can still be trained.
+
+With k = max_staleness, a group that begins when the trainer has finished t steps must be trained
+in step t + 1 + k at the latest. So at most (t + 1 + k) * prompts_per_step groups have begun, not
+counting discarded ones, plus a few spare ones with `rollout.oversample`; none begins for steps
+after the last. With k = 0 a step's groups begin when the previous step is finished, which is
+synchronous training.
+
+Every group that begins is returned once: in a step's batch, or among its `discarded` with the
+reason. Of the groups that are ready, a step takes those that began first, so a slow group does not
+delay others.
+
+With `data.curriculum`, the stream of problems learns the outcomes of groups when their batch is
+taken, in the order in which they began: what begins next does not depend on which ended first.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from turnwise.config import Config
+from turnwise.core.aio import is_cancelled, task_group
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import StepError
+from turnwise.rollouts.curriculum import Pool
+from turnwise.rollouts.group import TOO_LONG, Group, check_failures, is_right
+from turnwise.rollouts.mixture import Stream
+from turnwise.rollouts.problems import Problem
+
+_MAX_ROUNDS = 10
+"""Number of discarded groups, in multiples of a step's groups, after which a step fails."""
+
+RunGroup = Callable[[Problem, str], Awaitable[Group]]
+"""Makes the group of a problem, under a unique tag."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The groups of one training step.
+
+    Example:
+        batch = await producer.next_batch()
+        print(len(batch.groups), batch.discarded_by_reason)
+    """
+
+    groups: list[Group]
+    discarded: list[tuple[str, Group]] = field(default_factory=list)
+    """Groups that are not trained on, each with its reason: no_signal, failed, oversampled,
+    prompt_too_long."""
+    seconds: float = 0.0
+    """Seconds from the first group's start, or from the previous batch, to the last group's end."""
+    pools: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number of problems in each pool of the curriculum, by environment; empty without one."""
+
+    @property
+    def discarded_by_reason(self) -> dict[str, int]:
+        """Number of discarded groups by reason."""
+        return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
+
+
+@dataclass(slots=True)
+class _Started:
+    problem: Problem
+    task: "asyncio.Task[None]"
+
+
+@dataclass(slots=True)
+class _Ready:
+    number: int
+    problem: Problem
+    group: Group
+    began: float
+    ended: float
+
+
+class GroupProducer:
+    """Begins groups and returns them in batches of a step; see the module's docstring.
+
+    Args:
+        run_group: Makes the group of a problem under a unique tag.
+        stream: Source of the problems.
+        has_signal: Returns whether a group can train anything; only called if
+            `algorithm.dynamic_sampling` or `data.curriculum` is set.
+        on_group: Called after each group that is ready.
+
+    Example:
+        producer = GroupProducer(config, run_group, stream, has_signal)
+        running = asyncio.create_task(producer.run())
+        for step in range(1, config.training.steps + 1):
+            batch = await producer.next_batch()
+            train(batch.groups)
+            await producer.advance(step)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_group: RunGroup,
+        stream: Stream,
+        has_signal: Callable[[Group], Awaitable[bool]],
+        on_group: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._per_step = config.rollout.prompts_per_step
+        self._spare = math.ceil(config.rollout.oversample * self._per_step)
+        self._ahead = config.training.max_staleness
+        self._row_seconds = config.rollout.environment_timeout
+        self._run_group = run_group
+        self._stream = stream
+        self._has_signal = has_signal
+        self._on_group = on_group
+        self._trained = 0
+        self._number = 0
+        self._counted = 0
+        """Number of groups begun, not counting discarded ones."""
+        self._resumed: list[Problem] = []
+        """Problems that a resumed run begins first, because their groups were in flight."""
+        self._started: dict[int, _Started] = {}
+        self._ready: dict[int, _Ready] = {}
+        self._discarded: list[tuple[str, Group]] = []
+        self._outcomes: dict[int, tuple[str, Pool]] = {}
+        """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
+        self._changed = asyncio.Condition()
+        self._last_batch = 0.0
+
+    async def run(self) -> None:
+        """Keep groups in flight until cancelled.
+
+        Raises:
+            Exception: the first error that `run_group` raised.
+        """
+        async with task_group() as tasks:
+            while True:
+                async with self._changed:
+                    while self._counted >= self._bound:
+                        await self._changed.wait()
+                resumed = self._resumed[:1]
+                problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
+                del self._resumed[:1]
+                self._begin(tasks, problem)
+
+    @property
+    def _bound(self) -> int:
+        steps = min(self._trained + 1 + self._ahead, self._config.training.steps)
+        return steps * self._per_step + self._spare
+
+    def _begin(self, tasks: asyncio.TaskGroup, problem: Problem) -> None:
+        number = self._number
+        self._number += 1
+        self._counted += 1
+        began = time.perf_counter()
+        task = tasks.create_task(self._one(number, problem, began))
+        self._started[number] = _Started(problem, task)
+
+    async def _one(self, number: int, problem: Problem, began: float) -> None:
+        try:
+            group = await self._run_group(problem, f"group{number}")
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            # Something inside was cancelled, which a task group would treat as success.
+            group = Group.of(problem)
+            group.causes["cancelled"] = "something in it was cancelled"
+            group.dropped["cancelled"] = self._config.sampling.n
+        reason, outcome = ("", None) if group.left_out else await self._judge(group)
+        async with self._changed:
+            del self._started[number]
+            if outcome is not None:
+                self._outcomes[number] = problem.id, outcome
+            if group.left_out:
+                self._counted -= 1
+                self._discarded.append((TOO_LONG, group))
+                self._stream.leave_out(problem, group.causes[TOO_LONG])
+            elif reason:
+                self._discard(reason, group)
+            else:
+                now = time.perf_counter()
+                self._ready[number] = _Ready(number, problem, group, began, now)
+                self._on_group()
+            self._changed.notify_all()
+
+    async def _judge(self, group: Group) -> tuple[str, Pool | None]:
+        """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
+        if len(group.trajectories) < min(2, self._config.sampling.n):
+            return "failed", None
+        dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
+        if not (dynamic or curriculum):
+            return "", None
+        signal = await self._has_signal(group)
+        outcome: Pool = "mixed"
+        if not signal:
+            lowest = min(trajectory.reward or 0.0 for trajectory in group.trajectories)
+            right = is_right(lowest, self._config.eval.success_reward)
+            outcome = "mastered" if right else "hopeless"
+        reason = "no_signal" if dynamic and not signal else ""
+        return reason, outcome if curriculum else None
+
+    def _discard(self, reason: str, group: Group) -> None:
+        self._counted -= 1
+        self._discarded.append((reason, group))
+        groups = [group for _, group in self._discarded if not group.left_out]
+        if len(groups) >= self._per_step:
+            ready = [ready.group for ready in self._ready.values()]
+            check_failures([*groups, *ready], self._config.rollout.max_failed_fraction, "rollouts")
+        if len(groups) >= _MAX_ROUNDS * self._per_step:
+            counts = Counter(reason for reason, group in self._discarded if not group.left_out)
+            reasons = ", ".join(f"{n} {reason}" for reason, n in counts.items())
+            raise StepError(
+                f"{len(groups)} groups in a row could not be trained on ({reasons}): the problems "
+                "are all too easy or too hard for this model (algorithm.dynamic_sampling=false "
+                "trains on them all the same)"
+            )
+
+    async def next_batch(self) -> Batch:
+        """Wait for a step's groups and return them."""
+        async with self._changed:
+            while len(self._ready) < self._per_step:
+                await self._changed.wait()
+            taken = [self._ready.pop(number) for number in sorted(self._ready)[: self._per_step]]
+            began = max(min(ready.began for ready in taken), self._last_batch)
+            self._last_batch = time.perf_counter()
+            ended = max(ready.ended for ready in taken)
+            if self._ahead == 0:
+                self._end_spare()
+            self._teach()
+            batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
+            batch.pools = self._stream.pools()
+            self._discarded = []
+            return batch
+
+    def _teach(self) -> None:
+        """Report the outcomes of the groups that are taken or discarded, in their order."""
+        for number in sorted(self._outcomes.keys() - self._ready.keys()):
+            self._stream.learn(*self._outcomes.pop(number))
+
+    def _end_spare(self) -> None:
+        """Discard the spare groups of a synchronous step: the next step must not train on them."""
+        for started in self._started.values():
+            started.task.cancel()
+            self._discarded.append(("oversampled", Group.of(started.problem)))
+        self._discarded += [("oversampled", ready.group) for ready in self._ready.values()]
+        self._counted -= len(self._started) + len(self._ready)
+        for number in self._ready:  # which of them ended in time is chance
+            self._outcomes.pop(number, None)
+        self._started.clear()
+        self._ready.clear()
+
+    async def advance(self, step: int) -> None:
+        """Allow more groups to begin: the trainer finished a step and is sending its weights."""
+        async with self._changed:
+            self._trained = step
+            self._changed.notify_all()
+
+    @property
+    def in_flight(self) -> int:
+        """The number of groups in flight; may be read from any thread."""
+        return len(self._started)
+
+    def waiting_for(self) -> list[str]:
+        """Return the ids of the problems in flight, the oldest first."""
+        return [started.problem.id for started in self._started.values()]
+
+    def state(self) -> JsonObject:
+        """Return plain values for `restore`; groups in flight are kept as problems to begin."""
+        return {
+            "stream": self._stream.state(),
+            "number": self._number,
+            "under_way": [*self.waiting_for(), *(problem.id for problem in self._resumed)],
+            "ready": [_to_dict(ready) for _, ready in sorted(self._ready.items())],
+            "outcomes": [[number, *known] for number, known in sorted(self._outcomes.items())],
+        }
+
+    def restore(self, state: JsonObject, trained: int) -> None:
+        """Continue from `state` after step `trained`.
+
+        Raises:
+            InputError: when a problem of the state is no longer in the data.
+        """
+        self._stream.restore(state["stream"])
+        self._number = state["number"]
+        self._trained = trained
+        named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
+        problems = {name: self._stream.find(name) for name in named}
+        self._resumed = [problems[name] for name in state["under_way"]]
+        now = time.perf_counter()
+        for entry in state["ready"]:
+            group = Group.from_dict(entry["group"])
+            number = entry["number"]
+            self._ready[number] = _Ready(number, problems[entry["problem"]], group, now, now)
+        self._outcomes = {number: (name, pool) for number, name, pool in state.get("outcomes", ())}
+        self._counted = trained * self._per_step + len(self._ready)
+
+
+def _to_dict(ready: _Ready) -> JsonObject:
+    return {
+        "number": ready.number,
+        "problem": ready.problem.id,
+        "group": ready.group.to_dict(),
+    }

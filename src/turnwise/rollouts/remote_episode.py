@@ -1,0 +1,444 @@
+"""Episodes in processes of their own (`rollout.environment_process`): the driver's side.
+
+A crash of the environment's process, or a call that nothing can interrupt, fails one trajectory;
+whatever the environment leaves behind ends with its process group. The other side is
+`environment_host`; what it sends is read as `environment_answers` says.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+from pydantic import TypeAdapter
+
+from turnwise.config import RolloutConfig
+from turnwise.core import fork_client
+from turnwise.core.aio import run_in_thread
+from turnwise.core.child import Requests, lacks_resources
+from turnwise.core.deadlines import deadline
+from turnwise.core.fork_server import ForkServer
+from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
+from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
+from turnwise.rollouts import environment_answers as answers
+from turnwise.rollouts.configured_tools import ToolSource
+from turnwise.rollouts.environment import EnvironmentType, Rewards, name_of
+from turnwise.rollouts.episode import Episode, Report
+from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.reading import naming_row, read_rewards
+from turnwise.tools import Tool, ToolFunction
+from turnwise.tools.toolbox import Toolbox, ToolResult
+from turnwise.trajectory import Message, Trajectory
+
+_T = TypeVar("_T")
+
+GRACE_SECONDS = 10.0
+"""Time beyond a call's own deadline, which its process keeps, until the process is killed."""
+_ENDING_SECONDS = 5.0
+"""Time for a process whose connection is closed to end."""
+_OPENING_CALLS = 4
+"""Maximum number of calls, each with the deadline, that open an episode."""
+_CUT_CHARS = 100
+"""Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
+
+
+class EnvironmentProcesses:
+    """Starts a process for each episode, all forked from one that has imported the environment.
+
+    Args:
+        factory: Environment class or function; importable, or defined in the main program.
+    """
+
+    def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
+        self._rollout = rollout
+        try:
+            self._pickled = cloudpickle.dumps((factory, rollout))
+        except Exception as error:
+            raise InputError(
+                f"the environment {name_of(factory)} cannot be sent to another process "
+                f"(rollout.environment_process): {describe_error(error)}"
+            ) from error
+        self._server: ForkServer | None = None
+        self._folder: TemporaryDirectory[str] | None = None
+        self._starting = threading.Lock()
+
+    def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
+        """Ask a process that is started for this one question; call it from a thread without
+        an event loop.
+
+        Args:
+            method: `prompt` or `preview`.
+            kind: Type of the answer.
+
+        Raises:
+            InputError: the environment's own, naming the row.
+            TrajectoryError: `environment_crashed`, `environment_reply`.
+            DeadlineError: when the process does not answer.
+        """
+
+        async def asked() -> _T:
+            process = await EnvironmentProcess.connect(*self.start(), problem.id)
+            seconds = self._rollout.environment_timeout + GRACE_SECONDS
+            try:
+                return await process.ask(method, (problem,), seconds, kind, alone=True)
+            finally:
+                process.kill()
+
+        return asyncio.run(asked())
+
+    def start(self) -> tuple[socket.socket, socket.socket]:
+        """Start a process; call it from a thread.
+
+        Returns:
+            A connection for requests, and one that brings the exit status, and whose closing kills
+            the process with its process group.
+
+        Raises:
+            TrajectoryError: `environment_crashed`, also when the machine lacks descriptors,
+                processes or memory for it.
+        """
+        seconds = self._rollout.environment_timeout
+        try:
+            with ExitStack() as opened:
+                talk, its_end = map(opened.enter_context, socket.socketpair())
+                control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                control.connect(self._address())
+                control.settimeout(seconds)
+                fork_client.ask(control, {}, its_end.fileno())
+                ends = time.monotonic() + seconds
+                while receive(control, 1, ends) != b"\n":  # its process id
+                    pass
+                opened.pop_all()
+                its_end.close()
+        except (OSError, EOFError) as error:
+            raise self._not_started(error) from error
+        return talk, control
+
+    def _address(self) -> str:
+        """Return the address of the process that forks, which is started if it does not run."""
+        with self._starting:
+            if self._server is None or self._server.ended:
+                self._folder = TemporaryDirectory(prefix="turnwise-environment-")
+                file = Path(self._folder.name) / "environment"
+                file.write_bytes(self._pickled)
+                self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
+                weakref.finalize(self, self._server.close)
+            return self._server.address
+
+    def _not_started(self, error: OSError | EOFError) -> TrajectoryError:
+        code = None
+        if self._server is not None and not lacks_resources(error):
+            # A crash closes the connection a moment before the process has ended.
+            code = self._server.exit_code(_ENDING_SECONDS)
+        if isinstance(error, TimeoutError):
+            seconds = self._rollout.environment_timeout
+            reason = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
+        elif code is None:
+            why = getattr(error, "strerror", None) or "its process was not forked"
+            reason = f"did not start: {why}"
+        else:
+            reason = f"cannot be imported in a process of its own, which {_ended(code)}"
+        return TrajectoryError("environment_crashed", f"the environment {reason}")
+
+
+class EnvironmentProcess:
+    """The connection to one environment's process; requests may overlap."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        status: asyncio.StreamReader,
+        control: asyncio.StreamWriter,
+        where: str,
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._status, self._control = status, control
+        self._where = where
+        self._requests = Requests[JsonObject]()
+        """Also those whose answer is waited for no more, since each may come once."""
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(
+        cls, talk: socket.socket, control: socket.socket, where: str
+    ) -> "EnvironmentProcess":
+        """Connect to a started process; `where` names its problem in errors."""
+        control.settimeout(None)
+        streams = await asyncio.open_connection(sock=talk)
+        return cls(*streams, *await asyncio.open_connection(sock=control), where)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, so that each request fails."""
+        return self._requests.ended is not None
+
+    async def ask(
+        self,
+        method: str,
+        arguments: Sequence[object],
+        seconds: float,
+        kind: TypeAdapter[_T],
+        turn: int = -1,
+        *,
+        alone: bool = False,
+    ) -> _T:
+        """Ask for a method's value, of the given type.
+
+        Args:
+            turn: Index of the model's latest turn.
+            alone: Whether the process was started for this question only.
+
+        Raises:
+            DeadlineError: when the process does not answer within `seconds`.
+            InputError: the environment's own, if the process was `alone`.
+            TrajectoryError: the environment's own, `environment_crashed`, or `environment_reply`,
+                after which the process has been killed.
+        """
+        number, answer = self._requests.begin()
+        self._writer.write(_request(number, method, tuple(arguments), turn))
+        async with deadline(seconds, f"{method} of {self._where} did not answer"):
+            reply = await answer
+        try:
+            return answers.value_of(reply, kind, alone=alone)
+        except AnswerError as error:
+            raise self._end(_wrong(self._where, error)) from None
+
+    async def _read(self) -> None:
+        """Pass the answers on, each once, until the process ends or sends a wrong one."""
+        try:
+            while True:
+                number, reply = answers.read_reply(await read_frame(self._reader))
+                if not self._requests.settle(number, reply):
+                    raise AnswerError(f"answered the request {number}, which nobody waits for")
+        except AnswerError as error:
+            self._end(_wrong(self._where, error))
+        except (asyncio.IncompleteReadError, OSError):
+            status = b""
+            with suppress(TimeoutError, OSError):
+                status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
+            self._end(_crashed(self._where, status.decode(errors="replace")))
+
+    def _end(self, error: TrajectoryError) -> TrajectoryError:
+        self.kill()
+        return self._requests.end(error)
+
+    def kill(self) -> None:
+        """Kill the process with its process group; safe to repeat."""
+        self._control.close()
+        self._writer.close()
+
+
+class RemoteEpisode(Episode):
+    """An episode whose environment lives in a process of its own."""
+
+    def __init__(
+        self,
+        processes: EnvironmentProcesses,
+        problem: Problem,
+        rollout: RolloutConfig,
+        tools: Sequence[ToolSource] = (),
+    ) -> None:
+        super().__init__(problem, rollout, tools)
+        self._problem = problem
+        self._processes = processes
+        self._process: EnvironmentProcess | None = None
+        self._schemas: list[JsonObject] = []
+        """Descriptions of the environment's own tools."""
+        self._turn = -1
+
+    async def open(self) -> None:
+        talk, control = await run_in_thread(self._processes.start)
+        self._process = await EnvironmentProcess.connect(talk, control, self.where)
+        seconds = _OPENING_CALLS * self._rollout.environment_timeout
+        known = await self._ask(answers.OPENED, "open", self._problem, seconds=seconds)
+        self.name = known["name"]
+        self.problem = _messages(known["problem"])
+        self.players = {name: _messages(said) for name, said in known["players"].items()}
+        self.steps, self.measures = known["steps"], known["measures"]
+        self.environment = _Elsewhere(self.name, self.problem)
+        self._schemas = _messages(known["schemas"])
+        await self._call("the tools", self._offer, [])
+        await self._open_toolsets()
+
+    def prompt(self) -> list[Message] | None:
+        said = self._processes.ask("prompt", self._problem, answers.PROMPT)
+        return None if said is None else _messages(said)
+
+    def preview(self) -> bool:
+        known = self._processes.ask("preview", self._problem, answers.PREVIEW)
+        if known is None:
+            return False
+        self.problem = _messages(known["messages"])
+        self._schemas = _messages(known["schemas"])
+        with naming_row(self.where, self._row):
+            self._offer([])
+        return not self._toolsets
+
+    def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
+        return _RemoteToolbox(self, self._schemas, tools, self._rollout)
+
+    async def _ask(
+        self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
+    ) -> _T:
+        """Ask the process, which is killed when it does not answer, or not with this type.
+
+        Args:
+            seconds: The call's own deadline; None means `rollout.environment_timeout`.
+        """
+        assert self._process is not None
+        own = self._rollout.environment_timeout if seconds is None else seconds
+        try:
+            return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind, self._turn)
+        except DeadlineError as error:
+            self._process.kill()
+            raise TrajectoryError(
+                "environment_timeout", f"{error}; its process was killed"
+            ) from None
+
+    def turn_ended(self, turn: int) -> None:
+        self._turn = turn
+
+    async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
+        """Call one of the environment's tools.
+
+        Raises:
+            TrajectoryError: when the process has ended, or does not answer.
+        """
+        seconds = self._rollout.tool_timeout
+        called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
+        error = called["error"]
+        return ToolResult(
+            called["text"][: self._rollout.tool_max_chars + _CUT_CHARS],
+            called["outcome"],
+            None if error is None else answers.RemoteError(error),
+        )
+
+    async def step(self, message: Message) -> list[Message] | None:
+        said = await self._ask(answers.STEPPED, "step", message)
+        return None if said is None else _messages(said)
+
+    async def move(self, message: Message) -> tuple[str, list[Message]] | None:
+        moved = await self._ask(answers.MOVED, "move", message)
+        if moved is None:
+            return None
+        if moved["player"] not in self.players:
+            raise TrajectoryError(
+                answers.REPLY, f"{self.where}: the environment's process named no player"
+            )
+        return moved["player"], _messages(moved["messages"])
+
+    async def done(self) -> bool:
+        return await self._ask(answers.DONE, "done")
+
+    async def reward(self, trajectory: Trajectory) -> Rewards:
+        given = await self._ask(answers.REWARDED, "reward", trajectory)
+        return read_rewards(Rewards(**given), "the environment", len(trajectory.turns))
+
+    async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        return await self._ask(answers.METRICS, "metrics", trajectory)
+
+    async def close(self, report: Report) -> None:
+        """Close the environment, then end its process and all that it started."""
+        await asyncio.gather(self._close_each([], report), self._close_process(report))
+
+    async def _close_process(self, report: Report) -> None:
+        if self._process is None:
+            return
+        try:
+            if not self._process.ended:
+                for failure in await self._ask(answers.CLOSED, "close"):
+                    await report("close_error", answers.error_of(failure))
+        except TrajectoryError as error:
+            await report("close_error", error)
+        finally:
+            self._process.kill()
+
+
+class _RemoteToolbox(Toolbox):
+    """An environment's tools in its process, beside others that run here."""
+
+    def __init__(
+        self,
+        episode: RemoteEpisode,
+        schemas: Sequence[JsonObject],
+        others: Sequence[ToolFunction | Tool],
+        rollout: RolloutConfig,
+    ) -> None:
+        super().__init__(others, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
+        self._episode = episode
+        self._remote = {str(schema["function"]["name"]): schema for schema in schemas}
+        if twice := self._remote.keys() & set(super().names):
+            raise InputError(f"two tools are named {min(twice)}")
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._remote, *super().names]
+
+    @property
+    def schemas(self) -> list[JsonObject]:
+        return [*self._remote.values(), *super().schemas]
+
+    async def call(self, name: str, arguments_json: str) -> ToolResult:
+        if name in self._remote:
+            return await self._episode.call_tool(name, arguments_json)
+        return await super().call(name, arguments_json)
+
+
+class _Elsewhere:
+    """Stand-in for the environment that agent loops get; only `problem` is known here."""
+
+    def __init__(self, name: str, problem: Sequence[Message]) -> None:
+        self._name = name
+        self.problem = problem
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
+            "the context's problem, toolbox and step"
+        )
+
+
+def _messages(sent: Sequence[Mapping[str, object]]) -> list[JsonObject]:
+    return [dict(one) for one in sent]
+
+
+def _request(number: int, method: str, arguments: tuple[object, ...], turn: int) -> bytes:
+    message = number, method, arguments, turn, trace_headers()
+    return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def _wrong(where: str, error: AnswerError) -> TrajectoryError:
+    return TrajectoryError(answers.REPLY, f"{where}: the environment's process {error}")
+
+
+def _crashed(where: str, status: str) -> TrajectoryError:
+    try:
+        how = _ended(os.waitstatus_to_exitcode(int(status)))
+    except ValueError:
+        how = "ended"
+    return TrajectoryError("environment_crashed", f"{where}: the environment's process {how}")
+
+
+def _ended(code: int) -> str:
+    """Describe an exit code, negative for a signal, as a clause."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ", perhaps for lack of memory" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"

@@ -1,0 +1,133 @@
+"""Sampling of trajectories for a batch of prompts, without a trainer or a run folder."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from turnwise.chat.template import load_tokenizer
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import for_each
+from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError
+from turnwise.rollouts.environment import EnvironmentType
+from turnwise.rollouts.evaluation import groups_at_once
+from turnwise.rollouts.group import Group, GroupRun, check_failures
+from turnwise.rollouts.problems import Problem, Row
+from turnwise.rollouts.runner import Runner
+from turnwise.tools import ToolFunction
+from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory.chat_template import Tokenizer
+
+_BATCHES = itertools.count(1)
+
+
+class RolloutSampler:
+    """Runs the configured agent loop on a batch of prompts, and yields finished trajectories.
+
+    Args:
+        llm: An engine, or the scheduler in front of several.
+        prompts: Rows of the configuration's environment; or texts and lists of messages, which are
+            answered with `tools` and get reward 0.
+        sampling_params: A `SamplingConfig`, or only the keys that differ from the configuration's;
+            `n` is the number of trajectories of each prompt.
+        config: Model, loop, environment and limits.
+        tools: Plain functions for prompts that are texts or messages.
+        tokenizer: The model's tokenizer; None loads the configuration's.
+
+    Raises:
+        InputError: when a prompt has another type, or the environment, the loop or the tokenizer
+            cannot be loaded.
+
+    Example:
+        config = load_config("config.yaml")
+        engine = VllmEngine(config.model, config.engine)
+        async for trajectory in RolloutSampler(engine, rows, {"n": 4}, config=config):
+            print(trajectory.problem_id, trajectory.reward, trajectory.final_text)
+    """
+
+    def __init__(
+        self,
+        llm: Generator,
+        prompts: Sequence[Row | str | Sequence[Message]],
+        sampling_params: SamplingConfig | Mapping[str, object] | None = None,
+        *,
+        config: Config,
+        tools: Sequence[ToolFunction] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if tokenizer is None:
+            tokenizer = load_tokenizer(config)
+        self.groups: list[Group] = []
+        """Each prompt's trajectories and failures, in the prompts' order."""
+        self._llm = llm
+        self._config = config
+        self._sampling = _sampling(config.sampling, sampling_params)
+        rows = all(isinstance(prompt, Mapping) for prompt in prompts)
+        if rows and tools:
+            raise InputError(
+                "RolloutSampler: prompts that are rows have the tools of their environment; leave "
+                "out tools"
+            )
+        self._runner = Runner(config, tokenizer, None if rows else _prompt_environment(tools))
+        self._tag = f"batch{next(_BATCHES)}"
+        self._problems = [
+            Problem(
+                f"prompt:{number}",
+                dict(prompt) if rows and isinstance(prompt, Mapping) else {"problem": prompt},
+            )
+            for number, prompt in enumerate(prompts, start=1)
+        ]
+
+    async def __aiter__(self) -> AsyncGenerator[Trajectory, None]:
+        """Yield each trajectory as soon as it is finished; leaving the loop cancels the others.
+
+        Raises:
+            InputError: when a row, a tool or the reward cannot be used.
+            StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
+        """
+        runs = [
+            GroupRun.begin(self._llm, problem, self._sampling, self._tag)
+            for problem in self._problems
+        ]
+        self.groups = [run.group for run in runs]
+        ready = asyncio.Queue[Trajectory | None]()
+
+        async def play(run: GroupRun) -> None:
+            await self._runner.complete(run, ready.put_nowait)
+
+        at_once = min(len(runs), groups_at_once(self._config, self._sampling.n))
+        running = asyncio.ensure_future(for_each(runs, play, at_once))
+        running.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while (trajectory := await ready.get()) is not None:
+                yield trajectory
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        check_failures(self.groups, self._config.rollout.max_failed_fraction, "sampling")
+
+
+def _sampling(
+    configured: SamplingConfig, given: SamplingConfig | Mapping[str, object] | None
+) -> SamplingConfig:
+    if isinstance(given, SamplingConfig):
+        return given
+    unknown = set(given or ()) - set(SamplingConfig.model_fields)
+    if unknown:
+        raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
+    return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})
+
+
+def _prompt_environment(tools: Sequence[ToolFunction]) -> EnvironmentType:
+    """Return the environment type of prompts that are texts or messages."""
+
+    class PromptEnvironment:
+        def __init__(self, row: Row) -> None:
+            self.problem: Sequence[Message] = row["problem"]
+            self.tools: Sequence[ToolFunction] = list(tools)
+
+        def reward(self, trajectory: Trajectory) -> float:
+            return 0.0
+
+    return PromptEnvironment

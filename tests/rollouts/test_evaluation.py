@@ -1,0 +1,331 @@
+"""pass@k and mean@k against all subsets, the summary of groups, and how groups are run."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.config import Config
+from turnwise.core.aio import for_each, together
+from turnwise.errors import DeadlineError, InputError
+from turnwise.rollouts import Group, Problem
+from turnwise.rollouts.data import LazyRows
+from turnwise.rollouts.evaluation import (
+    Scores,
+    evaluate,
+    groups_at_once,
+    mean_at_k,
+    pass_at_k,
+    run_groups,
+)
+from turnwise.rollouts.problems import Problems
+from turnwise.run.group_log import GroupLog
+from turnwise.trajectory import Trajectory, read_jsonl
+from turnwise.trajectory.log import TrajectoryLog
+
+CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
+
+
+@pytest.mark.parametrize(("n", "c", "k"), CASES)
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt(n: int, c: int, k: int) -> None:
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [case for case in CASES if case[0] < 6])
+def test_mean_at_k_is_unbiased_over_the_order_of_attempts(n: int, c: int, k: int) -> None:
+    orders = list(permutations([True] * c + [False] * (n - c)))
+    assert sum(mean_at_k(order, k) for order in orders) / len(orders) == pytest.approx(c / n)
+
+
+def test_pass_at_k_stays_exact_for_many_attempts() -> None:
+    assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
+    assert pass_at_k(2000, 1, 1) == pytest.approx(1 / 2000)
+
+
+def group(rewards: list[float | None]) -> Group:
+    """An attempt that was dropped is None."""
+    made = [
+        Trajectory("p", index, reward=reward)
+        for index, reward in enumerate(rewards)
+        if reward is not None
+    ]
+    return Group("p", made)
+
+
+def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, float]:
+    scores = Scores(n, success_reward)
+    for each in groups:
+        scores.add(each)
+    return scores.summary()
+
+
+def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
+    summary = summarize([group([1.0, 0.5, None]), group([None, 1.5, 2.0])], 3, 1.0)
+    assert summary == {
+        "accuracy": pytest.approx(3 / 6),
+        "reward_mean": pytest.approx(5.0 / 4),
+        "pass@1": pytest.approx(3 / 6),
+        "mean@1": pytest.approx(1 / 2),
+        "pass@2": pytest.approx((2 / 3 + 1) / 2),
+        "mean@2": pytest.approx((1 / 2 + 1 / 2) / 2),
+        "pass@3": pytest.approx(1.0),
+        "mean@3": pytest.approx((1 / 3 + 2 / 3) / 2),
+    }
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_k_runs_over_powers_of_two_and_the_number_of_attempts(n: int, ks: list[int]) -> None:
+    summary = summarize([group([0.0] * n)], n, 1.0)
+    assert [key for key in summary if key.startswith("pass")] == [f"pass@{k}" for k in ks]
+    assert set(summary.values()) == {0.0}
+
+
+def test_groups_of_which_nothing_came_through_are_wrong() -> None:
+    assert set(summarize([group([None, None])], 2, 1.0).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("success_reward", "accuracy"), [(-5.0, 1.0), (0.0, 0.75), (0.5, 0.5), (1.0, 0.5), (3.0, 0.0)]
+)
+def test_the_threshold_decides_which_attempts_are_right(
+    success_reward: float, accuracy: float
+) -> None:
+    rewards: list[float | None] = [-1.0, 0.2, 0.7 + 0.2 + 0.1, 2.0]  # the third is just below 1
+    assert summarize([group(rewards)], 4, success_reward)["accuracy"] == accuracy
+
+
+class Play:
+    """Plays groups of one trajectory when the test lets it; counts rows, groups and the most."""
+
+    def __init__(self, rows: int) -> None:
+        self.read: list[int] = []
+        self.running = self.most = self.ended = 0
+        self.gate = asyncio.Event()
+        self.bad: str | None = None
+        self.problems = Problems("rows.jsonl", LazyRows(rows, self._read))
+
+    def _read(self, index: int) -> dict[str, int]:
+        self.read.append(index)
+        return {"n": index}
+
+    async def group(self, problem: Problem, tag: str) -> Group:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if problem.id == self.bad:
+                raise InputError(f"{problem.id} cannot be used")
+            if self.bad is not None or not self.gate.is_set():
+                await self.gate.wait()
+            return Group(problem.id, [Trajectory(problem.id, 0, reward=problem.row["n"] % 2)])
+        finally:
+            self.running -= 1
+            self.ended += 1
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.001)
+
+
+def begun_since(before: set[asyncio.Task[Any]]) -> list[str]:
+    """Tasks of groups; those of the session's engines come and go."""
+    named = [str(task.get_coro()) for task in asyncio.all_tasks() - before]
+    return [name for name in named if "for_each" in name or "Play" in name or "run_groups" in name]
+
+
+async def test_rows_are_read_and_groups_begun_as_places_become_free() -> None:
+    play, before = Play(500), asyncio.all_tasks()
+    work = asyncio.ensure_future(run_groups(play.group, play.problems, "eval", at_once=7))
+    await until(lambda: play.running == 7)
+    assert len(play.read) == 7
+    assert len(begun_since(before)) < 20
+    play.gate.set()
+    outcomes = await work
+    assert (outcomes.finished, play.most, sorted(play.read)) == (500, 7, list(range(500)))
+
+
+async def test_an_error_ends_all_groups_and_what_is_done_is_in_the_file(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    play, log = Play(100), GroupLog(tmp_path / "eval.jsonl", tmp_path / "timeline" / "eval.jsonl")
+    play.gate.set()
+    play.bad = "rows.jsonl:40"
+    with pytest.raises(InputError, match=r"rows\.jsonl:40 cannot be used"):
+        await run_groups(play.group, play.problems, "eval", log.keep, at_once=4)
+    assert play.running == 0
+    assert begun_since(before) == []
+    done = {trajectory.problem_id for trajectory in read_jsonl(tmp_path / "eval.jsonl")}
+    assert {f"rows.jsonl:{n}" for n in range(1, 37)} <= done
+    assert "rows.jsonl:40" not in done
+    assert len((tmp_path / "timeline" / "eval.jsonl").read_text().splitlines()) == len(done)
+
+
+async def test_a_row_that_cannot_be_read_in_time_is_named() -> None:
+    stuck = threading.Event()
+
+    def read(index: int) -> dict[str, int]:
+        stuck.wait(60)
+        return {}
+
+    problems = Problems("rows.jsonl", LazyRows(3, read))
+    with pytest.raises(DeadlineError, match=r"row \d of the data did not answer within 0.1 s"):
+        await run_groups(Play(3).group, problems, "eval", row_seconds=0.1)
+    stuck.set()
+
+
+async def test_an_evaluation_keeps_its_trajectories_in_their_file(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make_config(eval={"sampling": {"n": 1}}, rollout={"concurrency": 16})
+    play, path = Play(50), tmp_path / "eval.jsonl"
+    path.write_text("of an earlier evaluation\n")
+    slow = asyncio.Event()
+
+    async def slow_at_first(problem: Problem, tag: str) -> Group:
+        if problem.row["n"] < 5:
+            await slow.wait()
+        return await play.group(problem, tag)
+
+    play.gate.set()
+    work = asyncio.ensure_future(
+        evaluate(slow_at_first, play.problems, config, kept=GroupLog(path))
+    )
+    await until(lambda: len(path.read_text().splitlines()) == 45)  # all that is finished
+    slow.set()
+    evaluation = await work
+    assert (evaluation.finished, evaluation.accuracy) == (50, 0.5)
+    names = [f"rows.jsonl:{n}" for n in range(1, 51)]
+    assert [trajectory.problem_id for trajectory in evaluation.trajectories] == names
+    assert [t.problem_id for t in evaluation.trajectories[-2:]] == names[-2:]
+    assert evaluation.trajectories[3].problem_id == names[3]
+    assert [t.problem_id for t in read_jsonl(path)] != names
+
+
+MEMORY = """
+import asyncio, resource, sys
+from pathlib import Path
+from turnwise.config import parse_config
+from turnwise.rollouts import Group
+from turnwise.rollouts.data import load_heldout
+from turnwise.rollouts.evaluation import evaluate
+from turnwise.run.group_log import GroupLog
+from turnwise.trajectory import Trajectory
+
+async def answer(problem, tag):
+    trajectory = Trajectory(problem.id, 0, reward=problem.row["n"] % 2)
+    ids = list(range(64))
+    trajectory.add_turn(ids, ids[:8], [-1.0] * 8, [0] * 8, "stop")
+    return Group(problem.id, [trajectory])
+
+folder = Path(sys.argv[1])
+data = {"path": str(folder / "rows.jsonl")}
+tree = {"environment": "package:Class", "model": {"path": "model"}, "data": data}
+config = parse_config({**tree, "eval": {"sampling": {"n": 1}}})
+log = GroupLog(folder / "eval.jsonl", folder / "timeline" / "eval.jsonl")
+evaluation = asyncio.run(evaluate(answer, load_heldout(config), config, kept=log))
+print(evaluation.finished, evaluation.accuracy, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow  # minutes
+def test_a_million_rows_take_little_more_memory_than_a_thousand(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (1_000, 1_000_000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        with (folder / "rows.jsonl").open("w") as file:
+            file.writelines(json.dumps({"n": n, "question": "a" * 50}) + "\n" for n in range(count))
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(folder)], capture_output=True, text=True, check=True
+        )
+        finished, accuracy, kib = done.stdout.split()
+        assert (int(finished), float(accuracy)) == (count, 0.5)
+        peaks[count] = int(kib) * 1024
+    assert peaks[1_000_000] - peaks[1_000] < 300e6, peaks
+
+
+async def test_an_evaluation_has_the_means_of_the_environments_metrics(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config(eval={"sampling": {"n": 1}})
+
+    async def run_group(problem: Problem, tag: str) -> Group:
+        number = problem.row["n"]
+        metrics = {"steps": float(number), **({"rare": 5.0} if number == 3 else {})}
+        return Group(problem.id, [Trajectory(problem.id, 0, reward=0.0, metrics=metrics)])
+
+    problems = [Problem(f"rows:{n}", {"n": n}) for n in range(5)]
+    evaluation = await evaluate(run_group, problems, config)
+    assert evaluation.env == {"rare": 5.0, "steps": 2.0}
+
+
+@pytest.mark.parametrize(("n", "concurrency", "groups"), [(8, 256, 64), (1, 4, 8), (64, 16, 2)])
+def test_as_many_groups_begin_as_fill_the_slots(
+    make_config: Callable[..., Config], n: int, concurrency: int, groups: int
+) -> None:
+    assert groups_at_once(make_config(rollout={"concurrency": concurrency}), n) == groups
+
+
+async def test_the_first_error_ends_the_work_on_all_items() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def work(item: int) -> None:
+        begun.append(item)
+        if item == 5:
+            raise ValueError("five")
+        try:
+            await asyncio.sleep(0 if item < 5 else 600)
+        finally:
+            ended.append(item)
+
+    with pytest.raises(ValueError, match="five"):
+        await for_each(iter(range(10**9)), work, at_once=3)
+    assert begun == list(range(len(begun)))
+    assert sorted([*ended, 5]) == begun
+
+    async def cancelled(item: int) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="raised CancelledError"):
+        await for_each([1, 2], cancelled, at_once=1)
+
+
+async def test_the_first_error_ends_what_runs_together() -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("slow")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("it")
+
+    with pytest.raises(ValueError, match="it"):
+        await together([slow(), fails()])
+    assert ended == ["slow"]
+    assert await together(asyncio.sleep(0, number) for number in range(3)) == [0, 1, 2]
+
+
+def test_a_last_line_that_was_never_completed_is_left_out(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path / "eval.jsonl")
+    log.append(0, [Trajectory("rows:1"), Trajectory("rows:1", 1)])
+    whole = log.path.read_text()
+    log.path.write_text(whole[:-5])
+    assert [trajectory.sample_index for trajectory in read_jsonl(log.path)] == [0]
+    log.path.write_text(whole[:-5] + "\n")
+    with pytest.raises(json.JSONDecodeError):
+        list(read_jsonl(log.path))
+    log.path.write_text(whole[:-1])
+    assert len(list(read_jsonl(log.path))) == 2
