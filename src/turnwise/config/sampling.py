@@ -1,8 +1,9 @@
 """The section `sampling`, and `eval` with its own sampling section."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from turnwise.config.base import Fraction, NonNegativeInt, PositiveInt, Section, Tree
 
@@ -19,20 +20,18 @@ class ProcessorCall(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling parameters of the engine, and the group size.
-
-    Example:
-        SamplingConfig(n=4, temperature=0.7, max_tokens=256)
-    """
+    """Sampling parameters of the engine, and the group size."""
 
     n: PositiveInt = 8
     """Number of trajectories per problem: the group size."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature, at most 2; 0 is greedy."""
-    top_p: Fraction = 1.0
+    # Megatron's 0 disables it.
+    top_p: Annotated[Fraction, BeforeValidator(lambda p: 1.0 if p == 0 else p)] = 1.0
     """Sample from the smallest set of most likely tokens with this total probability; 1 or 0 means
     all."""
-    top_k: NonNegativeInt = 0
+    # -1 means all tokens in older versions of vLLM.
+    top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
     """Sample from this many most likely tokens; 0 or -1 means all."""
     max_tokens: PositiveInt = 512
     """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
@@ -44,7 +43,10 @@ class SamplingConfig(Section):
     """Token ids that end a turn, in addition to the model's own."""
     ignore_eos: bool = False
     """Continue sampling after the model's end-of-turn token."""
-    prompt_logprobs: bool = False
+    # null means no log-probs in vLLM.
+    prompt_logprobs: Annotated[bool, BeforeValidator(lambda on: False if on is None else on)] = (
+        False
+    )
     """Record the log-probs of each turn's prompt too; slower, because it bypasses the prefix
     cache."""
     logits_processor_args: Tree = {}
@@ -53,29 +55,9 @@ class SamplingConfig(Section):
     """Logits processors for these requests only, each as package.module:function or as {qualname,
     args, kwargs}; engine.logits_processors_allowed must match their names."""
 
-    @field_validator("top_p", mode="before")
-    @classmethod
-    def _all_of_them(cls, top_p: object) -> object:
-        """Accept Megatron's 0, which disables it."""
-        return 1.0 if top_p == 0 else top_p
-
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _all_tokens(cls, top_k: object) -> object:
-        """Accept -1, which means all tokens in older versions of vLLM."""
-        return 0 if top_k == -1 else top_k
-
-    @field_validator("prompt_logprobs", mode="before")
-    @classmethod
-    def _whether(cls, prompt_logprobs: object) -> object:
-        """Accept null, which means no log-probs in vLLM."""
-        return False if prompt_logprobs is None else prompt_logprobs
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "SamplingConfig":
+    def mistakes(self) -> Iterator[str]:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        return self
+            yield f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}"
 
     def within(self, room: int) -> "SamplingConfig":
         """Return the same parameters with at most `room` tokens per turn (at least 1)."""
@@ -86,11 +68,7 @@ class SamplingConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out rows.
-
-    Example:
-        EvalConfig(every=5, sampling=SamplingConfig(n=8))
-    """
+    """Evaluation on held-out rows."""
 
     every: NonNegativeInt = 10
     """Number of steps between evaluations on data.eval_path, which also run before the first step

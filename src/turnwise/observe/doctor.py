@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from turnwise.config import Config
-from turnwise.config.chat_template import TEMPLATE_NAMES
+from turnwise.config.data import TEMPLATE_NAMES
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.sources import check_data, check_model, check_tokenizer

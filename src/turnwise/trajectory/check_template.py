@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _load(model: str, chat_template: str | None) -> ChatTemplate:
     from transformers import AutoTokenizer  # a second to import
 
-    from turnwise.config.chat_template import template_text  # imports the whole configuration
+    from turnwise.config.data import template_text  # imports the whole configuration
 
     try:
         source = None if chat_template is None else template_text(chat_template)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.config.chat_template import template_text
+from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
