@@ -25,12 +25,7 @@ _BOUNDS = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the configuration, as shown in the reference.
-
-    Example:
-        for key in describe_keys():
-            print(key.name, key.type, key.default, key.meaning)
-    """
+    """One key of the configuration, as shown in the reference."""
 
     name: str
     """The full name, such as `training.steps`."""
@@ -55,9 +50,10 @@ def known_keys() -> dict[str, str]:
     return {key.name: key.meaning for key in _keys(Config, None, "")}
 
 
+@cache
 def needed_keys() -> Sequence[str]:
     """Return the keys that must be set unless a program provides their values otherwise."""
-    return _NEEDED_KEYS
+    return tuple(_needed(Config, ""))
 
 
 def explain_config(config: Config | None = None) -> str:
@@ -77,9 +73,9 @@ def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator
         key, parts = prefix + name, sections(field.annotation)
         value = _default(field) if section is None else getattr(section, name)
         if len(parts) > 1 and isinstance(value, Section):
-            names = [_name(part) for part in parts]
+            names = " | ".join(_name(part) for part in parts)
             meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
-            yield Key(f"{key}.name", " | ".join(names), _name(type(value)), meaning)
+            yield Key(f"{key}.name", names, _name(type(value)), meaning)
         for part in parts:
             below = _keys(part, value if isinstance(value, part) else None, f"{key}.")
             if len(parts) == 1:
@@ -116,9 +112,6 @@ def _needed(section: type[Section], prefix: str) -> Iterator[str]:
             yield prefix + name
         for part in sections(field.annotation)[:1]:
             yield from _needed(part, f"{prefix}{name}.")
-
-
-_NEEDED_KEYS = tuple(_needed(Config, ""))
 
 
 def _is_needed(field: FieldInfo) -> bool:

@@ -80,7 +80,7 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
     """
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
-    missing = [key for key in needed_keys() if _value(tree, key) is None and key not in given]
+    missing = [key for key in needed_keys() if value_of(tree, key) is None and key not in given]
     problems = [_explain_missing(key) for key in missing]
     try:
         config = Config.model_validate(tree)
@@ -156,7 +156,7 @@ def _filled(tree: Tree, defaults: Tree) -> Tree:
     return filled
 
 
-def _value(tree: Tree, key: str) -> object:
+def value_of(tree: Tree, key: str) -> object:
     """Return the value of a dotted key, or None if it is not set."""
     value: object = tree
     for part in key.split("."):

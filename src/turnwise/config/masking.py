@@ -22,21 +22,12 @@ def masked(config: Config) -> dict[str, object]:
 
     Those are the values of `headers` and `env`, texts whose key is called a token, key, secret,
     password or the like, and users in URLs. `serving.api_key` is left out.
-
-    Example:
-        >>> masked(config)["engine"]["vllm_args"]
-        {'hf_token': '***'}
     """
     return {key: masked_value(key, value) for key, value in _plain(config).items()}
 
 
 def has_secrets(config: Config) -> bool:
-    """Return whether `masked` masks something.
-
-    Example:
-        >>> has_secrets(load_config("config.yaml"))
-        False
-    """
+    """Return whether `masked` masks something."""
     return masked(config) != _plain(config)
 
 
@@ -50,10 +41,6 @@ def masked_value(name: str, value: object) -> object:
 
     Args:
         name: Its key; of a dotted key, the last parts.
-
-    Example:
-        >>> masked_value("url", "https://me:word@host/mcp")
-        'https://***@host/mcp'
     """
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS

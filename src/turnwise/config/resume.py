@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from turnwise.config.explain import known_keys
+from turnwise.config.load import value_of
 from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
@@ -149,19 +150,11 @@ def check_unchanged(saved: Config, config: Config) -> None:
     trees = saved.model_dump(), config.model_dump()
     for key in known_keys():
         rule = rule_of(key)
-        if rule is None or rule.may_change:
-            continue
-        before, now = (_value(tree, key) for tree in trees)
-        if before != now:
+        before, now = (value_of(tree, key) for tree in trees)
+        if rule is not None and not rule.may_change and before != now:
             raise InputError(
                 f"{key} cannot change from {before} to {now} when a run is resumed: {rule.meaning}"
             )
-
-
-def _value(tree: object, key: str) -> object:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def resume_table() -> str:
