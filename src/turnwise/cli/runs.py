@@ -219,14 +219,15 @@ def view(
         raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
 
     async def start() -> None:
-        from turnwise.viewer.command import view as show_runs
-        from turnwise.viewer.command import write_page
-
         console, folders = Console(), runs or []
         if export is None:
+            from turnwise.viewer.server import view as show_runs
+
             await show_runs(folders, port, lambda address: _print(console, address), demo=demo)
             return
-        await write_page(folders[0], export, step, heldout, trajectory)
+        from turnwise.viewer.export import write_page
+
+        await run_in_thread(lambda: write_page(folders[0], export, step, heldout, trajectory))
         _print(console, str(export))
 
     _run(start, _Command(debug))

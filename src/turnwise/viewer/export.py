@@ -13,47 +13,41 @@ from urllib.parse import quote
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
+from turnwise.observe.conversations import trajectory_file
 from turnwise.trajectory import Trajectory
-from turnwise.viewer.run_files import RunFiles, parse
+from turnwise.viewer.run_files import open_runs, parse
 from turnwise.viewer.server import static_files
 
 _LARGEST = 100 * 2**20
 """Bytes of trajectories that one file may hold; browsers read more only slowly."""
-_MODULES = (
-    "dom.js",
-    "data.js",
-    "color.js",
-    "list.js",
-    "chart.js",
-    "overview.js",
-    "tree.js",
-    "chat.js",
-    "tokens.js",
-    "template.js",
-    "timeline.js",
-    "trajectory.js",
-    "groups.js",
-    "steps.js",
-    "app.js",
-)
+_MODULES = [
+    f"{name}.js"
+    for name in (
+        *("dom", "data", "color", "list", "chart", "overview", "tree", "chat", "tokens"),
+        *("template", "timeline", "trajectory", "groups", "steps", "app"),
+    )
+]
 """The page's modules, each after those that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
-def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
-    """Write a self-contained page of a file of trajectories, or of one of them.
+def write_page(
+    folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
+) -> None:
+    """Write one page of a step of a run, or of one trajectory.
 
     Args:
-        file: Name of the file, such as `step-0003`.
+        step: None is the last one.
+        heldout: Whether the evaluation's trajectories are wanted.
         index: Line of one trajectory, from 0; None writes all.
 
     Raises:
-        InputError: when there is no such trajectory, or there are too many bytes.
-
-    Example:
-        export(RunFiles(Path("runs/demo"), "demo"), "step-0003", None, Path("step.html"))
+        InputError: when there is no such run, step or trajectory, there are too many bytes, or the
+            page cannot be written.
     """
+    [run] = open_runs([folder]).values()
+    file = trajectory_file(run.path, step, heldout).stem
     try:
         lines = run.index(file).ranges
     except KeyError:
@@ -88,13 +82,16 @@ def export(run: RunFiles, file: str, index: int | None, target: Path) -> None:
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
-        target.write_text(page({"start": start, "answers": answers}), encoding="utf-8")
+        target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")
 
 
-def page(data: JsonObject) -> str:
+def _page(data: JsonObject) -> str:
     """Return the page as one text, with data inside it."""
     files = static_files()
-    script, style = bundle(files), files["style.css"]
+    assert set(_MODULES) == {name for name in files if name.endswith(".js")}
+    # One script: imports are left out, as the names in all modules are unique.
+    script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
+    style = files["style.css"]
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -119,12 +116,6 @@ def page(data: JsonObject) -> str:
         assert found, f"index.html has no {old}"
         html = before + new + after
     return html
-
-
-def bundle(files: dict[str, str]) -> str:
-    """Return all modules as one script: their imports left out, as their names are unique."""
-    assert set(_MODULES) == {name for name in files if name.endswith(".js")}
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
 
 
 def _hash(text: str) -> str:

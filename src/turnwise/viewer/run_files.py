@@ -1,16 +1,21 @@
 """Run folders as the viewer reads them: by byte ranges, while a run may still write.
 
 metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
-and a summary of each line; a trajectory is then read by its range alone.
+and a summary of each line; a trajectory is then read by its range alone. Without a run there are
+two recorded ones, which `examples/calculator/recording.py` trained: their archive has the files
+that the viewer reads, and the tokenizer.
 """
 
 import hashlib
 import json
 import mmap
 import re
+import tempfile
 import threading
+import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +33,8 @@ from turnwise.trajectory import Trajectory, audit
 from turnwise.viewer.template_diff import Renderer
 from turnwise.viewer.token_texts import TokenTexts, find_tokenizer
 
+RECORDING = Path(__file__).with_name("demo_runs.zip")
+"""The archive of the recorded runs."""
 _EXCERPT = 160
 """Characters of a question or an answer in a summary."""
 _INDICES = 8
@@ -61,10 +68,6 @@ class RunFiles:
 
     Raises:
         InputError: when the folder is none of a run.
-
-    Example:
-        run = RunFiles(Path("runs/demo"), "demo")
-        rows = run.rows()["rows"]
     """
 
     path: Path
@@ -109,11 +112,7 @@ class RunFiles:
         return {"rows": rows, "offset": _place(data, max(start, end)), "reset": reset}
 
     def config(self, *, public: bool = False) -> dict[str, object]:
-        """Return the configuration by dotted key.
-
-        Args:
-            public: Mask what may be a secret.
-        """
+        """Return the configuration by dotted key; if `public`, secrets are masked."""
         tree = self._config()
         if public:
             tree = {key: masked_value(key, value) for key, value in tree.items()}
@@ -168,10 +167,9 @@ class RunFiles:
         stat = path.stat()
         version = stat.st_size, stat.st_mtime_ns
         with self._lock:
-            kept = self._indices.get(name)
+            kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
-                kept = scan(path, version)
-            self._indices.pop(name, None)
+                kept = _scan(path, version)
             self._indices[name] = kept
             while len(self._indices) > _INDICES:
                 del self._indices[next(iter(self._indices))]
@@ -191,7 +189,7 @@ class RunFiles:
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
-        return read_range(self._file(name), *ranges[index])
+        return _read_range(self._file(name), *ranges[index])
 
     def search(self, name: str, text: str) -> list[int]:
         """Return the trajectories in whose messages a text occurs, in any case."""
@@ -200,7 +198,7 @@ class RunFiles:
         found = []
         path = self._file(name)
         for index, place in enumerate(self.index(name).ranges):
-            line = read_range(path, *place)
+            line = _read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
             if any(wanted in said.casefold() for said in _texts(parse(line))):
@@ -212,12 +210,6 @@ class RunFiles:
         return audit(self._trajectory(name, index)).to_dict()
 
     def _trajectory(self, name: str, index: int) -> Trajectory:
-        """Return one trajectory.
-
-        Raises:
-            KeyError, IndexError: when there is no such file or line.
-            InputError: when the line holds none, or one whose turns do not fit together.
-        """
         line = self.line(name, index)
         try:
             return Trajectory.from_json(line.decode())
@@ -259,11 +251,9 @@ class RunFiles:
     def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
         """Return `Renderer.compare` of a branch, with the `texts` of the ids in it.
 
-        The first call imports the tokenizer's library, which takes seconds.
-
         Raises:
             KeyError, IndexError: when there is no such file, line or turn.
-            InputError: when the line is no trajectory.
+            InputError: when the line is no trajectory, or one whose turns do not fit together.
         """
         trajectory = self._trajectory(name, index)
         with self._lock:
@@ -292,7 +282,16 @@ def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
     return runs
 
 
-def scan(path: Path, version: tuple[int, int]) -> FileIndex:
+@contextmanager
+def demo_runs() -> Iterator[list[Path]]:
+    """Unpack the recorded runs for the length of a `with` block; return their folders."""
+    with tempfile.TemporaryDirectory(prefix="turnwise-demo-") as place:
+        with zipfile.ZipFile(RECORDING) as archive:
+            archive.extractall(place)
+        yield sorted(Path(place).iterdir())
+
+
+def _scan(path: Path, version: tuple[int, int]) -> FileIndex:
     """Read a file of trajectories once, line by line."""
     ranges, summaries, start = [], [], 0
     with path.open("rb") as file:
@@ -309,12 +308,7 @@ def scan(path: Path, version: tuple[int, int]) -> FileIndex:
 
 
 def summarise(tree: JsonObject) -> JsonObject:
-    """Return what lists and filters show of a trajectory.
-
-    Example:
-        >>> summarise({"problem_id": "rows:1", "turns": [], "messages": []})["tokens"]
-        0
-    """
+    """Return what lists and filters show of a trajectory."""
     turns, messages = tree["turns"], tree["messages"]
     versions = [v for turn in turns for v in turn["weight_versions"][:: max(1, len(turns))]]
     versions += [turn["weight_versions"][-1] for turn in turns if turn["weight_versions"]]
@@ -335,7 +329,15 @@ def summarise(tree: JsonObject) -> JsonObject:
         "tools": _tools(messages),
         "turns": len(turns),
         "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
-        "length": max((_path_length(turn) for turn in turns), default=0),
+        "length": max(
+            (
+                turn.get("prefix_length", 0)
+                + len(turn["added_token_ids"])
+                + len(turn["completion_token_ids"])
+                for turn in turns
+            ),
+            default=0,
+        ),
         "versions": [min(versions), max(versions)] if versions else [],
         "question": _said(asked)[:_EXCERPT],
         "answer": _said(answered)[-_EXCERPT:],
@@ -348,8 +350,7 @@ def parse(line: bytes) -> JsonObject:
     return tree
 
 
-def read_range(path: Path, start: int, length: int) -> bytes:
-    """Return a byte range of a file."""
+def _read_range(path: Path, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
@@ -373,13 +374,6 @@ def _contains(path: Path, text: bytes) -> bool:
 def _is_own(path: Path) -> bool:
     """Return whether a file is there, and part of the run folder: no link to another place."""
     return path.is_file() and not path.is_symlink()
-
-
-def _path_length(turn: Mapping[str, object]) -> int:
-    lists = (turn[key] for key in ("added_token_ids", "completion_token_ids"))
-    own = sum(len(ids) for ids in lists if isinstance(ids, list))
-    before = turn.get("prefix_length", 0)
-    return own + (before if isinstance(before, int) else 0)
 
 
 def _said(message: JsonObject) -> str:

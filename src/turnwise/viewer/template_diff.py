@@ -10,13 +10,15 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import NamedTuple
 
 from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
-from turnwise.viewer.differences import differences
+from turnwise.trajectory.ids import common_prefix
 
 TOOLS_UNKNOWN = (
     "The first prompt is taken as the engine had it, because descriptions of tools are not in the "
@@ -27,6 +29,9 @@ HISTORY_CHANGED = (
     "of tools, which are not in the run's files, are missing from its rendering."
 )
 
+_MOST_COMPARED = 250_000
+"""Largest product of two lengths that are compared id by id."""
+
 
 @dataclass(slots=True)
 class Renderer:
@@ -35,10 +40,6 @@ class Renderer:
     Args:
         tokenizer: The run's `tokenizer.json`; None if it has none.
         model: The section `model` of the run's configuration.
-
-    Example:
-        renderer = Renderer(Path("runs/demo/checkpoints/step-0010/tokenizer.json"), {})
-        print(renderer.compare(trajectory, leaf=2)["identical"])
     """
 
     tokenizer: Path | None
@@ -61,27 +62,18 @@ class Renderer:
         """
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
-        try:
-            with self._lock:
-                template = self._loaded()
-                return _compare(template, trajectory, leaf)
-        except InputError as error:
-            return {"error": str(error)}
-
-    def _loaded(self) -> ChatTemplate:
-        """Return the template.
-
-        Raises:
-            InputError: naming what is missing, each time.
-        """
-        if self._template is None and not self._error:
+        with self._lock:
             try:
-                self._template = _load(self.tokenizer, self.model)
+                if self._template is None and not self._error:
+                    self._template = _load(self.tokenizer, self.model)
             except InputError as error:
                 self._error = str(error)
-        if self._template is None:
-            raise InputError(self._error)
-        return self._template
+            if self._template is None:
+                return {"error": self._error}
+            try:
+                return _compare(self._template, trajectory, leaf)
+            except InputError as error:
+                return {"error": str(error)}
 
 
 def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
@@ -108,6 +100,45 @@ def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
         raise InputError(
             f"the tokenizer in {path.parent} cannot be loaded: {first_line(error)}"
         ) from error
+
+
+class Difference(NamedTuple):
+    """A place in which two lists differ: a range of each, of which one may be empty."""
+
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+
+
+def differences(ids: Sequence[int], other: Sequence[int]) -> list[Difference]:
+    """Return the places in which two lists of ids differ, in their order.
+
+    Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
+    so that the time grows with the length.
+
+    Example:
+        >>> [tuple(place) for place in differences([1, 2, 3, 4], [1, 9, 3, 4, 5])]
+        [(1, 2, 1, 2), (4, 4, 4, 5)]
+    """
+    first = common_prefix(ids, other)
+    last = common_prefix(ids[first:][::-1], other[first:][::-1])
+    own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
+    width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
+    a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
+    found, at, other_at = list[Difference](), 0, 0
+    for start, other_start, size in SequenceMatcher(None, a, b).get_matching_blocks():
+        length = size + width - 1
+        if not size:  # the last one, at both ends
+            start, other_start = len(own), len(theirs)
+        elif (inside := max(at - start, other_at - other_start)) > 0:  # of the match before
+            start, other_start, length = start + inside, other_start + inside, length - inside
+            if length <= 0:
+                continue
+        if start > at or other_start > other_at:
+            found.append(Difference(*(first + p for p in (at, start, other_at, other_start))))
+        at, other_at = start + length, other_start + length
+    return found
 
 
 def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonObject:
@@ -238,18 +269,15 @@ def _says(message: Message, text: str) -> bool:
 
 
 def _values(arguments: object) -> list[str]:
-    """Return the values of a call's arguments as JSON has them."""
+    """Return the values of a call's arguments as JSON has them; nested ones are left out."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
             return [str(arguments)]
     values = arguments.values() if isinstance(arguments, dict) else ()
-    return [json.dumps(each, ensure_ascii=False) for each in values if not _nested(each)]
-
-
-def _nested(value: object) -> bool:
-    return isinstance(value, dict | list)
+    flat = (each for each in values if not isinstance(each, dict | list))
+    return [json.dumps(each, ensure_ascii=False) for each in flat]
 
 
 def _answers(trajectory: Trajectory) -> list[int]:

@@ -10,18 +10,16 @@ from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
+_BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
+    chr(256 + number): value for number, value in enumerate(_OTHERS)
+}
+"""GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
 
 
 class TokenTexts:
-    """The texts of a tokenizer's ids.
-
-    Args:
-        path: A `tokenizer.json`; None knows no text.
-
-    Example:
-        >>> TokenTexts(None).of([7])
-        {}
-    """
+    """The texts of a tokenizer's ids, by its `tokenizer.json`; None knows no text."""
 
     def __init__(self, path: Path | None) -> None:
         self._bytes: dict[int, bytes] = {}
@@ -69,17 +67,13 @@ def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"
     for name in names:
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and (cached := _cached(name)):
-            return cached
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # downloaded before; nothing is downloaded
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(name, "tokenizer.json")
+            if isinstance(cached, str):
+                return Path(cached)
     return None
-
-
-def _cached(name: str) -> Path | None:
-    """Return the file of a model that was downloaded before; nothing is downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "tokenizer.json")
-    return Path(found) if isinstance(found, str) else None
 
 
 def _of_byte_level(token: str) -> bytes:
@@ -93,14 +87,3 @@ def _of_pieces(token: str) -> bytes:
     if found := _BYTE.fullmatch(token):
         return bytes([int(found[1], 16)])
     return token.replace("\u2581", " ").encode()
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [value for value in range(256) if value not in printable]
-    table = {chr(value): value for value in printable}
-    return table | {chr(256 + n): value for n, value in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
