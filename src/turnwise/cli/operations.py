@@ -27,9 +27,6 @@ def add_to(app: typer.Typer, traces: typer.Typer) -> None:
 
     Args:
         traces: The command `turnwise trace`, which has commands of its own.
-
-    Example:
-        >>> add_to(app, traces)
     """
     app.command()(init)
     app.command()(doctor)

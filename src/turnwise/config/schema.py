@@ -107,10 +107,6 @@ class Config(Section):
         """Return the configuration of each environment by name, as if it were the only one.
 
         A run with one environment has one part, under the name "".
-
-        Example:
-            for name, part in config.parts().items():
-                print(name, part.environment, part.data.path, part.rollout.loop)
         """
         if not self.environments:
             return {"": self}

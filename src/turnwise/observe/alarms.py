@@ -31,11 +31,7 @@ class Alarm:
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
-    """Return all alarms of a run, in the order of their steps.
-
-    Args:
-        rows: Lines of metrics.jsonl.
-    """
+    """Return all alarms of a run, in the order of their steps, from its lines of metrics.jsonl."""
     alarms = Alarms(config)
     return [alarm for row in rows for alarm in alarms.add(row)]
 
@@ -67,42 +63,27 @@ class Alarms:
             return []
         self._rows.append(row)
         found = []
-        for name, check in _CHECKS.items():
+        for name in (*_SHARES, *_TRENDS):
             if name in self._raised or not getattr(self._config.alarms, name):
                 continue
-            if message := check(self._rows, self._config):
+            shared = name in _SHARES
+            message = self._share(name) if shared else _TRENDS[name](self._rows, self._config)
+            if message:
                 self._raised.add(name)
                 found.append(Alarm(name, row["step"], message))
         return found
 
-
-Check = Callable[[Sequence[JsonObject], Config], str]
-
-
-def _of_each_step(
-    name: str,
-) -> Callable[[Callable[[JsonObject, Config], tuple[float, str]]], Check]:
-    """Make an alarm of a share that is above its limit in each of the last `alarms.steps` steps.
-
-    The decorated function returns the share of one step, and the sentence, in which {} stands for
-    the mean.
-    """
-
-    def decorate(share: Callable[[JsonObject, Config], tuple[float, str]]) -> Check:
-        def check(rows: Sequence[JsonObject], config: Config) -> str:
-            steps, limit = config.alarms.steps, getattr(config.alarms, name)
-            found = [share(row, config) for row in rows[-steps:]]
-            if len(found) < steps or min(found)[0] <= limit:
-                return ""
-            mean = f"{statistics.fmean(value for value, _ in found):.0%}"
-            return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
-
-        return check
-
-    return decorate
+    def _share(self, name: str) -> str:
+        """Return the sentence on a share above its limit in each of the last `alarms.steps` steps,
+        or ""."""
+        steps, limit = self._config.alarms.steps, getattr(self._config.alarms, name)
+        found = [_SHARES[name](row, self._config) for row in self._rows[-steps:]]
+        if len(found) < steps or min(found)[0] <= limit:
+            return ""
+        mean = f"{statistics.fmean(share for share, _ in found):.0%}"
+        return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
 
 
-@_of_each_step("no_signal")
 def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
     advice = (
@@ -114,7 +95,6 @@ def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     return share, f"{{}} of the groups have no signal: all their rewards are equal{advice}"
 
 
-@_of_each_step("truncated")
 def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     ended = row.get("statuses", {})
     cut_off = ended.get("length", 0) + ended.get("context_full", 0)
@@ -124,7 +104,6 @@ def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("tool_errors")
 def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
@@ -135,7 +114,6 @@ def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("dropped")
 def _dropped(row: JsonObject, config: Config) -> tuple[float, str]:
     dropped = row.get("dropped", {})
     lost = sum(dropped.values())
@@ -146,7 +124,6 @@ def _dropped(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("idle")
 def _idle(row: JsonObject, config: Config) -> tuple[float, str]:
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
@@ -159,7 +136,6 @@ def _idle(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-@_of_each_step("stale")
 def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
     bound = config.training.max_staleness
     versions = bound * config.training.updates_per_step
@@ -253,21 +229,6 @@ def _of_the_others(speeds: dict[str, float]) -> dict[str, float]:
     return shares
 
 
-_CHECKS: dict[str, Check] = {
-    "no_signal": _no_signal,
-    "truncated": _truncated,
-    "tool_errors": _tool_errors,
-    "dropped": _dropped,
-    "logprob_growth": _logprob_growth,
-    "entropy_left": _entropy_left,
-    "reward_left": _reward_left,
-    "flat_steps": _flat_steps,
-    "idle": _idle,
-    "slow_worker": _slow_worker,
-    "stale": _stale,
-}
-
-
 def _first_and_last(
     rows: Sequence[JsonObject], config: Config, name: str
 ) -> tuple[float, list[float]]:
@@ -286,3 +247,22 @@ def _listed(counts: dict[str, int]) -> str:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+_SHARES: dict[str, Callable[[JsonObject, Config], tuple[float, str]]] = {
+    "no_signal": _no_signal,
+    "truncated": _truncated,
+    "tool_errors": _tool_errors,
+    "dropped": _dropped,
+    "idle": _idle,
+    "stale": _stale,
+}
+"""Alarms of a share of one step; the sentence has {} in the place of its mean over the steps."""
+_TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
+    "logprob_growth": _logprob_growth,
+    "entropy_left": _entropy_left,
+    "reward_left": _reward_left,
+    "flat_steps": _flat_steps,
+    "slow_worker": _slow_worker,
+}
+"""Alarms of all steps so far; "" is none."""

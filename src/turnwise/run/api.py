@@ -222,9 +222,6 @@ def serve(
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
     """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
     started.
-
-    Example:
-        run_command(lambda: commands.train(config, Console()), "the training run")
     """
     thread = EventLoopThread(nullcontext[None], name)
     with exit_on_sigterm():

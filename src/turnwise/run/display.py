@@ -30,11 +30,6 @@ class Display:
         name: Name of the run.
         steps: Number of training steps; 0 without training.
         success_reward: Smallest reward of a trajectory that counts as correct.
-
-    Example:
-        with Display("run", 100, Console(), 1.0) as display:
-            display.phase("rollout", total=16)
-            display.advance()
     """
 
     def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:

@@ -25,9 +25,6 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
 
     Raises:
         InputError: when there is no checkpoint, or the output exists.
-
-    Example:
-        export_run(Path("runs/calculator"), merged=True)
     """
     chosen = run
     if (run / "state").is_dir():

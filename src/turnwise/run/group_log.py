@@ -17,10 +17,6 @@ class GroupLog:
     Args:
         path: File of the trajectories.
         times: File of their turns' times; None writes none.
-
-    Example:
-        log = GroupLog(run / "eval.jsonl", run / TIMELINE / "eval.jsonl")
-        evaluation = await evaluate(run_group, problems, config, kept=log)
     """
 
     def __init__(self, path: Path, times: Path | None = None) -> None:

@@ -53,9 +53,6 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
 
     Raises:
         InputError: when the folder has files, its name cannot name a run, or it cannot be written.
-
-    Example:
-        make_project(Path("weather"), model="Qwen/Qwen3-0.6B")
     """
     name = folder.resolve().name
     if not _NAME.fullmatch(name):

@@ -116,11 +116,6 @@ class RunDir:
 
     Raises:
         InputError: when the folder already holds a run that is not resumed, or cannot be written.
-
-    Example:
-        folder = RunDir(config)
-        folder.write_step(metrics)
-        folder.close()
     """
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:

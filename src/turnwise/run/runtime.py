@@ -99,11 +99,6 @@ async def open_runtime(
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
-
-    Example:
-        async with open_runtime(config, problems[0]) as runtime:
-            run_group = runtime.group_runner(config.sampling)
-            groups = await run_groups(run_group, problems, "rollout")
     """
     training = folder is not None
     if training:

@@ -43,11 +43,6 @@ class TrainingStep:
 
     Args:
         runtime: A runtime with a trainer.
-
-    Example:
-        step = TrainingStep(config, runtime)
-        metrics = await step.train(samples)
-        await step.update_weights()
     """
 
     def __init__(self, config: Config, runtime: Runtime) -> None:

@@ -51,10 +51,6 @@ class TrainingLoop:
         folder: Folder that everything is written to.
         progress: Shown each phase and step.
         resume: Checkpoint to resume from; None starts a new run.
-
-    Example:
-        async with open_runtime(config, problems[0], folder=folder.path) as runtime:
-            await TrainingLoop(config, runtime, problems, [], folder, SILENT).run()
     """
 
     def __init__(

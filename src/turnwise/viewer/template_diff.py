@@ -116,10 +116,6 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[Difference]:
 
     Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
     so that the time grows with the length.
-
-    Example:
-        >>> [tuple(place) for place in differences([1, 2, 3, 4], [1, 9, 3, 4, 5])]
-        [(1, 2, 1, 2), (4, 4, 4, 5)]
     """
     first = common_prefix(ids, other)
     last = common_prefix(ids[first:][::-1], other[first:][::-1])
