@@ -16,7 +16,7 @@ from turnwise.rollouts.environment import ADAPTERS, load_environment, type_of, w
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.foreign.package import HELD_OUT, check_name, seed_rows, turn_rewards
 from turnwise.rollouts.reading import make_rows
-from turnwise.run.inputs import ProgramInputs, heldout_problems, training_problems
+from turnwise.run.commands import ProgramInputs, heldout_problems, training_problems
 
 HERE = "tests.rollouts.test_environment_rows"
 

@@ -37,7 +37,7 @@ from turnwise.rollouts.mixture import (
     make_stream,
 )
 from turnwise.rollouts.problems import Problems
-from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
+from turnwise.run.commands import ProgramInputs, all_problems, training_problems
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_mixture"

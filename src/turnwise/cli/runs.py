@@ -394,9 +394,7 @@ async def _serve(config: Config) -> None:
 
 
 async def _export(run: Path, output: Path | None, merged: bool) -> None:
-    from turnwise.run.export import export_run
-
-    written = await run_in_thread(lambda: export_run(run, output, merged=merged))
+    written = await run_in_thread(lambda: commands.export_run(run, output, merged=merged))
     _print(Console(), str(written))
 
 

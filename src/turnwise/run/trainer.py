@@ -28,7 +28,7 @@ from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failur
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.mixture import make_stream
-from turnwise.run.progress import Progress
+from turnwise.run.display import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
 from turnwise.run.step import TrainingStep, check_exactness

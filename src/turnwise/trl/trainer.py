@@ -20,8 +20,7 @@ from turnwise.rollouts.foreign.trl import TrlEnvironments
 from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.run import commands
 from turnwise.run.api import run_command
-from turnwise.run.commands import TrainingResult
-from turnwise.run.inputs import ProgramInputs
+from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.tools import ToolFunction
 from turnwise.trl.adapters import lora_settings
 from turnwise.trl.config import GRPOConfig
