@@ -88,11 +88,8 @@ def train(
     """
     arguments = {"model.path": _text(model), "training.steps": steps}
     inputs, values, optional = _inputs(environment, data, eval_data, arguments)
-    settings, console, name = (
-        _settings(keys, values),
-        Console(quiet=not progress),
-        "the training run",
-    )
+    settings, console = _settings(keys, values), Console(quiet=not progress)
+    name = "the training run"
     if resume is None:
         resolved = _resolve(config, settings, optional)
         return run_command(lambda: commands.train(resolved, console, None, inputs), name)

@@ -114,11 +114,12 @@ async def open_runtime(
         share = gpu_share(config, gpus, training=training)
         policy: TrainerGroup | None = None
 
-        async def start_policy() -> None:
+        async def start_policy() -> TrainerGroup | None:
             nonlocal policy
             if folder is not None and policy is None:
                 with progress.part("starting the trainer"):
                     policy = await TrainerGroup.start(config, folder, num_gpus=share)
+            return policy
 
         async def start_rewards() -> None:
             count = sum(1 for part in config.rollout.rewards if part.model)
@@ -131,9 +132,9 @@ async def open_runtime(
                 await policy.close()
 
         stack.push_async_callback(close_policy)
-        if config.training.colocated:
-            await start_policy()  # engines run in its processes
-        hosts = policy.actors if policy is not None and config.training.colocated else None
+        hosts = None
+        if config.training.colocated and (trainer := await start_policy()) is not None:
+            hosts = trainer.actors  # engines run in its processes
         manager = make_manager(config, share, hosts)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None

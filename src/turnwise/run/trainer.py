@@ -176,8 +176,7 @@ class TrainingLoop:
             metrics = self._describe(step, batch)
             await self._learn(batch, metrics)
             metrics.add(await self._update_weights())
-            evaluation = await self._evaluate(step)
-            metrics.add_evaluation(evaluation)
+            metrics.add_evaluation(await self._evaluate(step))
             await self._write_trajectories(step, batch)
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
