@@ -23,11 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 
 
 def add_to(app: typer.Typer, traces: typer.Typer) -> None:
-    """Add the commands of this module to the command line.
-
-    Args:
-        traces: The command `turnwise trace`, which has commands of its own.
-    """
+    """Add the commands of this module to the command line."""
     app.command()(init)
     app.command()(doctor)
     app.command()(stuck)

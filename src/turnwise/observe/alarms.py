@@ -37,11 +37,7 @@ def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
 
 
 def alarms_of_run(run: Path) -> list[Alarm]:
-    """Return the alarms of a run folder; none for a run without steps.
-
-    Raises:
-        InputError: when the folder's configuration cannot be read.
-    """
+    """Return the alarms of a run folder; none for a run without steps."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []

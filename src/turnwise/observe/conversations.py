@@ -36,9 +36,6 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
         source: A run folder, or a file of trajectories, which is returned as it is.
         step: By default, the newest one.
         heldout: Whether those of the evaluation are wanted.
-
-    Raises:
-        InputError: when there is none.
     """
     if source.is_file():
         return source
@@ -60,9 +57,6 @@ def select(
     Args:
         problem: Name of the problem, or its end, such as `17` for `rows:17`; None is any.
         pattern: A regular expression, searched in the text of all messages; None is any.
-
-    Raises:
-        InputError: when the pattern is no regular expression.
     """
     try:
         found = re.compile(pattern or "")
@@ -77,11 +71,7 @@ def select(
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file.
-
-    Raises:
-        InputError: naming the first line that is none.
-    """
+    """Yield the trajectories of a file."""
     line = 1
     try:
         for trajectory in read_jsonl(path):
@@ -114,9 +104,6 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     """Return a trajectory as people read it: its result, then what was said.
 
     Control characters are shown as escapes, so that no answer of a model can drive the terminal.
-
-    Args:
-        label: Text before the name.
     """
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:

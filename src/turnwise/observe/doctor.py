@@ -138,12 +138,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
-    """Return the checks of this machine.
-
-    Args:
-        ray_address: A cluster's address, as `ray_address` of the configuration.
-        clean: Remove what killed engines left in shared memory.
-    """
+    """Return the checks of this machine."""
     late = _mend_ray(ray_address)
     return [
         Check("python", check_python),
@@ -167,11 +162,7 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Sequence[Finding]:
-    """Check the packages that Turnwise requires, and the pins of a clone.
-
-    Raises:
-        InputError: when vLLM is missing, or is mixed with packages for another device.
-    """
+    """Check the packages that Turnwise requires, and the pins of a clone."""
     check_vllm()
     engine = "gpu" if _installed("vllm") else "cpu"
     try:

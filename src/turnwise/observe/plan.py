@@ -148,14 +148,7 @@ def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    """Compute the plan of a training run.
-
-    Args:
-        prompt_tokens: See `expected_length`.
-
-    Raises:
-        InputError: when the model's configuration cannot be read, or traced.
-    """
+    """Compute the plan of a training run."""
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
@@ -231,11 +224,7 @@ def _excess(plan: Plan) -> float:
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
-    """Return what a rank of the trainer holds.
-
-    Args:
-        length: Expected tokens of a trajectory.
-    """
+    """Return what a rank of the trainer holds."""
     training, model = config.training, config.model
     ranks, width = training.ranks, _width(config)
     needed = make_algorithm(config.algorithm).advantage.value_model
@@ -364,15 +353,7 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run, and the changes with which it would fit if it does not.
-
-    Args:
-        gpus: Number of GPUs; None takes this machine's.
-        gpu_memory: Memory of a GPU in GiB; None takes that of this machine's.
-
-    Raises:
-        InputError: when there are GPUs of an unknown size.
-    """
+    """Print the plan of a run, and the changes with which it would fit if it does not."""
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:

@@ -49,9 +49,6 @@ class Trackers:
         config: Configuration of the run, which names the trackers; they get it without its API key.
         after_step: Step being resumed from, or None. Later metrics are removed, or hidden where a
             tracker cannot delete.
-
-    Raises:
-        InputError: when a tracker is not installed or does not start; no other is left open.
     """
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
@@ -84,9 +81,6 @@ class Trackers:
 
         A nested dictionary is written as `key/name`. Values that are not numbers (None, a text) go
         only to metrics.jsonl, where NaN and infinity become null.
-
-        Raises:
-            TurnwiseError: when metrics.jsonl cannot be written.
         """
         metrics = {name: _finite(value) for name, value in metrics.items()}
         self.rows.append(metrics)

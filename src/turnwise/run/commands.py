@@ -142,12 +142,7 @@ def all_problems(
 def training_problems(
     config: Config, inputs: ProgramInputs, *, heldout: bool = False
 ) -> "Sequence[Problem]":
-    """Return the problems to train on, or those to evaluate on.
-
-    Raises:
-        InputError: when they cannot be read, or the program has an environment or rows of its own
-            beside `environments`.
-    """
+    """Return the problems to train on, or those to evaluate on."""
     own = (inputs.environment, inputs.rows, inputs.eval_rows)
     if config.environments and any(each is not None for each in own):
         raise InputError(
@@ -176,12 +171,7 @@ async def train(
     resume: "Resume | None" = None,
     inputs: ProgramInputs = FROM_CONFIG,
 ) -> TrainingResult:
-    """Train to the last step, with up to `training.restarts` restarts after the trainer dies.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        TurnwiseError: naming what failed.
-    """
+    """Train to the last step, with up to `training.restarts` restarts after the trainer dies."""
     check_sources(config, *inputs.paths(config))
     for key, other in config.algorithm.other_models().items():
         check_model(other, f"{key}.path")
@@ -243,16 +233,7 @@ async def _attempt(
 async def resume(
     run: Path, config: Config, console: Console, inputs: ProgramInputs = FROM_CONFIG
 ) -> TrainingResult:
-    """Continue training from the newest complete checkpoint of a run.
-
-    Args:
-        config: The run's, as `config_of_run` returns it.
-
-    Raises:
-        InputError: when the run has no complete checkpoint, has already finished, or changes what
-            cannot change.
-        TurnwiseError: naming what failed.
-    """
+    """Continue training from the newest complete checkpoint of a run."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
@@ -280,11 +261,7 @@ def config_of_run(
     settings: Mapping[str, object] | None = None,
     optional: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a run with changes, even if its folder has been moved.
-
-    Raises:
-        InputError: when there is no run in the folder, or the changes are invalid.
-    """
+    """Return the configuration of a run with changes, even if its folder has been moved."""
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     home = {"output_dir": str(run.resolve().parent), "name": run.resolve().name}
@@ -304,10 +281,6 @@ async def evaluate(
     """Evaluate the model on held-out rows; trajectories go to eval.jsonl in the run folder.
 
     Finished groups are in the file at once, so that an early end loses none of them.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
     paths = []
     if inputs.eval_rows is None:
@@ -350,10 +323,6 @@ async def rollout(
 
     Returns:
         The trajectories in the rows' order, and the number of failed ones by reason.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-        StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
     """
     paths = inputs.paths(config, heldout=False)
     async with _playing(
@@ -431,11 +400,7 @@ def _opened(
 
 @asynccontextmanager
 async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer"]:
-    """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used.
-    """
+    """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block."""
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
     async with AsyncExitStack() as stack:
@@ -458,9 +423,6 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
 
     Returns:
         The folder written.
-
-    Raises:
-        InputError: when there is no checkpoint, or the output exists.
     """
     chosen = run
     if (run / "state").is_dir():

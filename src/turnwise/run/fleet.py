@@ -47,14 +47,7 @@ _FrontType = TypeVar("_FrontType", bound=_Front)
 
 @asynccontextmanager
 async def open_server(config: Config, progress: Progress = SILENT) -> AsyncIterator["OpenAIServer"]:
-    """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit.
-
-    Args:
-        progress: Shown what is started.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-    """
+    """Start Ray, the workers and the OpenAI server in front of them; stop them all on exit."""
     if config.engine.metrics is None:
         engine = config.engine.model_copy(update={"metrics": True})
         config = config.model_copy(update={"engine": engine})
@@ -81,14 +74,7 @@ async def open_server(config: Config, progress: Progress = SILENT) -> AsyncItera
 async def open_manager(
     config: Config, progress: Progress = SILENT
 ) -> AsyncIterator[AsyncLLMServerManager]:
-    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`.
-
-    Args:
-        progress: Shown what is started.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-    """
+    """Start Ray and a manager with `submit_chat_completions` and `generate_sequences`."""
 
     async def prepare() -> Callable[[AsyncLLMServerManager], ChatBackend]:
         scheduler = await import_chat_scheduler(config)

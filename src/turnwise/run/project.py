@@ -50,9 +50,6 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
 
     Returns:
         The paths of the files.
-
-    Raises:
-        InputError: when the folder has files, its name cannot name a run, or it cannot be written.
     """
     name = folder.resolve().name
     if not _NAME.fullmatch(name):

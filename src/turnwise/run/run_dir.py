@@ -57,11 +57,7 @@ class Resume:
 
 
 def find_resume(run: Path) -> Resume:
-    """Return the newest complete checkpoint of a run.
-
-    Raises:
-        InputError: when there is no such run, or it has none.
-    """
+    """Return the newest complete checkpoint of a run."""
     if not (run / "config.yaml").is_file():
         raise InputError(f"there is no run in {run} (a folder with config.yaml)")
     folder, flaws = checkpoint.newest_whole(checkpoint.checkpoints_of(run))
@@ -152,9 +148,6 @@ class RunDir:
             run is overwritten. None starts a run.
 
     Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
-
-    Raises:
-        InputError: when the folder already holds a run that is not resumed, or cannot be written.
     """
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:

@@ -91,9 +91,6 @@ async def open_runtime(
         folder: Run folder for training; None starts no trainer.
         environment: Makes an environment from a row; None uses the configuration's.
         functions: Reward functions of a program, by their paths in `rollout.rewards`.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
     """
     training = folder is not None
     if training:

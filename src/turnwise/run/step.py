@@ -39,11 +39,7 @@ def check_exactness(report: ExactnessReport, config: Config) -> None:
 
 
 class TrainingStep:
-    """Trains the policy of a runtime, and keeps its engines on the trainer's weights.
-
-    Args:
-        runtime: A runtime with a trainer.
-    """
+    """Trains the policy of a runtime, and keeps its engines on the trainer's weights."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None

@@ -55,11 +55,7 @@ def columns_of(
 
 
 def write_columns(path: Path, columns: Columns) -> None:
-    """Write columns; the file appears whole or not at all.
-
-    Raises:
-        TurnwiseError: when it cannot be written.
-    """
+    """Write columns; the file appears whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)

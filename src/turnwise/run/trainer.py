@@ -42,16 +42,7 @@ _T = TypeVar("_T")
 
 
 class TrainingLoop:
-    """Trains the policy; see the module's docstring.
-
-    Args:
-        runtime: A runtime with a trainer.
-        problems: Problems to train on, in the order of `make_stream`.
-        heldout: Problems to evaluate on; may be empty.
-        folder: Folder that everything is written to.
-        progress: Shown each phase and step.
-        resume: Checkpoint to resume from; None starts a new run.
-    """
+    """Trains the policy; see the module's docstring."""
 
     def __init__(
         self,
@@ -244,11 +235,7 @@ class TrainingLoop:
         self._step.versions.step_ended(self._policy.version)
 
     async def _update_weights(self) -> JsonObject:
-        """Transfer the new weights to the engines, which sample the next trajectories.
-
-        Raises:
-            WeightUpdateError, DeadlineError: when they did not arrive.
-        """
+        """Transfer the new weights to the engines, which sample the next trajectories."""
         self._progress.phase("update weights")
         with self._timed("weights"):
             return await self._step.update_weights()
@@ -293,11 +280,7 @@ class TrainingLoop:
         await self._report(metrics)
 
     def _describe(self, step: int, batch: Batch) -> StepMetrics:
-        """Return a step's metrics, with those of its rollouts filled in.
-
-        Raises:
-            StepError: when too many of them failed.
-        """
+        """Return a step's metrics, with those of its rollouts filled in."""
         failed = self._config.rollout.max_failed_fraction
         metrics = StepMetrics(step=step)
         metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))

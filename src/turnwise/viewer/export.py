@@ -41,10 +41,6 @@ def write_page(
         step: None is the last one.
         heldout: Whether the evaluation's trajectories are wanted.
         index: Line of one trajectory, from 0; None writes all.
-
-    Raises:
-        InputError: when there is no such run, step or trajectory, there are too many bytes, or the
-            page cannot be written.
     """
     [run] = open_runs([folder]).values()
     file = trajectory_file(run.path, step, heldout).stem

@@ -60,15 +60,7 @@ class FileIndex:
 
 @dataclass(slots=True)
 class RunFiles:
-    """Reads one run folder; safe to use from several threads.
-
-    Args:
-        path: The folder; its files may be incomplete, or still grow.
-        name: Unique name among the runs that are shown.
-
-    Raises:
-        InputError: when the folder is none of a run.
-    """
+    """Reads one run folder; safe to use from several threads."""
 
     path: Path
     name: str
@@ -268,11 +260,7 @@ class RunFiles:
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
-    """Return run folders by unique name, in their order.
-
-    Raises:
-        InputError: naming a folder without a run.
-    """
+    """Return run folders by unique name, in their order."""
     runs: dict[str, RunFiles] = {}
     for path in paths:
         name, number = path.resolve().name, 2

@@ -198,9 +198,6 @@ async def view(
         port: 0 takes a free one.
         announce: Called with the address, which contains the token, once the server listens.
         demo: Whether to serve the recorded runs, too.
-
-    Raises:
-        InputError: when a folder has no run, or the port is in use.
     """
     with ExitStack() as stack:
         recorded = stack.enter_context(demo_runs()) if demo else []

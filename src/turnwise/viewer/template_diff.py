@@ -56,9 +56,6 @@ class Renderer:
             numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered ids,
             whether the texts are equal]`, the ids that the template adds at the end (`closing`),
             and a `note`.
-
-        Raises:
-            IndexError: when there is no such turn.
         """
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
