@@ -76,10 +76,15 @@ class Command:
         return _EXIT_BAD_INPUT if expected else _EXIT_FAILED
 
 
-def print_error(text: str, style: str | None = None) -> None:
-    """Print a line on standard error, with control characters as escapes."""
-    console = Console(stderr=True)
+def print_text(text: str, style: str | None = None, *, stderr: bool = False) -> None:
+    """Print lines, with control characters as escapes."""
+    console = Console(stderr=stderr)
     console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_error(text: str, style: str | None = None) -> None:
+    """Print lines on standard error."""
+    print_text(text, style, stderr=True)
 
 
 def run(make: Callable[[], Coroutine[object, object, None]], command: Command) -> None:
