@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from turnwise import __version__
-from turnwise.cli.command import Command, print_error, print_text, run_to_the_end
-from turnwise.cli.command import run as _run
+from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
 from turnwise.config import Config, explain_config, known_keys, load_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -55,7 +54,6 @@ Overrides = Annotated[
         autocompletion=_complete_key,
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
@@ -94,8 +92,9 @@ def options(
         raise typer.Exit(2)
 
 
-@app.command()
-def train(
+@command_of(app)
+async def train(
+    command: Command,
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
     ] = None,
@@ -104,43 +103,37 @@ def train(
         Path | None,
         typer.Option(help="A run's folder, to continue from its last whole checkpoint."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Train a model; everything about the run goes to its folder."""
-    command, changes = Command(debug), [*(overrides or ())]
+    changes = [*(overrides or ())]
     if resume is None:
         if file is None:
             raise typer.BadParameter("give a FILE, or --resume runs/NAME")
-        _run(lambda: _train(command.of(load_config(file, changes))), command)
+        await _train(command.of(load_config(file, changes)))
         return
     if file is not None:
         changes.insert(0, file)
-    _run(lambda: _train(command.of(commands.config_of_run(resume, changes)), resume), command)
+    await _train(command.of(commands.config_of_run(resume, changes)), resume)
 
 
-@app.command()
-def pipeline(
+@command_of(app)
+async def pipeline(
+    command: Command,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A YAML file with models and runtime.")
     ],
     overrides: Overrides = None,
-    debug: Debug = False,
 ) -> None:
     """Train the models of a pipeline's file, from the last checkpoint where there is one."""
-    command = Command(debug)
+    from turnwise.pipeline.pipeline_file import read_pipeline_file
 
-    async def work() -> None:
-        from turnwise.pipeline.pipeline_file import read_pipeline_file
-
-        read = await run_in_thread(lambda: read_pipeline_file(file, overrides or ()))
-        config = command.of(read.config)
-        for note in read.notes:
-            print_error(f"turnwise: {file}: {note}", style="yellow")
-        run = commands.run_folder(config)
-        saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
-        await _train(config, run if read.resumes and saved else None)
-
-    _run(work, command)
+    read = await run_in_thread(lambda: read_pipeline_file(file, overrides or ()))
+    config = command.of(read.config)
+    for note in read.notes:
+        print_error(f"turnwise: {file}: {note}", style="yellow")
+    run = commands.run_folder(config)
+    saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
+    await _train(config, run if read.resumes and saved else None)
 
 
 async def _train(config: Config, resume: Path | None = None) -> None:
@@ -157,83 +150,69 @@ async def _train(config: Config, resume: Path | None = None) -> None:
     print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
 
 
-@app.command("eval")
-def evaluate(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+@command_of(app, "eval")
+async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Evaluate the model on data.eval_path (or data.path), and save the trajectories."""
-    command = Command(debug)
+    from turnwise.observe.conversations import Overview, show
 
-    async def work() -> None:
-        from turnwise.observe.conversations import Overview, show
-
-        # commands.evaluate requires data.path only if data.eval_path is not set.
-        config = command.of(load_config(file, overrides or (), optional=("data.path",)))
-        console, overview = Console(), Overview()
-        evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
-        show(console, overview)
-        lines = [
-            f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
-            for name, summary in evaluation.environments.items()
-        ]
-        several = {k: v for k, v in evaluation.summary.items() if "@" in k and k[-2:] != "@1"}
-        if several:
-            lines.append("  ".join(f"{k} {v:.4f}" for k, v in several.items()))
-        lines += [f"{name} {value:.4f}" for name, value in evaluation.env.items()]
-        lines.append(
-            f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
-            f"reward {evaluation.summary['reward_mean']:.4f}  "
-            f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
-            f"{evaluation.tokens_per_s:,.0f} tok/s"
-        )
-        print_text("\n".join([*lines, str(commands.run_folder(config) / "eval.jsonl")]))
-
-    _run(work, command)
+    # commands.evaluate requires data.path only if data.eval_path is not set.
+    config = command.of(load_config(file, overrides or (), optional=("data.path",)))
+    console, overview = Console(), Overview()
+    evaluation = await commands.evaluate(config, console, on_group=overview.add_group)
+    show(console, overview)
+    lines = [
+        f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
+        for name, summary in evaluation.environments.items()
+    ]
+    several = {k: v for k, v in evaluation.summary.items() if "@" in k and k[-2:] != "@1"}
+    if several:
+        lines.append("  ".join(f"{k} {v:.4f}" for k, v in several.items()))
+    lines += [f"{name} {value:.4f}" for name, value in evaluation.env.items()]
+    lines.append(
+        f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
+        f"reward {evaluation.summary['reward_mean']:.4f}  "
+        f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
+        f"{evaluation.tokens_per_s:,.0f} tok/s"
+    )
+    print_text("\n".join([*lines, str(commands.run_folder(config) / "eval.jsonl")]))
 
 
-@app.command()
-def rollout(
+@command_of(app)
+async def rollout(
+    command: Command,
     file: ConfigFile,
     overrides: Overrides = None,
     output: Annotated[
         Path | None, typer.Option(help="Output file; default: rollouts.jsonl in the run folder.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Sample the groups of data.path as training would, into a JSON Lines file."""
-    command = Command(debug)
+    from turnwise.observe.conversations import Overview, show
 
-    async def work() -> None:
-        from turnwise.observe.conversations import Overview, show
-
-        config = command.of(load_config(file, overrides or ()))
-        path = output or commands.run_folder(config) / "rollouts.jsonl"
-        console, overview = Console(), Overview()
-        trajectories, dropped = await commands.rollout(
-            config, console, path, on_group=overview.add_group
-        )
-        show(console, overview)
-        print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
-
-    _run(work, command)
+    config = command.of(load_config(file, overrides or ()))
+    path = output or commands.run_folder(config) / "rollouts.jsonl"
+    console, overview = Console(), Overview()
+    trajectories, dropped = await commands.rollout(
+        config, console, path, on_group=overview.add_group
+    )
+    show(console, overview)
+    print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
 
 
-@app.command()
-def serve(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+@command_of(app)
+async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
-    command = Command(debug)
-
-    async def work() -> None:
-        config = command.of(load_config(file, overrides or (), optional=_NEEDLESS))
-        async with commands.serve(config, Console()) as server:
-            print_text(f"base URL {server.base_url}")
-            for name, url in server.workers().items():
-                print_text(f"{name} {url}")
-            await asyncio.Event().wait()  # until interrupted
-
-    _run(work, command)
+    config = command.of(load_config(file, overrides or (), optional=_NEEDLESS))
+    async with commands.serve(config, Console()) as server:
+        print_text(f"base URL {server.base_url}")
+        for name, url in server.workers().items():
+            print_text(f"{name} {url}")
+        await asyncio.Event().wait()  # until interrupted
 
 
-@app.command()
-def show(
+@command_of(app)
+async def show(
+    command: Command,
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run folder, or a file of trajectories.")
     ],
@@ -247,29 +226,25 @@ def show(
     ] = None,
     best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
     worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
-    debug: Debug = False,
 ) -> None:
     """Print what was said in a run, and what it earned."""
+    from turnwise.observe import conversations
+    from turnwise.observe.alarms import alarms_of_run
 
-    async def work() -> None:
-        from turnwise.observe import conversations
-        from turnwise.observe.alarms import alarms_of_run
-
-        path = conversations.trajectory_file(source, step, heldout)
-        found = conversations.select(conversations.read_trajectories(path), problem, grep)
-        if problem is None and grep is None:
-            conversations.show(Console(), conversations.Overview.of(found, best, worst))
-            for alarm in alarms_of_run(source) if source.is_dir() else ():
-                print_text(f"alarm at step {alarm.step}: {alarm.message}")
-        else:
-            conversations.show_all(Console(), found)
-        print_text(str(path))
-
-    _run(work, Command(debug))
+    path = conversations.trajectory_file(source, step, heldout)
+    found = conversations.select(conversations.read_trajectories(path), problem, grep)
+    if problem is None and grep is None:
+        conversations.show(Console(), conversations.Overview.of(found, best, worst))
+        for alarm in alarms_of_run(source) if source.is_dir() else ():
+            print_text(f"alarm at step {alarm.step}: {alarm.message}")
+    else:
+        conversations.show_all(Console(), found)
+    print_text(str(path))
 
 
-@app.command()
-def view(
+@command_of(app)
+async def view(
+    command: Command,
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders, compared.")
     ] = None,
@@ -283,28 +258,24 @@ def view(
     trajectory: Annotated[
         int | None, typer.Option(help="One trajectory of the step, from 0; default: all.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Show runs in the browser, while they train or later; --export writes a page to send."""
     if not runs and (export is not None or not demo):
         raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
+    from turnwise.viewer import server
+    from turnwise.viewer.export import write_page
 
-    async def work() -> None:
-        from turnwise.viewer import server
-        from turnwise.viewer.export import write_page
-
-        folders = runs or []
-        if export is None:
-            await server.view(folders, port, print_text, demo=demo)
-            return
-        await run_in_thread(lambda: write_page(folders[0], export, step, heldout, trajectory))
-        print_text(str(export))
-
-    _run(work, Command(debug))
+    folders = runs or []
+    if export is None:
+        await server.view(folders, port, print_text, demo=demo)
+        return
+    await run_in_thread(write_page, folders[0], export, step, heldout, trajectory)
+    print_text(str(export))
 
 
-@app.command()
-def export(
+@command_of(app)
+async def export(
+    command: Command,
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run's folder, or that of a checkpoint.")
     ],
@@ -315,39 +286,31 @@ def export(
         Path | None,
         typer.Option(help="Folder to write; default: export, or merged, in the run's."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write the trained model, or with LoRA the adapter, for other programs."""
-
-    async def work() -> None:
-        written = await run_in_thread(lambda: commands.export_run(run, output, merged=merged))
-        print_text(str(written))
-
-    _run(work, Command(debug))
+    written = await run_in_thread(lambda: commands.export_run(run, output, merged=merged))
+    print_text(str(written))
 
 
-@app.command()
-def config(
+@command_of(app)
+async def config(
+    command: Command,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="FILE", help="A YAML configuration; without one, the defaults."),
     ] = None,
     overrides: Overrides = None,
-    debug: Debug = False,
 ) -> None:
     """Print the resolved configuration, or the defaults, with the meaning of each key."""
     if file is not None and "=" in file.name and not file.exists():
         raise typer.BadParameter("changes apply to a FILE: turnwise config FILE key.sub=value")
-
-    async def work() -> None:
-        loaded = None if file is None else load_config(file, overrides or ())
-        sys.stdout.write(explain_config(loaded))
-
-    _run(work, Command(debug))
+    loaded = None if file is None else load_config(file, overrides or ())
+    sys.stdout.write(explain_config(loaded))
 
 
-@app.command()
-def plan(
+@command_of(app)
+async def plan(
+    command: Command,
     file: ConfigFile,
     overrides: Overrides = None,
     gpus: Annotated[
@@ -356,21 +319,17 @@ def plan(
     gpu_memory: Annotated[
         float | None, typer.Option(help="Memory of a GPU in GiB; default: that of this machine's.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Show what each device of a training run would hold; loads no weights."""
+    from turnwise.observe.plan import print_plan  # imports torch
 
-    async def work() -> None:
-        from turnwise.observe.plan import print_plan  # imports torch
-
-        config = load_config(file, overrides or (), optional=_NEEDLESS)
-        await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
-
-    _run(work, Command(debug))
+    config = load_config(file, overrides or (), optional=_NEEDLESS)
+    await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
 
 
-@app.command()
-def init(
+@command_of(app)
+async def init(
+    command: Command,
     name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
     model: Annotated[
         str | None,
@@ -378,21 +337,17 @@ def init(
             help="Folder or Hugging Face name; default: the demo's in a clone, else Qwen3-0.6B."
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Make a project that trains at once: environment, data, configuration, test, README."""
+    from turnwise.run.project import make_project
 
-    async def work() -> None:
-        from turnwise.run.project import make_project
-
-        files = await run_in_thread(lambda: make_project(name, model))
-        print_text("\n".join([*map(str, files), "", f"cd {name}", "turnwise train config.yaml"]))
-
-    _run(work, Command(debug))
+    files = await run_in_thread(lambda: make_project(name, model))
+    print_text("\n".join([*map(str, files), "", f"cd {name}", "turnwise train config.yaml"]))
 
 
-@app.command()
-def doctor(
+@command_of(app)
+async def doctor(
+    command: Command,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="FILE", help="A YAML configuration; without one, this machine."),
@@ -406,39 +361,33 @@ def doctor(
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove what killed engines left in shared memory.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Check that everything is ready; name the command that mends what is not."""
-    command, found = Command(debug), list["Finding"]()
     if rollout and file is None:
         raise typer.BadParameter("--rollout plays the problems of a FILE")
+    from turnwise.observe import doctor
 
-    async def work() -> None:
-        from turnwise.observe import doctor
+    console, config, found = Console(), None, list[doctor.Finding]()
 
-        console, config = Console(), None
+    def report(finding: doctor.Finding) -> None:
+        found.append(finding)
+        doctor.print_finding(console, finding)
 
-        def report(finding: doctor.Finding) -> None:
-            found.append(finding)
-            doctor.print_finding(console, finding)
-
-        if file is not None:
-            try:
-                config = command.of(load_config(file, overrides or ()))
-                report(doctor.Finding("configuration", "ok", str(file)))
-            except TurnwiseError as error:
-                report(doctor.Finding("configuration", "broken", str(error)))
-        checks = doctor.machine_checks(None if config is None else config.ray_address, clean)
-        if config is not None:
-            checks += doctor.ConfigChecks(config).all
-        findings = doctor.examine(checks)
-        while (finding := await run_in_thread(lambda: next(findings, None))) is not None:
-            report(finding)
-        if rollout and config is not None:
-            report(await _play(config, console))
-        console.print(doctor.verdict(found), highlight=False)
-
-    _run(work, command)
+    if file is not None:
+        try:
+            config = command.of(load_config(file, overrides or ()))
+            report(doctor.Finding("configuration", "ok", str(file)))
+        except TurnwiseError as error:
+            report(doctor.Finding("configuration", "broken", str(error)))
+    checks = doctor.machine_checks(None if config is None else config.ray_address, clean)
+    if config is not None:
+        checks += doctor.ConfigChecks(config).all
+    findings = doctor.examine(checks)
+    while (finding := await run_in_thread(lambda: next(findings, None))) is not None:
+        report(finding)
+    if rollout and config is not None:
+        report(await _play(config, console))
+    console.print(doctor.verdict(found), highlight=False)
     if any(finding.state == "broken" for finding in found):
         raise typer.Exit(1)
 
@@ -458,28 +407,24 @@ async def _play(config: Config, console: Console) -> "Finding":
     return spread(trajectories, dropped)
 
 
-@app.command()
-def stuck(run: Run, debug: Debug = False) -> None:
+@command_of(app)
+async def stuck(command: Command, run: Run) -> None:
     """Print what a run waits for, and the stacks of all of its processes."""
+    from turnwise.core.stacks import ask
 
-    async def work() -> None:
-        from turnwise.core.stacks import ask
-
-        typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
-
-    _run(work, Command(debug))
+    typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
 
 
-@traces.command("export")
-def export_traces(source: Source, target: Target, debug: Debug = False) -> None:
+@command_of(traces, "export")
+async def export_traces(command: Command, source: Source, target: Target) -> None:
     """Write trajectories as OpenEnv's training traces."""
-    _run(lambda: _convert("export_traces", "traces", source, target), Command(debug))
+    await _convert("export_traces", "traces", source, target)
 
 
-@traces.command("import")
-def import_traces(source: Source, target: Target, debug: Debug = False) -> None:
+@command_of(traces, "import")
+async def import_traces(command: Command, source: Source, target: Target) -> None:
     """Write training traces, of Turnwise or another program, as trajectories."""
-    _run(lambda: _convert("import_traces", "trajectories", source, target), Command(debug))
+    await _convert("import_traces", "trajectories", source, target)
 
 
 async def _convert(name: str, what: str, source: Path, target: Path) -> None:
@@ -489,23 +434,19 @@ async def _convert(name: str, what: str, source: Path, target: Path) -> None:
     print_text(f"{count} {what}\n{target}")
 
 
-@traces.command()
-def timeline(
+@command_of(traces)
+async def timeline(
+    command: Command,
     run: Run,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON file to write.")],
     step: Step = None,
     heldout: Annotated[bool, typer.Option("--heldout", help="The evaluation's turns.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
+    from turnwise.observe.timeline import write_timeline
 
-    async def work() -> None:
-        from turnwise.observe.timeline import write_timeline
-
-        count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
-        print_text(f"{count} turns\n{target}")
-
-    _run(work, Command(debug))
+    count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
+    print_text(f"{count} turns\n{target}")
 
 
 def main() -> None:
