@@ -131,6 +131,12 @@ class Plan:
         return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
 
     @property
+    def excess(self) -> float:
+        """By how much it does not fit, in bytes."""
+        over = sum(max(0, load.bytes - load.limit) for load in self.loads)
+        return over + max(0.0, 1 - self.contexts)
+
+    @property
     def possible(self) -> bool:
         """Whether it can run at all."""
         return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
@@ -171,24 +177,20 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
-    changes: list[str] = []
-    tree = config.model_dump()
+    changes: dict[str, str] = {}
     for key, values in _alternatives(config, machine.gpus > 0):
         for text in values:
-            changed = _changed(tree, key, text)
-            if changed is None:
-                break
-            now = Config.model_validate(tree)
-            try:
-                plan, before = make_plan(changed, machine), make_plan(now, machine)
+            try:  # a value may not be allowed, and such a layout may need more GPUs
+                changed = _changed(config, key, text)
+                plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
-                break  # such a layout needs more GPUs
-            if _excess(plan) >= _excess(before):
+                break
+            if plan.excess >= before.excess:
                 break  # it does not help
-            changes = [*(c for c in changes if not c.startswith(f"{key}=")), f"{key}={text}"]
-            tree = changed.model_dump()
+            changes.pop(key, None)  # a milder one
+            config, changes[key] = changed, text
             if plan.fits:
-                return changes
+                return [f"{key}={text}" for key, text in changes.items()]
     return None
 
 
@@ -205,22 +207,12 @@ def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]
     yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
-def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
-    """Return the configuration with another value; None where that is not allowed."""
-    changed = Config.model_validate(tree).model_dump()
+def _changed(config: Config, key: str, text: str) -> Config:
+    changed = config.model_dump()
     apply_override(changed, f"{key}={text}")
-    if key == "engine.tensor_parallel_size" and changed["training"]["colocated"]:
-        changed["serving"]["workers"] = max(1, changed["training"]["ranks"] // int(text))
-    try:
-        return parse_config(changed, optional=("environment", "data.path"))
-    except InputError:
-        return None
-
-
-def _excess(plan: Plan) -> float:
-    """Return by how much a plan does not fit, in bytes."""
-    over = sum(max(0, load.bytes - load.limit) for load in plan.loads)
-    return over + max(0.0, 1 - plan.contexts)
+    if key == "engine.tensor_parallel_size" and config.training.colocated:
+        changed["serving"]["workers"] = max(1, config.training.ranks // int(text))
+    return parse_config(changed, optional=("environment", "data.path"))
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
