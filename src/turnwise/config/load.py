@@ -175,7 +175,10 @@ def _explain_mistake(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return _unknown(key, loc)
     if error["type"] == "missing":
-        missing = [key, *(f"{key}.{name}" for name in _required(key))]
+        field = Config.model_fields.get(key)
+        parts = sections(field.annotation) if field is not None else []
+        below = [n for part in parts for n, f in part.model_fields.items() if f.is_required()]
+        missing = [key, *(f"{key}.{name}" for name in below)]
         explained = [_explain_missing(k) for k in missing if k in known_keys()]
         return "; ".join(explained or [f"{key} must be set"])
     value = error["input"]
@@ -206,13 +209,6 @@ def _unknown(key: str, loc: Sequence[str]) -> str:
         ]
         return f"{key} belongs to {' and '.join(kinds)}, not to {loc[-2]} ({owner}.name)"
     return f"there is no key {key}{_nearest(key)}"
-
-
-def _required(section: str) -> list[str]:
-    """Return the keys of a top-level section that must be set."""
-    field = Config.model_fields.get(section)
-    parts = sections(field.annotation) if field is not None else []
-    return [name for part in parts for name, f in part.model_fields.items() if f.is_required()]
 
 
 def _nearest(key: str) -> str:

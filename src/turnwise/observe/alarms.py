@@ -2,8 +2,8 @@
 
     lines of metrics.jsonl -> measured values -> thresholds (`alarms` in the configuration) -> Alarm
 
-Each alarm is raised once in a run. They are computed from metrics.jsonl alone, so that they can be
-found in a finished run as well.
+Each alarm is raised once in a run, by the function of its threshold's name. They are computed from
+metrics.jsonl alone, so that they can be found in a finished run as well.
 """
 
 import json
@@ -80,7 +80,7 @@ class Alarms:
         return f"{found[-1][1].replace('{}', mean)} (a mean over {steps} steps)"
 
 
-def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
+def no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     share = row.get("groups_without_signal", 0) / config.rollout.prompts_per_step
     advice = (
         ""
@@ -91,7 +91,7 @@ def _no_signal(row: JsonObject, config: Config) -> tuple[float, str]:
     return share, f"{{}} of the groups have no signal: all their rewards are equal{advice}"
 
 
-def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
+def truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     ended = row.get("statuses", {})
     cut_off = ended.get("length", 0) + ended.get("context_full", 0)
     return _share(cut_off, row["trajectories"]), (
@@ -100,7 +100,7 @@ def _truncated(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
+def tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     events = row.get("events", {})
     failed = {k: n for k, n in events.items() if k.startswith("tool_") and k != "tool_call"}
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
@@ -110,29 +110,29 @@ def _tool_errors(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-def _dropped(row: JsonObject, config: Config) -> tuple[float, str]:
-    dropped = row.get("dropped", {})
-    lost = sum(dropped.values())
-    reasons = f" (in the last step {_listed(dropped)})" if dropped else ""
+def dropped(row: JsonObject, config: Config) -> tuple[float, str]:
+    counts = row.get("dropped", {})
+    lost = sum(counts.values())
+    reasons = f" (in the last step {_listed(counts)})" if counts else ""
     return _share(lost, lost + row["trajectories"]), (
         f"{{}} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
 
 
-def _idle(row: JsonObject, config: Config) -> tuple[float, str]:
+def idle(row: JsonObject, config: Config) -> tuple[float, str]:
     advice = (
         "more engines (serving.workers) or more concurrency (rollout.concurrency)"
         if config.training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )
-    idle = row.get("phase_seconds", {}).get("idle", 0)
-    return _share(idle, row.get("step_seconds", 0)), (
+    waiting = row.get("phase_seconds", {}).get("idle", 0)
+    return _share(waiting, row.get("step_seconds", 0)), (
         f"the trainer waits for rollouts during {{}} of a step; {advice} may help"
     )
 
 
-def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
+def stale(row: JsonObject, config: Config) -> tuple[float, str]:
     bound = config.training.max_staleness
     versions = bound * config.training.updates_per_step
     by_age: dict[str, int] = row.get("staleness", {})
@@ -144,7 +144,7 @@ def _stale(row: JsonObject, config: Config) -> tuple[float, str]:
     )
 
 
-def _logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
+def logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
     first, last = _first_and_last(rows, config, "logprob_diff_mean")
     if min(last) <= max(first * (config.alarms.logprob_growth or 1), _NEGLIGIBLE_DIFF):
         return ""
@@ -155,7 +155,7 @@ def _logprob_growth(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
+def entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
     first, last = _first_and_last(rows, config, "entropy")
     if max(last) >= first * (config.alarms.entropy_left or 0):
         return ""
@@ -166,7 +166,7 @@ def _entropy_left(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _reward_left(rows: Sequence[JsonObject], config: Config) -> str:
+def reward_left(rows: Sequence[JsonObject], config: Config) -> str:
     steps = config.alarms.steps
     rewards = [row["reward_mean"] for row in rows]
     if len(rewards) < 2 * steps:
@@ -183,7 +183,7 @@ def _reward_left(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
+def flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     count = config.alarms.flat_steps
     if len(rows) < max(count, 2):
         return ""
@@ -200,7 +200,7 @@ def _flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     )
 
 
-def _slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
+def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
     last, limit = rows[-config.alarms.steps :], config.alarms.slow_worker or 0.0
     if len(last) < config.alarms.steps:
         return ""
@@ -246,19 +246,11 @@ def _share(part: float, whole: float) -> float:
 
 
 _SHARES: dict[str, Callable[[JsonObject, Config], tuple[float, str]]] = {
-    "no_signal": _no_signal,
-    "truncated": _truncated,
-    "tool_errors": _tool_errors,
-    "dropped": _dropped,
-    "idle": _idle,
-    "stale": _stale,
+    check.__name__: check for check in (no_signal, truncated, tool_errors, dropped, idle, stale)
 }
 """Alarms of a share of one step; the sentence has {} in the place of its mean over the steps."""
 _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
-    "logprob_growth": _logprob_growth,
-    "entropy_left": _entropy_left,
-    "reward_left": _reward_left,
-    "flat_steps": _flat_steps,
-    "slow_worker": _slow_worker,
+    check.__name__: check
+    for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)
 }
 """Alarms of all steps so far; "" is none."""

@@ -173,9 +173,9 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
     def decode(ids: Sequence[int]) -> str:
         return template.decode_all(ids[:-1] if ids and ids[-1] in stops else ids)
 
-    first = first_of_branch(trajectory, leaf)
-    opening = messages_before(trajectory, first, decode)
-    whole = conversation_of(trajectory, leaf, decode)
+    first = _chain(trajectory, leaf)[0]
+    opening = _messages_before(trajectory, first, decode)
+    whole = _conversation_of(trajectory, leaf, decode)
     if opening is None or whole is None:
         raise InputError("the messages of this branch are not recorded one by one")
     text = template.render_text(whole, add_generation_prompt=False)
@@ -192,14 +192,18 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
     return template.encode(text), HISTORY_CHANGED
 
 
-def first_of_branch(trajectory: Trajectory, leaf: int) -> int:
-    """Return the turn with which a branch began: all later ones continue the turn before them."""
-    while (before := _continued(trajectory, leaf)) is not None:
-        leaf = before
-    return leaf
+def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
+    """Return the turns that end with one, each of which begins with the whole path of the one
+    before it."""
+    turns, chain = trajectory.turns, [leaf]
+    while (parent := turns[chain[0]].parent) is not None:
+        if turns[chain[0]].prefix_length != turns[parent].path_length:
+            break
+        chain.insert(0, parent)
+    return chain
 
 
-def conversation_of(
+def _conversation_of(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Message] | None:
     """Return the messages up to the answer of a turn; None if they are not known."""
@@ -208,12 +212,12 @@ def conversation_of(
         if index == len(trajectory.turns) - 1 and answers:
             return messages[: answers[-1] + 1]
         return messages[: answers[index] + 1] if len(answers) == len(trajectory.turns) else None
-    before = messages_before(trajectory, index, decode)
+    before = _messages_before(trajectory, index, decode)
     assert before is not None
     return [*before, _answer(trajectory, index, before, decode)]
 
 
-def messages_before(
+def _messages_before(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Message] | None:
     """Return the messages that led to a turn; None if they are not known."""
@@ -222,18 +226,15 @@ def messages_before(
         if len(answers) == len(trajectory.turns):
             return trajectory.messages[: answers[index]]
         return trajectory.messages[: answers[0]] if answers and index == 0 else None
-    chain = [index]
-    while (above := _continued(trajectory, chain[-1])) is not None:
-        chain.append(above)
     before: list[Message] = []
-    for at in reversed(chain):
+    earlier = index
+    for at in _chain(trajectory, index):
         own = trajectory.turns[at].messages
         if not before or own[: len(before)] == before:
             before = list(own)
         else:  # the messages since the turn before
-            earlier = _continued(trajectory, at)
-            assert earlier is not None
             before = [*before, _answer(trajectory, earlier, before, decode), *own]
+        earlier = at
     return before
 
 
@@ -282,11 +283,3 @@ def _answers(trajectory: Trajectory) -> list[int]:
 
 def _by_turn(trajectory: Trajectory) -> bool:
     return any(turn.messages for turn in trajectory.turns)
-
-
-def _continued(trajectory: Trajectory, index: int) -> int | None:
-    """Return the turn whose whole path a turn begins with; None if there is none."""
-    turn = trajectory.turns[index]
-    if turn.parent is None or turn.prefix_length != trajectory.turns[turn.parent].path_length:
-        return None
-    return turn.parent
