@@ -87,7 +87,6 @@ def print_text(text: str, style: str | None = None, *, stderr: bool = False) -> 
 
 
 def print_error(text: str, style: str | None = None) -> None:
-    """Print lines on standard error."""
     print_text(text, style, stderr=True)
 
 

@@ -40,7 +40,6 @@ class Key:
 
 
 def describe_keys() -> list[Key]:
-    """Return every key in the order of the configuration."""
     return list(_keys(Config, None, ""))
 
 
@@ -89,7 +88,6 @@ def _keys(kind: type[Section], section: Section | None, prefix: str) -> Iterator
 
 
 def _name(section: type[Section]) -> str:
-    """Return the name of one kind of a section."""
     return str(section.model_fields["name"].default)
 
 
@@ -127,7 +125,6 @@ def _default(field: FieldInfo) -> object:
 
 
 def _kinds(parts: Sequence[type[Section]]) -> list[str]:
-    """Return the names of a key's possible kinds, each with its meaning."""
     return [f"{_name(part)}: {part.__doc__}" for part in parts]
 
 

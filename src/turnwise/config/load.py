@@ -146,7 +146,6 @@ def set_key(tree: Tree, key: str, value: object) -> None:
 
 
 def _filled(tree: Tree, defaults: Tree) -> Tree:
-    """Return the tree with missing or empty keys set to their defaults."""
     filled = {**tree}
     for key, value in defaults.items():
         if filled.get(key) is None:
@@ -192,12 +191,10 @@ def _explain_mistake(error: ErrorDetails) -> str:
 
 
 def _explain_missing(key: str) -> str:
-    """Return the sentence about a key that must be set."""
     return f"{key} must be set ({known_keys()[key].rstrip('.')})"
 
 
 def _unknown(key: str, loc: Sequence[str]) -> str:
-    """Explain a key that its section does not have."""
     owner, _, leaf = key.rpartition(".")
     if leaf in REPLACED_KEYS:
         return f"{key} is not supported: {REPLACED_KEYS[leaf]}"

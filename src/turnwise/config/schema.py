@@ -127,7 +127,6 @@ class Config(Section):
         return parts
 
     def only(self, names: Collection[str]) -> "Config":
-        """Return the configuration with some of several environments."""
         if not self.environments:
             return self
         kept = {name: entry for name, entry in self.environments.items() if name in names}

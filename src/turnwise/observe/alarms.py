@@ -46,8 +46,6 @@ def alarms_of_run(run: Path) -> list[Alarm]:
 
 
 class Alarms:
-    """Watches the steps of one run."""
-
     def __init__(self, config: Config) -> None:
         self._config = config
         self._rows: list[JsonObject] = []

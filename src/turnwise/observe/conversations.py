@@ -71,7 +71,6 @@ def select(
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file."""
     line = 1
     try:
         for trajectory in read_jsonl(path):
@@ -91,7 +90,6 @@ def show(console: Console, overview: "Overview") -> None:
 
 
 def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
-    """Print trajectories in their order, at most twenty."""
     if not trajectories:
         console.print("no trajectory matches")
     for trajectory in trajectories[:_MOST]:
@@ -210,11 +208,9 @@ class Overview:
         return overview
 
     def add_group(self, group: "Group") -> None:
-        """Add the finished trajectories of a group."""
         self.add(group.trajectories)
 
     def add(self, group: Sequence[Trajectory]) -> None:
-        """Add the trajectories of one problem."""
         spread = _Numbers()
         for trajectory in group:
             reward = trajectory.reward or 0.0
@@ -253,7 +249,6 @@ class Overview:
         return {"best": high[: self.best], "worst": worst[: self.worst]}
 
     def lines(self) -> list[str]:
-        """Return the rewards, lengths and outcomes, in a few lines."""
         rewards, tokens = self.rewards, self._tokens
         if not rewards.count:
             return ["no trajectories"]
@@ -287,5 +282,4 @@ class Overview:
 
 
 def counted(number: int, one: str, several: str) -> str:
-    """Return a number with its noun."""
     return f"{number:,} {one if number == 1 else several}"

@@ -115,7 +115,6 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 def print_finding(console: Console, finding: Finding) -> None:
-    """Print a finding as a line of the table, and what mends it below."""
     line = Text(f"{finding.state:<8}", style=_STYLES[finding.state])
     line.append(visible(f" {finding.name:<14} {finding.detail}"), style="default")
     console.print(line, soft_wrap=True)
@@ -129,7 +128,6 @@ def size(count: int) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the last line of the report."""
     broken = sum(finding.state == "broken" for finding in findings)
     warnings = sum(finding.state == "warning" for finding in findings)
     if broken:
@@ -138,7 +136,6 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[Check]:
-    """Return the checks of this machine."""
     late = _mend_ray(ray_address)
     return [
         Check("python", check_python),
@@ -150,7 +147,6 @@ def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[
 
 
 def check_python() -> Finding:
-    """Check the version of Python and the operating system."""
     oldest, newest = (".".join(map(str, one)) for one in _PYTHONS)
     found = f"{platform.python_version()} on {sys.platform} {platform.machine()}"
     if not _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
@@ -162,7 +158,6 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Sequence[Finding]:
-    """Check the packages that Turnwise requires, and the pins of a clone."""
     check_vllm()
     engine = "gpu" if _installed("vllm") else "cpu"
     try:
@@ -284,15 +279,12 @@ def _mend_ray(address: str | None) -> str:
 
 @dataclass
 class ConfigChecks:
-    """The checks of one configuration."""
-
     config: Config
     _prompt_tokens: int | None = None
     """Length of the first row's prompt; None before it is known."""
 
     @property
     def all(self) -> list[Check]:
-        """The checks, in the order of the report."""
         return [
             Check("model", self.model, 120.0),
             Check("data", self.data),
@@ -307,7 +299,6 @@ class ConfigChecks:
         ]
 
     def model(self) -> Finding:
-        """Check that the model, its tokenizer and the other models can be found."""
         check_model(self.config.model.path)
         if self.config.model.tokenizer is not None:
             check_tokenizer(self.config.model.tokenizer)
@@ -318,7 +309,6 @@ class ConfigChecks:
         return Finding("model", "ok", f"{self.config.model.path}{known}")
 
     def data(self) -> Finding:
-        """Check that the rows can be read."""
         from turnwise.rollouts.data import load_heldout, load_training
 
         counts = []
@@ -376,7 +366,6 @@ class ConfigChecks:
         return Finding("environment", "ok", "; ".join(said))
 
     def algorithm(self) -> Finding:
-        """Check that the parts of the algorithm fit each other, and the size of the groups."""
         from turnwise.training.advantages import check_group_size
         from turnwise.training.algorithms import make_algorithm
 
@@ -386,7 +375,6 @@ class ConfigChecks:
         return Finding("algorithm", "ok", said)
 
     def memory(self) -> Finding:
-        """Check that the run fits on this machine's devices, as `turnwise plan` computes it."""
         from turnwise.observe.plan import Machine, make_plan  # imports Ray
 
         plan = make_plan(self.config, Machine.here(), self._prompt_tokens)
@@ -444,7 +432,6 @@ class ConfigChecks:
         return Finding("disk", "ok", said)
 
     def ports(self) -> Sequence[Finding]:
-        """Check that the ports of `turnwise serve` and of a run's metrics are free."""
         host, config = self.config.serving.host, self.config
         findings, free = list[Finding](), list[str]()
         uses: tuple[tuple[str, int | None, State, str], ...] = (

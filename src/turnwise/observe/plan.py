@@ -44,7 +44,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
         if torch.cuda.is_available():
             return cls(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1])
         return cls(0, psutil.virtual_memory().total)
@@ -108,8 +107,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory and the actors of a run."""
-
     rank: Holding
     engine: Holding
     """One device of an engine."""
@@ -154,7 +151,6 @@ def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    """Compute the plan of a training run."""
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
@@ -216,7 +212,6 @@ def _changed(config: Config, key: str, text: str) -> Config:
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
-    """Return what a rank of the trainer holds."""
     training, model = config.training, config.model
     ranks, width = training.ranks, _width(config)
     needed = make_algorithm(config.algorithm).advantage.value_model

@@ -53,7 +53,6 @@ def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = Fa
 def _events(
     trajectories: Sequence[Trajectory], calls: Sequence[Sequence[TurnTimes]]
 ) -> Iterator[JsonObject]:
-    """Yield the events, with times from the first request on."""
     began = min((turn.asked for turns in calls for turn in turns), default=0.0)
 
     def span(
@@ -109,5 +108,4 @@ def _events(
 
 
 def _name(kind: str, place: tuple[int, int], name: str) -> JsonObject:
-    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": kind, "pid": place[0], "tid": place[1], "args": {"name": name}}

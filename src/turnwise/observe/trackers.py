@@ -90,7 +90,6 @@ class Trackers:
         self._each(lambda tracker: tracker.write(step, values))
 
     def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
-        """Write conversations of a step, as text, to every tracker."""
         rows = [
             {
                 "problem": f"{trajectory.problem_id} #{trajectory.sample_index}",
@@ -103,7 +102,6 @@ class Trackers:
         self._each(lambda tracker: tracker.write_samples(step, rows))
 
     def close(self) -> None:
-        """Close every tracker."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, do: "Callable[[Tracker], None]") -> None:
@@ -124,9 +122,7 @@ class Tracker(Protocol):
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
-    def write_samples(self, step: int, rows: list[JsonObject]) -> None:
-        """Write conversations, each with `problem`, `reward`, `status` and `conversation`."""
-        ...
+    def write_samples(self, step: int, rows: list[JsonObject]) -> None: ...
 
     def close(self) -> None: ...
 

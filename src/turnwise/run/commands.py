@@ -80,7 +80,6 @@ class TrainingResult:
 
 
 def run_folder(config: Config) -> Path:
-    """Return the folder of a configuration's run."""
     return Path(config.output_dir, config.name)
 
 

@@ -137,7 +137,6 @@ def begin_imports(config: Config) -> None:
 
 
 def starting_engines(config: Config) -> str:
-    """Return the name of the engines' start, for display."""
     return f"starting {count_of(config.serving.workers, 'engine')}"
 
 

@@ -170,21 +170,17 @@ class RunDir:
         self._trackers = Trackers(self.path, config, None if resume is None else resume.step)
 
     def write_step(self, metrics: StepMetrics) -> None:
-        """Write one step's metrics to metrics.jsonl, TensorBoard and the trackers."""
         self._trackers.write(metrics.to_json())
 
     def write_samples(self, step: int, samples: Sequence[Trajectory]) -> None:
-        """Write conversations of a step, as text, to TensorBoard and the trackers."""
         self._trackers.write_samples(step, samples)
 
     def write_trajectories(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """Write the trajectories that a step trained on."""
         folder = self.path / "trajectories"
         write_jsonl(folder / f"step-{step:04d}.jsonl", trajectories)
         self._prune(folder, "step", ".jsonl")
 
     def write_timeline(self, step: int, calls: Iterable[Sequence[TurnTimes]]) -> None:
-        """Write the times of each trajectory's turns."""
         write_times(self.path / TIMELINE / f"step-{step:04d}.jsonl", calls)
         self._prune(self.path / TIMELINE, "step", ".jsonl")
 
@@ -197,7 +193,6 @@ class RunDir:
         return GroupLog(*(folder / name for folder in folders))
 
     def write_token_values(self, step: int, columns: Columns) -> None:
-        """Write the values of a step's trained tokens."""
         folder = self.path / "training"
         write_columns(folder / f"step-{step:04d}.safetensors", columns)
         self._prune(folder, "step", ".safetensors")

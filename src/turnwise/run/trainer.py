@@ -185,7 +185,6 @@ class TrainingLoop:
             await self._producer.advance(step)
 
     async def _gives_signal(self, group: Group) -> bool:
-        """Return whether a group can train anything."""
         return await self._by_algorithm(gives_signal, group, self._config, self._algorithm)
 
     async def _by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:

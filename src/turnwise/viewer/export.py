@@ -82,7 +82,6 @@ def write_page(
 
 
 def _page(data: JsonObject) -> str:
-    """Return the page as one text, with data inside it."""
     files = static_files()
     assert set(_MODULES) == {name for name in files if name.endswith(".js")}
     # One script: imports are left out, as the names in all modules are unique.

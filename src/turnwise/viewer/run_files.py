@@ -198,7 +198,6 @@ class RunFiles:
         return found
 
     def audit(self, name: str, index: int) -> JsonObject:
-        """Return the exactness report of one trajectory."""
         return audit(self._trajectory(name, index)).to_dict()
 
     def _trajectory(self, name: str, index: int) -> Trajectory:
@@ -218,7 +217,6 @@ class RunFiles:
         return {key: np.nan_to_num(values).tolist() for key, values in columns.items()}
 
     def timeline(self, name: str) -> JsonObject:
-        """Return the times of the turns of each trajectory of a file; none if it has none."""
         path = self.path / TIMELINE / f"{self._file(name).stem}.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
         try:
@@ -280,7 +278,6 @@ def demo_runs() -> Iterator[list[Path]]:
 
 
 def _scan(path: Path, version: tuple[int, int]) -> FileIndex:
-    """Read a file of trajectories once, line by line."""
     ranges, summaries, start = [], [], 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -365,7 +362,6 @@ def _is_own(path: Path) -> bool:
 
 
 def _said(message: JsonObject) -> str:
-    """Return a message's text and its calls, as one text."""
     content = message.get("content")
     if isinstance(content, list):  # parts of a message
         content = "".join(str(part.get("text") or "") for part in content)
