@@ -49,9 +49,9 @@ from turnwise.config.rollout import (
     McpConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingConfig,
     ToolConfig,
 )
-from turnwise.config.sampling import SamplingConfig
 from turnwise.config.schema import Config
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import TrainingConfig

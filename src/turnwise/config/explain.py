@@ -21,6 +21,7 @@ _BOUNDS = (
     (annotated_types.Lt, "lt", "<"),
     (annotated_types.Le, "le", "≤"),
 )
+Kinds = list[type[Section]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def known_keys() -> dict[str, str]:
 @cache
 def needed_keys() -> Sequence[str]:
     """Return the keys that must be set unless a program provides their values otherwise."""
-    return tuple(_needed(Config, ""))
+    return tuple(key for key, field, _ in _fields(Config) if NEEDED in field.metadata)
 
 
 def explain_config(config: Config | None = None) -> str:
@@ -91,25 +92,17 @@ def _name(section: type[Section]) -> str:
     return str(section.model_fields["name"].default)
 
 
-def _choices(section: type[Section], prefix: str) -> Iterator[tuple[str, list[type[Section]]]]:
-    for name, field in section.model_fields.items():
+def _fields(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, Kinds]]:
+    """Yield every key with its field and its possible kinds of section, but none below several."""
+    for name, field in kind.model_fields.items():
         parts = sections(field.annotation)
-        if len(parts) > 1:
-            yield prefix + name, parts
-        elif parts:
-            yield from _choices(parts[0], f"{prefix}{name}.")
+        yield prefix + name, field, parts
+        if len(parts) == 1:
+            yield from _fields(parts[0], f"{prefix}{name}.")
 
 
-CHOICES = dict(_choices(Config, ""))
+CHOICES = {key: parts for key, _, parts in _fields(Config) if len(parts) > 1}
 """Possible kinds of each key whose value is one of several sections, chosen by `name`."""
-
-
-def _needed(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if NEEDED in field.metadata:
-            yield prefix + name
-        for part in sections(field.annotation)[:1]:
-            yield from _needed(part, f"{prefix}{name}.")
 
 
 def _is_needed(field: FieldInfo) -> bool:
