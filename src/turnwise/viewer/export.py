@@ -23,8 +23,7 @@ _LARGEST = 100 * 2**20
 _MODULES = [
     f"{name}.js"
     for name in (
-        *("dom", "data", "color", "list", "chart", "overview", "tree", "chat", "tokens"),
-        *("template", "timeline", "trajectory", "groups", "steps", "app"),
+        *("dom", "data", "chart", "overview", "chat", "tokens", "trajectory", "steps", "app"),
     )
 ]
 """The page's modules, each after those that it imports."""
