@@ -119,7 +119,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     for message in trajectory.messages:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
-        text.append(f"{visible(_said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
+        text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
     reasons = [turn.fork_reason for turn in trajectory.turns if turn.fork_reason]
     if reasons:
         why = visible(", ".join(reasons))
@@ -127,14 +127,14 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     return text
 
 
-def _said(message: Message) -> str:
+def said(message: Message) -> str:
     """Return a message's text and its calls."""
     content = message.get("content")
     if isinstance(content, list):  # parts of a message
         content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
     lines = [str(content)] if content else []
     for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
+        function = call.get("function") or call
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -143,11 +143,8 @@ def _said(message: Message) -> str:
 
 
 def _texts(trajectory: Trajectory) -> Iterator[str]:
-    for message in trajectory.messages:
-        yield _said(message)
-    for turn in trajectory.turns:
-        for message in turn.messages:
-            yield _said(message)
+    for messages in (trajectory.messages, *(turn.messages for turn in trajectory.turns)):
+        yield from map(said, messages)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.observe.alarms import Alarms
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
-from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failures
+from turnwise.rollouts import Batch, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.mixture import make_stream
@@ -66,7 +66,7 @@ class TrainingLoop:
             config,
             runtime.group_runner(config.sampling),
             make_stream(config, problems),
-            self._gives_signal,
+            lambda group: self._by_algorithm(gives_signal, group, config, self._algorithm),
             progress.advance,
         )
         self._run_heldout = runtime.group_runner(config.eval.sampling)
@@ -183,9 +183,6 @@ class TrainingLoop:
             if self._reached or self._ending.asked.is_set():
                 break
             await self._producer.advance(step)
-
-    async def _gives_signal(self, group: Group) -> bool:
-        return await self._by_algorithm(gives_signal, group, self._config, self._algorithm)
 
     async def _by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call a function that calls the algorithm, which may be the user's own class."""

@@ -20,12 +20,10 @@ from turnwise.viewer.server import static_files
 
 _LARGEST = 100 * 2**20
 """Bytes of trajectories that one file may hold; browsers read more only slowly."""
-_MODULES = [
-    f"{name}.js"
-    for name in (
-        *("dom", "data", "chart", "overview", "chat", "tokens", "trajectory", "steps", "app"),
-    )
-]
+_MODULES = (
+    *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
+    *("trajectory.js", "steps.js", "app.js"),
+)
 """The page's modules, each after those that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)

@@ -28,6 +28,7 @@ from turnwise.core.gguf import converted
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.observe.alarms import alarms_of_run
+from turnwise.observe.conversations import said
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
 from turnwise.trajectory import Trajectory, audit
@@ -235,7 +236,7 @@ class RunFiles:
             line = _read_range(path, *place)
             if plain and wanted.encode() not in line.lower():
                 continue
-            if any(wanted in said.casefold() for said in _texts(parse(line))):
+            if any(wanted in text.casefold() for text in _texts(parse(line))):
                 found.append(index)
         return found
 
@@ -366,8 +367,8 @@ def summarise(tree: JsonObject) -> JsonObject:
             default=0,
         ),
         "versions": [min(versions), max(versions)] if versions else [],
-        "question": _said(asked)[:_EXCERPT],
-        "answer": _said(answered)[-_EXCERPT:],
+        "question": said(asked)[:_EXCERPT],
+        "answer": said(answered)[-_EXCERPT:],
     }
 
 
@@ -403,14 +404,6 @@ def _is_own(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _said(message: JsonObject) -> str:
-    content = message.get("content")
-    if isinstance(content, list):  # parts of a message
-        content = "".join(str(part.get("text") or "") for part in content)
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
-    return "\n".join([*([str(content)] if content else []), *calls])
-
-
 def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
     """Return for each tool the number of its answers, and of those that are errors.
 
@@ -425,16 +418,13 @@ def _tools(messages: Sequence[JsonObject]) -> dict[str, list[int]]:
             name = names.get(message.get("tool_call_id")) or message.get("name")
             counted = counts.setdefault(str(name or "an unreadable call"), [0, 0])
             counted[0] += 1
-            counted[1] += not name or _said(message).casefold().startswith("error")
+            counted[1] += not name or said(message).casefold().startswith("error")
     return counts
 
 
 def _texts(tree: JsonObject) -> Iterator[str]:
-    for message in tree["messages"]:
-        yield _said(message)
-    for turn in tree["turns"]:
-        for message in turn.get("messages", ()):
-            yield _said(message)
+    for messages in (tree["messages"], *(turn.get("messages", ()) for turn in tree["turns"])):
+        yield from map(said, messages)
 
 
 def _flat(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
