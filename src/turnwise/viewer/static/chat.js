@@ -23,7 +23,7 @@ function pathTo(turns, leaf) {
 }
 
 export function branchesOf(turns) {
-  const continued = new Set(turns.filter((turn) => turn.parent !== null && turn.parent !== undefined && turn.prefix_length === pathLength(turns[turn.parent])).map((turn) => turn.parent));
+  const continued = new Set(turns.map((_, index) => continuedBy(turns, index)));
   const taken = new Set();
   return turns.map((_, index) => index).filter((index) => !continued.has(index)).map((leaf, number) => {
     const path = pathTo(turns, leaf);
@@ -61,14 +61,18 @@ function contentOf(message) {
   return content === null || content === undefined ? "" : String(content);
 }
 
+// The arguments of a call; malformed ones are the text as it is.
+function argumentsOf({ arguments: given }) {
+  try {
+    return typeof given === "string" ? JSON.parse(given) : given;
+  } catch {
+    return given;
+  }
+}
+
 function callOf(call) {
   const called = call.function ?? call;
-  let given = called.arguments;
-  if (typeof given === "string") {
-    try {
-      given = JSON.parse(given);
-    } catch { /* malformed arguments are shown as they are */ }
-  }
+  const given = argumentsOf(called);
   const text = typeof given === "string" ? given : Object.entries(given ?? {}).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ");
   return h("div", { class: "call" }, h("b", null, called.name ?? "?"), `(${text})`);
 }
@@ -127,19 +131,11 @@ function continuedBy(turns, index) {
   return parent !== null && parent !== undefined && prefix === pathLength(turns[parent]) ? parent : null;
 }
 
-function argumentsOf(call) {
-  try {
-    return Object.values((typeof call.arguments === "string" ? JSON.parse(call.arguments) : call.arguments) ?? {});
-  } catch {
-    return [call.arguments];
-  }
-}
-
 // Whether a message can be the answer with this text, and is not an edited one.
 function isAnswer(message, text) {
   if (message?.role !== "assistant") return false;
   const calls = (message.tool_calls ?? []).map((call) => call.function ?? call);
-  const values = calls.flatMap((call) => argumentsOf(call)).filter((value) => value === null || typeof value !== "object");
+  const values = calls.map(argumentsOf).flatMap((given) => (typeof given === "string" ? [given] : Object.values(given ?? {}))).filter((value) => value === null || typeof value !== "object");
   return [contentOf(message).trim(), ...calls.map((call) => call.name), ...values.map((value) => JSON.stringify(value))].every((part) => text.includes(part));
 }
 
