@@ -57,11 +57,8 @@ def needed_keys() -> Sequence[str]:
 
 
 def explain_config(config: Config | None = None) -> str:
-    """Return a configuration as YAML, with a comment above each key that explains it.
-
-    Args:
-        config: None prints the defaults, with required keys marked and left empty.
-    """
+    """Return a configuration as YAML, with a comment above each key that explains it; None prints
+    the defaults, with required keys marked and left empty."""
     lines: list[str] = []
     _describe(Config, config, 0, config is None, lines)
     return "\n".join(lines) + "\n"
@@ -193,13 +190,7 @@ def _plain(value: object) -> object:
 def _describe(
     kind: type[Section], section: Section | None, depth: int, marks: bool, lines: list[str]
 ) -> None:
-    """Add a section's lines.
-
-    Args:
-        kind: The section's class.
-        section: Its values; None uses the defaults of the class.
-        marks: Whether to mark keys that must be set.
-    """
+    """Add a section's lines, with the values of `section` or the defaults of its class."""
     indent = "  " * depth
     for name, field in kind.model_fields.items():
         value = _default(field) if section is None else getattr(section, name)

@@ -70,14 +70,8 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values.
-
-    Args:
-        optional: See `load_config`.
-
-    Raises:
-        InputError: with one sentence for each mistake.
-    """
+    """Check a tree of plain values, as `load_config` does; raise with one sentence for each
+    mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
     missing = [key for key in needed_keys() if value_of(tree, key) is None and key not in given]
@@ -100,21 +94,14 @@ def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
 
 
 def dump_config(config: Config, *, secrets: bool = False) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back.
-
-    Args:
-        secrets: Include API keys.
-    """
+    """Return the resolved configuration as YAML that `load_config` reads back, by default without
+    API keys."""
     exclude = None if secrets else {"serving": {"api_key"}}
     return yaml.safe_dump(config.model_dump(exclude=exclude), sort_keys=False)
 
 
 def apply_override(tree: Tree, override: str) -> None:
-    """Set one key of a tree by `key.sub=value`.
-
-    Raises:
-        InputError: when the override has another form, or a part of the key is a value.
-    """
+    """Set one key of a tree by `key.sub=value`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"an override must have the form key.sub=value, not {override!r}")
@@ -129,9 +116,6 @@ def set_key(tree: Tree, key: str, value: object) -> None:
     """Set the value of a dotted key in a tree, creating missing sections.
 
     A part of the algorithm that is a bare name becomes a section with that name.
-
-    Raises:
-        InputError: when a part of the key is a value.
     """
     *parents, leaf = key.split(".")
     for depth, parent in enumerate(parents, start=1):

@@ -37,11 +37,8 @@ def _plain(config: Config) -> dict[str, object]:
 
 
 def masked_value(name: str, value: object) -> object:
-    """Return a value of a configuration, masked where its name or form says that it is a secret.
-
-    Args:
-        name: Its key; of a dotted key, the last parts.
-    """
+    """Return a value of a configuration, masked where the name of its key (of a dotted one, the
+    end) or its form says that it is a secret."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {

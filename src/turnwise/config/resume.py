@@ -119,14 +119,7 @@ def rule_of(key: str) -> OnResume | None:
 
 
 def check_unchanged(saved: Config, config: Config) -> None:
-    """Check that a resumed run changes only what may change.
-
-    Args:
-        saved: The configuration of the run so far.
-
-    Raises:
-        InputError: naming the first key that may not, and why.
-    """
+    """Check that a resumed run changes only what may change; name the first key that may not."""
     trees = saved.model_dump(), config.model_dump()
     for key in known_keys():
         rule = rule_of(key)

@@ -30,13 +30,8 @@ _TOOL = "tool_"
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return the file of a run's trajectories.
-
-    Args:
-        source: A run folder, or a file of trajectories, which is returned as it is.
-        step: By default, the newest one.
-        heldout: Whether those of the evaluation are wanted.
-    """
+    """Return the file of a run's trajectories, by default the newest step's; a file is returned as
+    it is."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
@@ -52,12 +47,8 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
 def select(
     trajectories: Iterable[Trajectory], problem: str | None = None, pattern: str | None = None
 ) -> list[Trajectory]:
-    """Return the trajectories of a problem, and those in which something was said.
-
-    Args:
-        problem: Name of the problem, or its end, such as `17` for `rows:17`; None is any.
-        pattern: A regular expression, searched in the text of all messages; None is any.
-    """
+    """Return the trajectories of a problem (its name, or its end, such as `17` for `rows:17`), and
+    those in which a regular expression is found."""
     try:
         found = re.compile(pattern or "")
     except re.error as error:

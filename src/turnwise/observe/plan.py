@@ -140,11 +140,8 @@ class Plan:
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
-    """Return the tokens of a trajectory that are expected: a prompt and one whole answer.
-
-    Args:
-        prompt_tokens: Length of a prompt; None takes a quarter of `model.max_length`.
-    """
+    """Return the tokens of a trajectory that are expected: a prompt (None: a quarter of
+    `model.max_length`) and one whole answer."""
     longest = config.model.max_length
     prompt = longest // 4 if prompt_tokens is None else prompt_tokens
     return min(longest, prompt + config.sampling.max_tokens)
@@ -320,11 +317,8 @@ def _loads(
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a training run ask Ray for.
-
-    Args:
-        share: GPUs of each rank and of each device of an engine, at most 1.
-    """
+    """Yield what the actors of a training run ask Ray for; each rank and device of an engine has
+    this share of a GPU."""
     training, serving, size = config.training, config.serving, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:

@@ -77,10 +77,7 @@ async def serving_metrics(
 ) -> AsyncIterator[int | None]:
     """Serve a run's metrics during an `async with` block; the value is the port.
 
-    Args:
-        port: 0 picks a free one; None serves nothing.
-        rows: Lines of metrics.jsonl; those that are there already are not counted.
-        in_flight: Returns the number of groups in flight.
+    Port 0 picks a free one, and None serves nothing. Rows that are there already are not counted.
     """
     if port is None:
         yield None

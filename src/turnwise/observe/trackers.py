@@ -42,13 +42,11 @@ _COLUMNS = ["problem", "reward", "status", "conversation"]
 
 
 class Trackers:
-    """One run's metrics, written one step at a time.
+    """One run's metrics, written one step at a time; trackers get the configuration without its API
+    key.
 
-    Args:
-        folder: The run's folder, which exists.
-        config: Configuration of the run, which names the trackers; they get it without its API key.
-        after_step: Step being resumed from, or None. Later metrics are removed, or hidden where a
-            tracker cannot delete.
+    Later metrics than `after_step`, from which a run is resumed, are removed, or hidden where a
+    tracker cannot delete.
     """
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:

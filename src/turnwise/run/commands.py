@@ -316,12 +316,8 @@ async def rollout(
 ) -> tuple[Sequence[Trajectory], Counter[str]]:
     """Sample the groups of all training rows, as in training.
 
-    Args:
-        output: A JSON Lines file for the trajectories, which has finished groups at once; None
-            keeps them in memory.
-
-    Returns:
-        The trajectories in the rows' order, and the number of failed ones by reason.
+    Finished groups are in the file `output` at once; None keeps them in memory. Returns the
+    trajectories in the rows' order, and the number of failed ones by reason.
     """
     paths = inputs.paths(config, heldout=False)
     async with _playing(
@@ -413,15 +409,11 @@ async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer
 
 
 def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
-    """Write what a run has trained to a folder: the model, or with LoRA the adapter.
+    """Write what a run has trained to a folder, which is returned: the model, or with LoRA the
+    adapter.
 
-    Args:
-        run: A run's folder, for its last whole checkpoint; or the folder of a checkpoint.
-        output: Folder to write, which must not exist; None is `export`, or `merged`, in the run's.
-        merged: Add the adapter to the model that it belongs to; changes nothing without LoRA.
-
-    Returns:
-        The folder written.
+    The run may be the folder of a checkpoint. `output`, which must not exist, is `export` by
+    default, or `merged` where the adapter is added to its model.
     """
     chosen = run
     if (run / "state").is_dir():

@@ -61,13 +61,7 @@ async def show_part(
 
 
 class Display(Progress):
-    """Shows the start, phases and steps; a context manager.
-
-    Args:
-        name: Name of the run.
-        steps: Number of training steps; 0 without training.
-        success_reward: Smallest reward of a trajectory that counts as correct.
-    """
+    """Shows the start, phases and steps of a run (0 steps: without training); a context manager."""
 
     def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:
         self._name = name

@@ -92,12 +92,7 @@ async def _open_fleet(
     name: str,
     prepare: Callable[[], Awaitable[Callable[[AsyncLLMServerManager], _FrontType]]],
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _FrontType]]:
-    """Start the workers and the front end concurrently.
-
-    Args:
-        name: Name of the front end's start, for display.
-        prepare: Imports the front end's modules, and returns the function that creates it.
-    """
+    """Start the workers and the front end concurrently; `prepare` imports what the latter needs."""
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
@@ -150,10 +145,8 @@ def make_manager(
 ) -> AsyncLLMServerManager:
     """Return a manager of `serving.workers` workers, which are not yet started.
 
-    Args:
-        share: Number of GPUs, at most 1, for each device of an engine.
-        hosts: Handles of the `WorkerHost`s that hold the workers' models, by name: one for each
-            device of an engine. None: workers run in their own processes.
+    Each device of an engine gets this share of a GPU, or the `WorkerHost` among the hosts, which
+    holds its model.
     """
     return AsyncLLMServerManager(
         WorkerStarter(config, share, hosts),

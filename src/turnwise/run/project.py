@@ -30,14 +30,9 @@ _QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:
 
 
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
-    """Write a project's files into a new folder.
+    """Write a project's files into a new folder, whose name becomes the run's; return their paths.
 
-    Args:
-        folder: A folder that does not exist, or is empty; its name becomes the run's.
-        model: Folder or Hugging Face name; None is the demo's model in a clone, else `HUB_MODEL`.
-
-    Returns:
-        The paths of the files.
+    Without a model it is the demo's in a clone, and else `HUB_MODEL`.
     """
     name = folder.resolve().name
     if not _NAME.fullmatch(name):

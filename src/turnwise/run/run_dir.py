@@ -107,11 +107,7 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 class GroupLog:
     """Keeps the groups of an evaluation or of rollouts, so that an early end loses none of them.
 
-    Files that exist are replaced when the first group is kept.
-
-    Args:
-        path: File of the trajectories.
-        times: File of their turns' times; None writes none.
+    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
     """
 
     def __init__(self, path: Path, times: Path | None = None) -> None:
@@ -141,11 +137,8 @@ class GroupLog:
 
 
 class RunDir:
-    """Writes one run's files.
-
-    Args:
-        resume: Checkpoint from which an earlier run in this folder is resumed; later output of that
-            run is overwritten. None starts a run.
+    """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
+    overwritten.
 
     Methods raise `TurnwiseError` when a file cannot be written, such as on a full disk.
     """

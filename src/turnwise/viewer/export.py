@@ -32,13 +32,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 def write_page(
     folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
 ) -> None:
-    """Write one page of a step of a run, or of one trajectory.
-
-    Args:
-        step: None is the last one.
-        heldout: Whether the evaluation's trajectories are wanted.
-        index: Line of one trajectory, from 0; None writes all.
-    """
+    """Write one page of a step of a run (None: the last), or of one trajectory, numbered from 0."""
     [run] = open_runs([folder]).values()
     file = trajectory_file(run.path, step, heldout).stem
     try:

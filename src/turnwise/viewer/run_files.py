@@ -103,7 +103,11 @@ class TokenTexts:
 
 @dataclass(slots=True)
 class RunFiles:
-    """Reads one run folder; safe to use from several threads."""
+    """Reads one run folder; safe to use from several threads.
+
+    A file, line or turn that is not there is a LookupError, and one that cannot be read an
+    InputError.
+    """
 
     path: Path
     name: str
@@ -122,16 +126,11 @@ class RunFiles:
         return {"name": self.name, "path": str(self.path), "files": files}
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the whole lines of metrics.jsonl after a place, and the place after them.
+        """Return the whole lines of metrics.jsonl after a place ("": all lines), and the place
+        after them.
 
         If the bytes before the place are no longer those that were read, a resumed run has written
         the file again: all its lines are returned, with `reset` true.
-
-        Args:
-            after: The `offset` of the last reading; "" for all lines.
-
-        Raises:
-            InputError: when a line is no JSON object.
         """
         path = self.path / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
@@ -181,23 +180,13 @@ class RunFiles:
         return {path.stem: path for path in found if _is_own(path)}
 
     def _file(self, name: str) -> Path:
-        """Return a file of trajectories.
-
-        Raises:
-            KeyError: when there is no such file.
-        """
         path = self.path / ("" if name in _SEPARATE else "trajectories") / f"{name}.jsonl"
         if not _NAME.fullmatch(name) or not _is_own(path):
             raise KeyError(name)
         return path
 
     def index(self, name: str) -> FileIndex:
-        """Return the lines of a file of trajectories, scanned again only if it has changed.
-
-        Raises:
-            KeyError: when there is no such file.
-            InputError: naming the line that is no trajectory.
-        """
+        """Return the lines of a file of trajectories, scanned again only if it has changed."""
         path = self._file(name)
         stat = path.stat()
         version = stat.st_size, stat.st_mtime_ns
@@ -216,11 +205,7 @@ class RunFiles:
         return [name for name, path in self.files().items() if _contains(path, start)]
 
     def line(self, name: str, index: int) -> bytes:
-        """Return one trajectory as the bytes of its line.
-
-        Raises:
-            KeyError, IndexError: when there is no such file or line.
-        """
+        """Return one trajectory as the bytes of its line."""
         ranges = self.index(name).ranges
         if not 0 <= index < len(ranges):
             raise IndexError(index)
@@ -282,12 +267,7 @@ class RunFiles:
         return self._texts
 
     def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
-        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it.
-
-        Raises:
-            KeyError, IndexError: when there is no such file, line or turn.
-            InputError: when the line is no trajectory, or one whose turns do not fit together.
-        """
+        """Return `Renderer.compare` of a branch, with the `texts` of the ids in it."""
         trajectory = self._trajectory(name, index)
         with self._lock:
             if self._renderer is None:

@@ -41,12 +41,8 @@ _HEADERS = {
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
-    """Return the application that shows runs.
-
-    Args:
-        token: Text that every request must know.
-        port: Port that the server listens on, part of the cookie's name.
-    """
+    """Return the application that shows runs to those who know the token; the port names its
+    cookie."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     pages = static_files()
     in_run, in_file = "/api/runs/{run}", "/api/runs/{run}/files/{file}"
@@ -192,12 +188,9 @@ def static_files() -> dict[str, str]:
 async def view(
     folders: Sequence[Path], port: int, announce: Callable[[str], None], *, demo: bool = False
 ) -> None:
-    """Serve runs on this machine until cancelled.
+    """Serve runs on this machine until cancelled; port 0 takes a free one.
 
-    Args:
-        port: 0 takes a free one.
-        announce: Called with the address, which contains the token, once the server listens.
-        demo: Whether to serve the recorded runs, too.
+    `announce` is called with the address, which contains the token, once the server listens.
     """
     with ExitStack() as stack:
         recorded = stack.enter_context(demo_runs()) if demo else []

@@ -35,12 +35,8 @@ _MOST_COMPARED = 250_000
 
 @dataclass(slots=True)
 class Renderer:
-    """The chat template of a run, loaded when it is first needed; threads may share it.
-
-    Args:
-        tokenizer: The run's `tokenizer.json`; None if it has none.
-        model: The section `model` of the run's configuration.
-    """
+    """The chat template of a run, loaded from its `tokenizer.json` and the section `model` of its
+    configuration when it is first needed; threads may share it."""
 
     tokenizer: Path | None
     model: JsonObject = field(default_factory=dict)
