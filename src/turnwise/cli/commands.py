@@ -283,8 +283,7 @@ async def export(
         bool, typer.Option("--merged", help="Add a LoRA adapter to the model that it belongs to.")
     ] = False,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write; default: export, or merged, in the run's."),
+        Path | None, typer.Option(help="Folder to write; default: export, or merged, in the run's.")
     ] = None,
 ) -> None:
     """Write the trained model, or with LoRA the adapter, for other programs."""

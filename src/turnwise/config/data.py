@@ -6,14 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from turnwise.config.base import (
-    Needed,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Tree,
-)
+from turnwise.config.base import Needed, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file that describes an adapter, in the adapter's folder."""

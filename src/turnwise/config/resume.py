@@ -86,9 +86,7 @@ RULES: Mapping[str, OnResume] = {
     **_each(_LIMIT, "max_staleness stale_policy", "training."),
     "training.ranks": _yes("a checkpoint can be loaded with any number of ranks"),
     **_each(
-        _SHOWN,
-        "context_parallel colocated offload resources activation_checkpointing",
-        "training.",
+        _SHOWN, "context_parallel colocated offload resources activation_checkpointing", "training."
     ),
     "training.weights_dtype": _no("the checkpoint's weights and moments have this type"),
     **_each(_SHOWN, "packing attention", "training."),

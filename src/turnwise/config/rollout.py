@@ -17,14 +17,7 @@ from turnwise.config.base import (
 )
 from turnwise.config.data import RowsConfig
 
-LOOP_NAMES = (
-    "tool_calling",
-    "single_turn",
-    "interleaved",
-    "agent",
-    "chat_scheduler",
-    "self_play",
-)
+LOOP_NAMES = ("tool_calling", "single_turn", "interleaved", "agent", "chat_scheduler", "self_play")
 """Names of the built-in agent loops, which `rollout.loops` implements."""
 
 

@@ -10,19 +10,9 @@ from turnwise.config.algorithm import AlgorithmConfig
 from turnwise.config.aliases import REPLACED_KEYS
 from turnwise.config.base import Needed, NonNegativeInt, Seconds, Section, Tree
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
-from turnwise.config.rollout import (
-    EnvironmentConfig,
-    EvalConfig,
-    RolloutConfig,
-    SamplingConfig,
-)
+from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
-from turnwise.config.training import (
-    AlarmsConfig,
-    MetricsConfig,
-    TrainingConfig,
-    TrajectoriesConfig,
-)
+from turnwise.config.training import AlarmsConfig, MetricsConfig, TrainingConfig, TrajectoriesConfig
 
 
 def _one_folder(name: str) -> str:

@@ -118,22 +118,23 @@ class GroupLog:
 
     async def keep(self, place: int, group: Group) -> None:
         """Append a finished group, also if the caller is cancelled meanwhile."""
-        writing = asyncio.ensure_future(self._write(place, group))
+
+        def append() -> None:
+            self.trajectories.append(place, group.trajectories)
+            if self._times is not None:
+                write_times(self._times, turn_times([group]), new=not self._begun)
+            self._begun = True
+
+        async def write() -> None:
+            async with self._lock:  # both files have the same order
+                await run_in_thread(append)
+
+        writing = asyncio.ensure_future(write())
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
             await writing
             raise
-
-    async def _write(self, place: int, group: Group) -> None:
-        async with self._lock:  # both files have the same order
-            await run_in_thread(self._append, place, group)
-
-    def _append(self, place: int, group: Group) -> None:
-        self.trajectories.append(place, group.trajectories)
-        if self._times is not None:
-            write_times(self._times, turn_times([group]), new=not self._begun)
-        self._begun = True
 
 
 class RunDir:

@@ -41,7 +41,6 @@ class Renderer:
     tokenizer: Path | None
     model: JsonObject = field(default_factory=dict)
     _template: ChatTemplate | None = None
-    _error: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def compare(self, trajectory: Trajectory, leaf: int) -> JsonObject:
@@ -57,13 +56,8 @@ class Renderer:
             raise IndexError(leaf)
         with self._lock:
             try:
-                if self._template is None and not self._error:
+                if self._template is None:
                     self._template = _load(self.tokenizer, self.model)
-            except InputError as error:
-                self._error = str(error)
-            if self._template is None:
-                return {"error": self._error}
-            try:
                 return _compare(self._template, trajectory, leaf)
             except InputError as error:
                 return {"error": str(error)}
