@@ -8,12 +8,12 @@ import torch
 import trl
 from transformers import get_scheduler
 
+from turnwise.compat.trl.mapping import MAPPED, WITHOUT_EFFECT, settings
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
 from turnwise.training.algorithms import make_loss
 from turnwise.training.tokens import Tokens
 from turnwise.trl import GRPOConfig
-from turnwise.trl.mapping import MAPPED, WITHOUT_EFFECT, settings
 
 
 def plain(value: object) -> object:

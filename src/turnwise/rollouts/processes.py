@@ -13,13 +13,13 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 import ray
 
+from turnwise.compat.trl.rewards import RewardFunction
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.core.actor import ActorHandle, get_with_deadline, is_death
 from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, StepError, TurnwiseError, describe_error
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rollout_process import RolloutProcess

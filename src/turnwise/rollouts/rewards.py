@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from turnwise.compat.trl.rewards import Batch, RewardFunction
 from turnwise.config import RewardConfig, RolloutConfig
 from turnwise.core.aio import task_group
 from turnwise.core.deadlines import StallClock
@@ -20,7 +21,6 @@ from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Rewards, load_object
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
-from turnwise.rollouts.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.reading import BEYOND_LIMIT, is_list, read_reward, shown
 from turnwise.rollouts.run_files import RunFiles

@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from turnwise.chat.template import load_tokenizer
+from turnwise.compat.trl.rewards import RewardFunction
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc, run_in_thread
 from turnwise.core.user_code import import_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem

@@ -15,8 +15,8 @@ from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
+    from turnwise.compat.trl.rewards import RewardFunction
     from turnwise.rollouts.environment import EnvironmentType
-    from turnwise.rollouts.foreign.trl_reward import RewardFunction
     from turnwise.rollouts.problems import Problem
 
 _T = TypeVar("_T")

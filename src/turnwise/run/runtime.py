@@ -14,6 +14,7 @@ from pathlib import Path
 from ray.actor import ActorHandle as RayActor
 
 from turnwise.chat.template import load_tokenizer
+from turnwise.compat.trl.rewards import RewardFunction
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
@@ -23,7 +24,6 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup

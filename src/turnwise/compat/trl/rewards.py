@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
+from turnwise.compat.trl.environment import TrlEnvironment
 from turnwise.errors import InputError
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.foreign.trl import TrlEnvironment
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.reading import finite_number
 from turnwise.rollouts.run_files import RunFiles

@@ -4,10 +4,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from turnwise.compat.chatlearn.pipeline_keys import REWARDS
+from turnwise.compat.chatlearn.yaml_file import Settings, leaves, load_merged
 from turnwise.config import PARTS, ModelConfig, known_keys
 from turnwise.errors import InputError
-from turnwise.pipeline.pipeline_keys import REWARDS
-from turnwise.pipeline.yaml_file import Settings, leaves, load_merged
 
 _COMPANIONS = {"load": "model.path", "bf16": "model.dtype", "dtype": "model.dtype"}
 _TRAINER = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import yaml
 
+from turnwise.compat.chatlearn.keys import expand
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
-from turnwise.pipeline.chatlearn import expand
 
 Settings = Tree
 """Values by dotted keys of the configuration."""

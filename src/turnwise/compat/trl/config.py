@@ -1,7 +1,7 @@
 """The fields of TRL's `GRPOConfig`, with TRL's defaults; TRL is not imported.
 
 All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are.
-`turnwise.trl.mapping` has the keys of ours that they set.
+`turnwise.compat.trl.mapping` has the keys of ours that they set.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from turnwise.pipeline.yaml_file import Settings
+from turnwise.compat.chatlearn.yaml_file import Settings
 
 OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """Sections of a pipeline's file beside those of a configuration."""

@@ -181,7 +181,7 @@ class TextLoop(SingleTurnLoop):
 
     Example:
         rollout:
-          loop: turnwise.rollouts.foreign.trl:TextLoop
+          loop: turnwise.compat.trl.environment:TextLoop
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:

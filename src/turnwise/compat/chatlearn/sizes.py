@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from turnwise.compat.chatlearn.pipeline_keys import SIZES
+from turnwise.compat.chatlearn.yaml_file import Settings
 from turnwise.config import Config
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
-from turnwise.pipeline.pipeline_keys import SIZES
-from turnwise.pipeline.yaml_file import Settings
 
 
 def batch_sizes(path: Path, runtime: Tree, config: Config) -> Settings:

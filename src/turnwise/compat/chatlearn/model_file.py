@@ -19,6 +19,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
+from turnwise.compat.chatlearn.yaml_file import Settings, leaves, with_included
 from turnwise.config import (
     ALIASES,
     REPLACED_KEYS,
@@ -28,7 +29,6 @@ from turnwise.config import (
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
 from turnwise.pipeline import chatlearn
-from turnwise.pipeline.yaml_file import Settings, leaves, with_included
 
 
 def _section(prefix: str) -> dict[str, str]:

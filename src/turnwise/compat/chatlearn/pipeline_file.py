@@ -62,12 +62,9 @@ from pathlib import Path
 
 import yaml
 
-from turnwise.config import Config, apply_override, make_config, set_key
-from turnwise.config.base import Tree
-from turnwise.errors import InputError
-from turnwise.pipeline.lora_keys import lora_settings
-from turnwise.pipeline.model_file import read_model_file
-from turnwise.pipeline.pipeline_keys import (
+from turnwise.compat.chatlearn.lora_keys import lora_settings
+from turnwise.compat.chatlearn.model_file import read_model_file
+from turnwise.compat.chatlearn.pipeline_keys import (
     COMPUTED,
     CONVERSATION,
     FIXED,
@@ -80,9 +77,12 @@ from turnwise.pipeline.pipeline_keys import (
     REWARDS,
     RUNTIME,
 )
-from turnwise.pipeline.role_file import ROLES, model_settings, nearest, role_of
-from turnwise.pipeline.sizes import batch_sizes, worker_count
-from turnwise.pipeline.yaml_file import Settings, load_merged, merged
+from turnwise.compat.chatlearn.role_file import ROLES, model_settings, nearest, role_of
+from turnwise.compat.chatlearn.sizes import batch_sizes, worker_count
+from turnwise.compat.chatlearn.yaml_file import Settings, load_merged, merged
+from turnwise.config import Config, apply_override, make_config, set_key
+from turnwise.config.base import Tree
+from turnwise.errors import InputError
 
 
 @dataclass(slots=True)

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
+from turnwise.compat.trl.adapters import lora_settings
+from turnwise.compat.trl.config import GRPOConfig
+from turnwise.compat.trl.environment import TrlEnvironments
+from turnwise.compat.trl.mapping import settings, updates_per_step
+from turnwise.compat.trl.rewards import RewardFunction
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollouts.data import given_rows
-from turnwise.rollouts.foreign.trl import TrlEnvironments
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.run import commands
 from turnwise.run.api import run_command
 from turnwise.run.commands import TrainingResult
 from turnwise.run.inputs import ProgramInputs
 from turnwise.tools import ToolFunction
-from turnwise.trl.adapters import lora_settings
-from turnwise.trl.config import GRPOConfig
-from turnwise.trl.mapping import settings, updates_per_step
 
-_TEXT_LOOP = "turnwise.rollouts.foreign.trl:TextLoop"
+_TEXT_LOOP = "turnwise.compat.trl.environment:TextLoop"
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
 RewardSource = str | Path | RewardFunction

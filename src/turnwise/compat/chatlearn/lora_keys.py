@@ -1,7 +1,7 @@
 """ChatLearn's section `lora` of a model in a pipeline's file."""
 
+from turnwise.compat.chatlearn.yaml_file import Settings
 from turnwise.config.base import Tree
-from turnwise.pipeline.yaml_file import Settings
 
 _SCALING = 1.0
 """ChatLearn's default of `lora_scaling`, which it divides by `lora_dim`."""

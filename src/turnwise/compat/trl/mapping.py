@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import NoReturn
 
+from turnwise.compat.trl.config import GRPOConfig
 from turnwise.errors import InputError
-from turnwise.trl.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
