@@ -4,12 +4,11 @@
 """
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from turnwise.chat.template import load_tokenizer
-from turnwise.compat.trl.rewards import RewardFunction
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import logs
 from turnwise.core.aio import freeze_gc, run_in_thread
@@ -31,20 +30,12 @@ class RolloutProcess(SchedulerProcess):
 
     Args:
         environment: None means the configured one.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        environment: EnvironmentType | None = None,
-        functions: Mapping[str, RewardFunction] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, environment: EnvironmentType | None = None) -> None:
         super().__init__(config)
         self._files = RunFiles(None)
-        self._make_runner = partial(
-            Runner, config, environment=environment, functions=functions, files=self._files
-        )
+        self._make_runner = partial(Runner, config, environment=environment, files=self._files)
         self._stack = AsyncExitStack()
 
     async def start(self) -> int:
