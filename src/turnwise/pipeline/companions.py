@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from turnwise.compat.chatlearn.role_file import model_settings
-from turnwise.compat.chatlearn.yaml_file import Settings
+from turnwise.compat.chatlearn.model_file import Settings, model_settings
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs

@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from turnwise.compat.chatlearn.pipeline_file import is_pipeline_file, read_pipeline_file
-from turnwise.compat.chatlearn.pipeline_keys import CONVERSATION, REWARDS
-from turnwise.compat.chatlearn.yaml_file import Settings
+from turnwise.compat.chatlearn.model_file import REWARDS, Settings
+from turnwise.compat.chatlearn.pipeline_file import (
+    CONVERSATION,
+    is_pipeline_file,
+    read_pipeline_file,
+)
 from turnwise.config import Config, load_config, make_config
 from turnwise.errors import InputError
 

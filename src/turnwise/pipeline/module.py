@@ -23,9 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.chatlearn.keys import args_of
-from turnwise.compat.chatlearn.model_file import read_model_args, read_model_file
-from turnwise.compat.chatlearn.yaml_file import Settings
+from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model_args, read_model_file
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError

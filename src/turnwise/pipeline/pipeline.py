@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from turnwise.compat.chatlearn.yaml_file import Settings
+from turnwise.compat.chatlearn.model_file import Settings
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work

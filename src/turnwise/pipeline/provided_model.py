@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol, runtime_checkable
 
-from turnwise.compat.chatlearn.yaml_file import Settings
+from turnwise.compat.chatlearn.model_file import Settings
 from turnwise.errors import InputError
 
 

@@ -44,12 +44,10 @@ Keys of `runtime` and the keys that they set (s samples an episode, n = sampling
     debug                    log_level
     enable_resume_training   false: an existing run is an error instead of being resumed
 
-Files of models beside the policy have sections `model` (path, dtype), `training` and `algorithm`
-(ppo_policy; ppo_value has training.learning_rate), or ChatLearn's flat keys: load, bf16; in
-ppo_policy lr, lr_warmup_iters, lr_decay_style, clip_grad, weight_decay, init_kl_coef, cliprange,
-gamma, lam, dpo_weight, seq_length, recompute_activations; in ppo_value lr and cliprange_value.
-They may include the files that the policy's file includes. A reference without a weight for its
-penalty gets algorithm.kl.coef 0.02; ppo subtracts the penalty from the rewards.
+Flat keys of the models' files beside the policy's: load, bf16; in ppo_policy lr, lr_warmup_iters,
+lr_decay_style, clip_grad, weight_decay, init_kl_coef, cliprange, gamma, lam, dpo_weight,
+seq_length, recompute_activations; in ppo_value lr and cliprange_value. A reference without a weight
+for its penalty gets algorithm.kl.coef 0.02; ppo subtracts the penalty from the rewards.
 
 Accepted keys without effect are listed when the pipeline starts (`PipelineFile.notes`).
 Without `environment` the rows of the data are `{"prompt": text}` or `{"messages": [...]}`,
@@ -62,27 +60,106 @@ from pathlib import Path
 
 import yaml
 
-from turnwise.compat.chatlearn.lora_keys import lora_settings
-from turnwise.compat.chatlearn.model_file import read_model_file
-from turnwise.compat.chatlearn.pipeline_keys import (
-    COMPUTED,
-    CONVERSATION,
-    FIXED,
-    KINDS,
-    KL_COEF,
-    MODEL_KEYS,
-    NO_EFFECT,
-    ONLY_FOR,
-    OWN_SECTIONS,
+from turnwise.compat.chatlearn.model_file import (
     REWARDS,
-    RUNTIME,
+    ROLES,
+    FixedKeys,
+    Settings,
+    load_merged,
+    merged,
+    model_settings,
+    nearest,
+    read_model_file,
+    role_of,
 )
-from turnwise.compat.chatlearn.role_file import ROLES, model_settings, nearest, role_of
-from turnwise.compat.chatlearn.sizes import batch_sizes, worker_count
-from turnwise.compat.chatlearn.yaml_file import Settings, load_merged, merged
 from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
+
+CONVERSATION = "turnwise.pipeline.conversation:Conversation"
+"""Default of `environment`: rows are prompts, answered in one turn."""
+_OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
+"""Sections of a pipeline's file beside those of a configuration."""
+_KINDS: dict[str, Settings] = {
+    "grpo": {"algorithm.advantage.name": "grpo"},
+    "ppo": {
+        "algorithm.advantage.name": "gae",
+        "algorithm.kl.where": "reward",
+        "algorithm.kl.estimator": "k1",
+    },
+    "online_dpo": {"algorithm.loss.name": "dpo"},
+}
+"""Defaults of each kind of pipeline."""
+_GAE = ("gamma", "lam", "clip", "learning_rate", "model.path", "model.dtype")
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    **{f"algorithm.advantage.{key}": ("ppo",) for key in _GAE},
+    "algorithm.loss.beta": ("online_dpo",),
+    "algorithm.loss.clip_low": ("ppo", "grpo"),
+    "algorithm.loss.clip_high": ("ppo", "grpo"),
+}
+"""Keys that only some kinds of pipeline have; the others ignore them in the files of models."""
+_KL_COEF = 0.02
+"""Default weight of the KL penalty towards a reference model that the file names."""
+
+_RUNTIME = {
+    "num_episode": "training.steps",
+    "save_episode_interval": "training.checkpoint_every",
+    "eval_episode_interval": "eval.every",
+    "data_path": "data.path",
+    "eval_data_path": "data.eval_path",
+    "training_data_num_limit": "data.limit",
+    "eval_data_num_limit": "data.eval_limit",
+    "output_dir": "output_dir",
+    "exp_name": "name",
+}
+"""Keys of `runtime` that stand for one key of the configuration."""
+_SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_size")
+_COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
+_FIXED: FixedKeys = {
+    "num_training_epoch": (
+        lambda value: value == 1,
+        "a sample is trained once; set it to 1 and raise num_episode",
+    ),
+    "max_relay_episode": (
+        lambda value: value in (0, 1),
+        "samples of earlier episodes are not trained again; set it to 0",
+    ),
+    "data_ratio": (lambda value: value is None, "mix the data into one file of data_path"),
+}
+_NO_EFFECT = {
+    key: why
+    for keys, why in {
+        "generation_batch_size batch_generation": "engines take as many requests together as "
+        "engine.max_num_seqs and their memory allow",
+        "validate_param_sync": "every update is checked on a prompt whose log-probs the trainer "
+        "knows",
+        "data_checkpoint_path": "each checkpoint contains the position in the data",
+        "max_data_ckpt_nums": "training.keep_last sets the number of checkpoints kept",
+        "enable_eval_before_training": "with evaluations, the model is evaluated before the first "
+        "step",
+        "log_interval": "every step is written to metrics.jsonl",
+        "concurrent_comm param_sync_comm_type param_sync_max_workers sync_frequency "
+        "free_sync_collective_group coalesced_buffer_mb": "weights.transport selects how weights "
+        "are sent",
+        "free_memory force_free_memory offload_optimizer_states offload_weights free_grad_buffers "
+        "bucket_size_mb_in_memory_manager sync_memory_optimization_level": "engines sleep while "
+        "the trainer computes, where they share their processes",
+        "gpu_per_process num_cpu cpu_per_process cpu_schedule_strategy": "training.resources and "
+        "serving.resources say which resources processes ask Ray for",
+        "nsys profiler_dir concurrent_setup stream_data_loader_type": "there is only one way",
+    }.items()
+    for key in keys.split()
+}
+"""Keys that are accepted and change nothing, and why."""
+_MODEL_KEYS = (
+    *("model_config_file", "num_gpu", "num_device", "num_replica"),
+    *("trainable", "function", "weight", "lora"),
+)
+_LORA_KEYS = ("enable_lora", "lora_dim", "lora_scaling", "lora_dropout", "lora_layer")
+"""Keys of a model's `lora`; layers other than linear ones never get an adapter, and dropout never
+applies."""
+_LORA_DIM, _LORA_SCALING = 8, 1.0
+"""ChatLearn's defaults; it divides the scaling by the dimension."""
 
 
 @dataclass(slots=True)
@@ -118,9 +195,6 @@ def read_pipeline_file(
 
     Raises:
         InputError: naming the file and every key that cannot be used, or two files that disagree.
-
-    Example:
-        config = read_pipeline_file("rlhf.yaml", ["runtime.num_episode=10"]).config
     """
     return _Reader(Path(path).expanduser(), overrides, settings or {}).read()
 
@@ -130,11 +204,13 @@ class _Reader:
 
     def __init__(self, path: Path, overrides: Sequence[str], over: Mapping[str, object]) -> None:
         self._path = path
-        self._tree = load_merged(path, "file")
+        self._tree = load_merged(path)
+        self._overrides = []
         for override in overrides:
-            if _section_of(override) in OWN_SECTIONS:
+            if override.partition("=")[0].partition(".")[0] in _OWN_SECTIONS:
                 apply_override(self._tree, override)
-        self._overrides = [o for o in overrides if _section_of(o) not in OWN_SECTIONS]
+            else:
+                self._overrides.append(override)
         self._over = over
         self._settings: Settings = {}
         self._devices: int | None = None
@@ -145,47 +221,40 @@ class _Reader:
 
     def read(self) -> PipelineFile:
         models, runtime = self._section("models"), self._section("runtime")
-        unknown = self._tree.keys() - {*OWN_SECTIONS, *Config.model_fields}
+        unknown = self._tree.keys() - {*_OWN_SECTIONS, *Config.model_fields}
         for name in sorted(map(str, unknown)):
-            known = [*OWN_SECTIONS, *Config.model_fields]
+            known = [*_OWN_SECTIONS, *Config.model_fields]
             self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
         entries = {str(name): self._entry(str(name), entry) for name, entry in models.items()}
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
-        kind = self._kind(entries)
-        rewards: list[Tree] = []
-        for name, entry in entries.items():
-            role = role_of(name)
-            if role is None:
-                known = [*ROLES, "policy"]
-                self._mistakes.append(
-                    f"models.{name} is no model of a pipeline{nearest(name, known)} "
-                    "(a reward's name ends in _reward)"
-                )
-            elif role == "reward":
-                rewards.append(self._reward(name, entry))
-            else:
-                if kind != "ppo" and role in ("value", "ppo_value"):
-                    self._without_effect.setdefault("only ppo has a value model", []).append(
-                        f"models.{name}"
-                    )
-                self._take(name, role, entry)
-        if rewards:
-            self._put(REWARDS, rewards, "models")
-        self._runtime(runtime)
-        self._colocation(runtime.get("colocation"), entries)
-        self._raise_mistakes()
-        for key, kinds in ONLY_FOR.items():
+        # Without a name, the models decide.
+        kind = self._tree.get("pipeline")
+        if kind is None:
+            kind = "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"
+        elif kind not in _KINDS:
+            self._mistakes.append(f"pipeline is one of {', '.join(_KINDS)}, not {kind!r}")
+            kind = "grpo"
+        self._models(entries, kind)
+        self._runtime(runtime, entries)
+        if self._mistakes:
+            raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
+        for key, kinds in _ONLY_FOR.items():
             if kind not in kinds:
                 self._settings.pop(key, None)
-        for key, value in KINDS[kind].items():
+        for key, value in _KINDS[kind].items():
             self._settings.setdefault(key, value)
         if "reference" in entries and kind != "online_dpo":
-            self._settings.setdefault("algorithm.kl.coef", KL_COEF)
+            self._settings.setdefault("algorithm.kl.coef", _KL_COEF)
         workers = self._workers()
-        sizes = batch_sizes(self._path, runtime, self._config(workers))
-        config = self._config(workers | sizes)
-        self._check_kind(kind, config)
+        config = self._config(workers | self._sizes(runtime, self._config(workers)))
+        for key, value in _KINDS[kind].items():
+            if key.endswith(".name"):  # sections of the configuration may make it another kind
+                found = getattr(config.algorithm, key.split(".")[1]).name
+                if found != value and (kind != "grpo" or found == "gae"):
+                    raise InputError(
+                        f"{self._path}: pipeline {kind} needs {key} {value}, not {found}"
+                    )
         resumes = bool(runtime.get("enable_resume_training", True))
         notes = [
             f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
@@ -198,30 +267,11 @@ class _Reader:
             raise InputError(f"{self._path}: {name} must hold keys and values, not {section!r}")
         return section
 
-    def _kind(self, entries: Mapping[str, Tree]) -> str:
-        """Return the kind of pipeline, decided by its models where the file does not name it."""
-        kind = self._tree.get("pipeline")
-        if kind is None:
-            return "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"
-        if kind not in KINDS:
-            self._mistakes.append(f"pipeline is one of {', '.join(KINDS)}, not {kind!r}")
-            return "grpo"
-        return str(kind)
-
-    def _check_kind(self, kind: str, config: Config) -> None:
-        """Refuse keys of the configuration that make it another kind of pipeline."""
-        wanted = {key: value for key, value in KINDS[kind].items() if key.endswith(".name")}
-        for key, value in wanted.items():
-            _, part, _ = key.split(".")
-            found = getattr(config.algorithm, part).name
-            if found != value and (kind != "grpo" or found == "gae"):
-                raise InputError(f"{self._path}: pipeline {kind} needs {key} {value}, not {found}")
-
     def _entry(self, name: str, entry: object) -> Tree:
         """Return one model's keys without those that have no effect."""
         if entry is not None and not isinstance(entry, dict):
             raise InputError(f"{self._path}: models.{name} must hold keys and values")
-        known = self._known(f"models.{name}", entry or {}, MODEL_KEYS)
+        known = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
         learns = name in ("ppo_policy", "ppo_value")
         if known.pop("trainable", learns) is not learns:
             self._mistakes.append(
@@ -234,44 +284,60 @@ class _Reader:
         """Return the values that have an effect; note those without, and mistakes."""
         kept: Tree = {}
         for key, value in values.items():
-            if key in FIXED:
-                is_meant, instead = FIXED[key]
+            if key in _FIXED:
+                is_meant, instead = _FIXED[key]
                 if not is_meant(value):
                     self._mistakes.append(f"{section}.{key} is {value!r}: {instead}")
-            elif key in NO_EFFECT:
+            elif key in _NO_EFFECT:
                 if value not in (None, False):
-                    self._without_effect.setdefault(NO_EFFECT[key], []).append(f"{section}.{key}")
+                    self._without_effect.setdefault(_NO_EFFECT[key], []).append(f"{section}.{key}")
             elif key not in known:
-                names = [*known, *NO_EFFECT, *FIXED]
+                names = [*known, *_NO_EFFECT, *_FIXED]
                 self._mistakes.append(f"there is no key {section}.{key}{nearest(key, names)}")
             elif value is not None:
                 kept[key] = value
         return kept
 
-    def _take(self, name: str, role: str, entry: Tree) -> None:
-        """Take the settings of the entry and file of a model that is no reward."""
-        settings = self._file(name, role, entry)
-        adapters, mistake = lora_settings(name, entry.get("lora"))
-        self._mistakes += [mistake] if mistake else []
-        for key, value in adapters.items():
-            self._put(key, value, f"models.{name}.lora")
-        for key, value in settings.items():
-            self._put(key, value, str(entry.get("model_config_file", f"models.{name}")))
-        number = entry.get("num_gpu") or entry.get("num_device")
-        if role == "policy":
-            if replicas := entry.get("num_replica"):
+    def _models(self, entries: Mapping[str, Tree], kind: str) -> None:
+        """Take the settings of the models' entries and files."""
+        rewards: list[Tree] = []
+        for name, entry in entries.items():
+            role = role_of(name)
+            if role is None:
+                self._mistakes.append(
+                    f"models.{name} is no model of a pipeline{nearest(name, [*ROLES, 'policy'])} "
+                    "(a reward's name ends in _reward)"
+                )
+                continue
+            settings: Settings = {}
+            if "model_config_file" in entry:
+                path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
+                policy = role == "policy"
+                settings = read_model_file(path) if policy else model_settings(name, role, path)
+            if role == "reward":
+                rewards.append(self._reward(name, entry, settings))
+                continue
+            if kind != "ppo" and role in ("value", "ppo_value"):
+                without = self._without_effect.setdefault("only ppo has a value model", [])
+                without.append(f"models.{name}")
+            self._lora(name, entry.get("lora"))
+            for key, value in settings.items():
+                self._put(key, value, str(entry["model_config_file"]))
+            number = entry.get("num_gpu") or entry.get("num_device")
+            if role == "policy" and (replicas := entry.get("num_replica")):
                 self._put("serving.workers", replicas, f"models.{name}")
-            elif number:
-                self._devices = number
-        elif role == "ppo_policy" and number:
-            self._put("training.ranks", number, f"models.{name}")
-        for key in ("function", "weight"):
-            if key in entry:
-                self._mistakes.append(f"models.{name}.{key} is for rewards")
+            elif role == "policy":
+                self._devices = number or self._devices
+            elif role == "ppo_policy" and number:
+                self._put("training.ranks", number, f"models.{name}")
+            for key in ("function", "weight"):
+                if key in entry:
+                    self._mistakes.append(f"models.{name}.{key} is for rewards")
+        if rewards:
+            self._put(REWARDS, rewards, "models")
 
-    def _reward(self, name: str, entry: Tree) -> Tree:
+    def _reward(self, name: str, entry: Tree, settings: Settings) -> Tree:
         """Return the entry of `rollout.rewards` for one reward."""
-        settings = self._file(name, "reward", entry)
         part: Tree = settings[REWARDS][0] if settings else {"name": name}
         if "function" in entry:
             part["function"] = entry["function"]
@@ -286,14 +352,36 @@ class _Reader:
             part["weight"] = entry["weight"]
         return part
 
-    def _file(self, name: str, role: str, entry: Tree) -> Settings:
-        """Return the settings of a model's own file, none where it has no file."""
-        if "model_config_file" not in entry:
-            return {}
-        path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
-        if role == "policy":
-            return read_model_file(path)
-        return model_settings(name, role, path)
+    def _lora(self, name: str, section: object) -> None:
+        """Take the settings of a model's `lora`."""
+        if section is None:
+            return
+        where = f"models.{name}.lora"
+        if not isinstance(section, dict):
+            self._mistakes.append(f"{where} must hold keys and values")
+            return
+        if not section.get("enable_lora"):
+            return
+        given: Tree = {
+            key: value
+            for key, value in section.items()
+            if value is not None and value is not False and value != ""
+        }
+        rank = given.get("lora_dim", _LORA_DIM)
+        if unknown := sorted(given.keys() - {*_LORA_KEYS}):
+            self._mistakes.append(f"{where}.{unknown[0]} is not supported: remove it")
+        elif name == "ppo_value":
+            pass  # it shares the policy's backbone, where that has adapters
+        elif name != "ppo_policy":
+            self._mistakes.append(f"{where}: adapters are trained by ppo_policy; set it there")
+        elif rank == 0:
+            self._mistakes.append(
+                f"{where}.lora_dim is 0: set enable_lora to false to train no adapter"
+            )
+        else:
+            alpha = float(given.get("lora_scaling", _LORA_SCALING))
+            self._put("model.lora.rank", rank, where)
+            self._put("model.lora.alpha", alpha, where)
 
     def _put(self, key: str, value: object, source: str) -> None:
         """Set a key of the configuration, on which all sources must agree."""
@@ -305,22 +393,23 @@ class _Reader:
         self._settings[key] = value
         self._sources[key] = source
 
-    def _runtime(self, runtime: Tree) -> None:
-        for key, value in self._known("runtime", runtime, (*RUNTIME, *COMPUTED)).items():
-            if key in RUNTIME and not (key.endswith("_num_limit") and value == -1):
-                self._put(RUNTIME[key], value, "runtime")
+    def _runtime(self, runtime: Tree, entries: Mapping[str, Tree]) -> None:
+        for key, value in self._known("runtime", runtime, (*_RUNTIME, *_COMPUTED)).items():
+            if key in _RUNTIME and not (key.endswith("_num_limit") and value == -1):
+                self._put(_RUNTIME[key], value, "runtime")
         if runtime.get("debug"):
             self._put("log_level", "debug", "runtime")
-
-    def _colocation(self, groups: object, entries: Mapping[str, Tree]) -> None:
-        """Set whether the engines live in the trainer's processes."""
+        groups = runtime.get("colocation")
         if groups is None:
             return
         groups = [groups] if isinstance(groups, str) else groups
         if not isinstance(groups, list):
             self._mistakes.append(f"runtime.colocation is a list of names, not {groups!r}")
             return
-        named = [_names(group) for group in groups]
+        named = []
+        for group in groups:  # a list, or a text with commas
+            parts = group if isinstance(group, list) else str(group).split(",")
+            named.append({str(part).strip() for part in parts if str(part).strip()})
         if all(len(group) == 1 for group in named):  # one group, a name an entry
             named = [{name for group in named for name in group}]
         for name in sorted({name for group in named for name in group} - entries.keys()):
@@ -337,9 +426,53 @@ class _Reader:
             set_key(tree, key, value)
         for override in self._overrides:
             apply_override(tree, override)
-        engine = tree.get("engine")
-        count = worker_count(self._path, self._devices, engine if isinstance(engine, dict) else {})
+        engine, each = tree.get("engine"), 1
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = engine.get(name, 1) if isinstance(engine, dict) else 1
+            each *= size if isinstance(size, int) and size > 0 else 1  # others: an error elsewhere
+        what = (
+            f"the {each} devices of an engine (engine.tensor_parallel_size * "
+            "pipeline_parallel_size)"
+        )
+        count = self._quotient("models.policy.num_gpu", self._devices, each, what)
         return {"serving.workers": count}
+
+    def _sizes(self, runtime: Tree, config: Config) -> Settings:
+        """Return the sizes of an episode and of batches, which count samples.
+
+        Args:
+            config: The configuration without them.
+        """
+        sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise InputError(
+                    f"{self._path}: runtime.{name} must be a whole number of 1 or more, not "
+                    f"{value!r}"
+                )
+        made: Settings = {}
+        group, total = config.sampling.n, sizes.get("sample_per_episode")
+        where = "runtime.sample_per_episode"
+        if total is not None:
+            what = f"sampling.n {group}, the samples of a prompt"
+            made["rollout.prompts_per_step"] = self._quotient(where, total, group, what)
+        batch = sizes.get("train_global_batch_size")
+        if batch is not None:
+            total = total or config.rollout.prompts_per_step * group
+            what = f"train_global_batch_size {batch}"
+            updates = 1 if batch >= total else self._quotient(where, total, batch, what)
+            made["training.updates_per_step"] = updates
+        if "train_micro_batch_size" in sizes:
+            tokens = sizes["train_micro_batch_size"] * config.model.max_length
+            made["training.micro_batch_tokens"] = tokens
+        return made
+
+    def _quotient(self, where: str, total: int, part: int, what: str) -> int:
+        if not isinstance(total, int):
+            raise InputError(f"{self._path}: {where} must be a whole number, not {total!r}")
+        if total % part:
+            raise InputError(f"{self._path}: {where} {total} is no multiple of {what}")
+        return total // part
 
     def _config(self, more: Settings) -> Config:
         """Return the configuration.
@@ -355,19 +488,5 @@ class _Reader:
         tree: Tree = {}
         for key, value in {**self._settings, **more}.items():
             set_key(tree, key, value)
-        own = {key: value for key, value in self._tree.items() if key not in OWN_SECTIONS}
+        own = {key: value for key, value in self._tree.items() if key not in _OWN_SECTIONS}
         return merged(tree, own)
-
-    def _raise_mistakes(self) -> None:
-        if self._mistakes:
-            raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
-
-
-def _names(group: object) -> set[str]:
-    """Return the models of one group of `colocation`, a list or a text with commas."""
-    parts = group if isinstance(group, list) else str(group).split(",")
-    return {str(part).strip() for part in parts if str(part).strip()}
-
-
-def _section_of(override: str) -> str:
-    return override.partition("=")[0].partition(".")[0]
