@@ -10,7 +10,7 @@ trajectories, under ChatLearn's names. Together they make a training step:
     metrics = trainer.train_step(outputs)
 
 In a step the trainer computes log-probs and values from the same models itself; `ref_logprobs` and
-`old_values` are only for the program.
+`old_values` are only for the program. `iteration` is the caller's count, for overrides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from turnwise.pipeline.outputs import Data, Outputs
 from turnwise.pipeline.pipeline import Module
 from turnwise.rollouts import Group
 from turnwise.training.model import ModelName
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Trajectory
 
 
 class CompanionModule(Module):
@@ -32,8 +32,8 @@ class CompanionModule(Module):
 
     Args:
         name: Its name in the pipeline's file; unique among the modules of a pipeline.
-        model_file: The model's YAML file (see `role_file`), if the pipeline's file does not
-            name it.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
+            file does not name it.
 
     Raises:
         InputError: when the file cannot be read or has an unknown key.
@@ -44,9 +44,7 @@ class CompanionModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._settings: Settings = (
-            {} if model_file is None else model_settings(name, self.role, model_file)
-        )
+        self._settings = {} if model_file is None else model_settings(name, self.role, model_file)
 
     @property
     def settings(self) -> Settings:
@@ -61,11 +59,7 @@ class _TokenModule(CompanionModule):
     _output: ClassVar[str]
 
     def setup(self) -> None:
-        """Check that the trainer has such a model.
-
-        Raises:
-            InputError: when it has none, naming the key that adds it.
-        """
+        """Check that the trainer has such a model."""
         self.pipeline.check_model(self._model)
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
@@ -83,7 +77,17 @@ class _TokenModule(CompanionModule):
             InputError: when `data` has no tokens, or the lengths of its lists differ.
             TrainerError, DeadlineError: naming the process that failed.
         """
-        tokens, masks = _tokens(self.name, data)
+        if data.get("all_tokens") is None:
+            raise InputError(
+                f"{self.name} needs all_tokens, which the forward_step of a policy returns"
+            )
+        tokens = [list(map(int, ids)) for ids in data["all_tokens"]]
+        masks = data.get("loss_mask")
+        if masks is None:
+            masks = [[int(place > 0) for place in range(len(ids))] for ids in tokens]
+        masks = [list(map(int, mask)) for mask in masks]
+        if list(map(len, masks)) != list(map(len, tokens)):
+            raise InputError(f"{self.name}: loss_mask must have a number for each of all_tokens")
         return {self._output: self.pipeline.score(self._model, tokens, masks)}
 
 
@@ -137,21 +141,32 @@ class RewardModule(CompanionModule):
     role = "reward"
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
-        """Return the rewards of trajectories, without their weight.
+        """Return `rewards`, a float for each trajectory, without their weight.
 
         Args:
             data: The outputs of a policy's `forward_step` (`trajectories`, or `groups` of them), or
                 `messages`, the messages of each trajectory, which only reward models accept.
             iteration: The caller's count; for overrides.
 
-        Returns:
-            `rewards`, a float for each.
-
         Raises:
             InputError: when `data` has neither, or there is no such reward.
             TrajectoryError: naming the trajectory that has no reward, and why.
         """
-        return {"rewards": self.pipeline.judge(self.name, _judged(self.name, data))}
+        if "trajectories" in data:
+            judged = list(data["trajectories"])
+        elif "groups" in data:
+            groups: Sequence[Group] = data["groups"]
+            judged = [trajectory for group in groups for trajectory in group.trajectories]
+        elif "messages" in data:
+            judged = []
+            for number, messages in enumerate(data["messages"]):
+                judged.append(Trajectory(f"{self.name}:{number}", number))
+                judged[-1].messages = list(messages)
+        else:
+            raise InputError(
+                f"{self.name} needs trajectories, which the forward_step of a policy returns"
+            )
+        return {"rewards": self.pipeline.judge(self.name, judged)}
 
 
 class TrainerModule(CompanionModule):
@@ -168,49 +183,6 @@ class TrainerModule(CompanionModule):
     role = "ppo_policy"
 
     def train_step(self, data: Data | Sequence[Data], iteration: int = 0) -> JsonObject:
-        """Train on outputs of a policy's `forward_step`, and update the engines.
-
-        Args:
-            data: One dictionary of outputs, or several.
-            iteration: The caller's count; for overrides.
-
-        Returns:
-            The step's metrics, as `Pipeline.train` returns them.
-
-        Raises:
-            InputError, ExactnessError, StepError, TrainerError, WeightUpdateError, DeadlineError:
-                as `Pipeline.train` does.
-        """
+        """Train on one dictionary of a policy's outputs or several; see `Pipeline.train`."""
         each = [data] if isinstance(data, Mapping) else list(data)
         return self.pipeline.train(*(dict(outputs) for outputs in each))
-
-
-def _tokens(name: str, data: Data) -> tuple[list[list[int]], list[list[int]]]:
-    tokens = data.get("all_tokens")
-    if tokens is None:
-        raise InputError(f"{name} needs all_tokens, which the forward_step of a policy returns")
-    tokens = [list(map(int, ids)) for ids in tokens]
-    masks = data.get("loss_mask")
-    if masks is None:
-        masks = [[int(place > 0) for place in range(len(ids))] for ids in tokens]
-    masks = [list(map(int, mask)) for mask in masks]
-    if list(map(len, masks)) != list(map(len, tokens)):
-        raise InputError(f"{name}: loss_mask must have a number for each of all_tokens")
-    return tokens, masks
-
-
-def _judged(name: str, data: Data) -> list[Trajectory]:
-    if "trajectories" in data:
-        return list(data["trajectories"])
-    if "groups" in data:
-        groups: Sequence[Group] = data["groups"]
-        return [trajectory for group in groups for trajectory in group.trajectories]
-    if "messages" in data:
-        return [_said(name, number, each) for number, each in enumerate(data["messages"])]
-    raise InputError(f"{name} needs trajectories, which the forward_step of a policy returns")
-
-
-def _said(name: str, number: int, messages: Sequence[Message]) -> Trajectory:
-    trajectory = Trajectory(f"{name}:{number}", number)
-    trajectory.messages = list(messages)
-    return trajectory

@@ -21,22 +21,29 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
 
-from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model_args, read_model_file
+from turnwise.compat.chatlearn.model_file import (
+    Settings,
+    args_of,
+    read_model_args,
+    read_model_file,
+)
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.conversation import (
+from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
+from turnwise.pipeline.pipeline import Module, Pipeline
+from turnwise.pipeline.prompts import (
     Conversation,
     ConversationProblem,
+    ProblemBuilder,
+    Prompt,
+    PromptFields,
     PromptLoop,
     TokenProblem,
 )
-from turnwise.pipeline.dataset import ProblemBuilder, Prompt, PromptFields
-from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
-from turnwise.pipeline.pipeline import Module, Pipeline
-from turnwise.pipeline.provided_model import ProvidedModel
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
 from turnwise.trajectory import ChatTemplate
@@ -79,11 +86,12 @@ class VLLMModule(Module):
     @property
     def settings(self) -> Settings:
         """Values for the configuration: those of the module's file, and its own model's."""
-        return self._given | self._own_model.settings
+        return self._given | self._provided[0]
 
     @cached_property
-    def _own_model(self) -> ProvidedModel:
-        return ProvidedModel(self.name, self.model_provider(), self._given.get("model.tokenizer"))
+    def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
+        """The settings of the provided model, and its folder, which exists as long as this."""
+        return _saved(self.name, self.model_provider(), self._given.get("model.tokenizer"))
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
@@ -153,9 +161,9 @@ class VLLMModule(Module):
         return self.pipeline.generator
 
     def load_checkpoint(self, iteration: int | str | Path) -> None:
-        """Resume from a pipeline's checkpoint: weights, optimizer and version.
+        """Resume from a pipeline's checkpoint: weights, which the engines get, optimizer, version.
 
-        The engines get the weights. May be called in `setup` and at any later time.
+        May be called in `setup` and at any later time.
 
         Args:
             iteration: A folder that `save` wrote, or a number, for checkpoints/step-NNNN in the
@@ -171,8 +179,8 @@ class VLLMModule(Module):
         return self.pipeline.save(self._checkpoint(iteration))
 
     def _checkpoint(self, iteration: int | str | Path) -> Path:
-        run = Path(self.config.output_dir, self.config.name)
         if isinstance(iteration, int):
+            run = Path(self.config.output_dir, self.config.name)
             return checkpoint.folder_of(run, iteration)
         return Path(iteration)
 
@@ -193,8 +201,7 @@ class VLLMModule(Module):
         Raises:
             InputError: naming the prompt that is empty or cannot be used.
         """
-        name = f"{self.name}-eval" if is_eval else self.name
-        builder = self._builder(name, is_eval)
+        builder = self._builder(f"{self.name}-eval" if is_eval else self.name, is_eval)
         problems = builder.build(train_prompts)
         rows = [problem for problem in problems if not isinstance(problem, ConversationProblem)]
         kept = {problem.id for problem in self.runner.within_prompt_limit(rows)}
@@ -214,11 +221,7 @@ class VLLMModule(Module):
         return left if left > 0 else room - 1
 
     def begin(self, item: Problem, sampling: SamplingConfig) -> "Future[Group]":
-        """Begin `sampling.n` trajectories of one problem; return a future of its group.
-
-        Raises:
-            InputError: when `build_dataset` did not make it.
-        """
+        """Begin `sampling.n` trajectories of one problem; return a future of its group."""
         if not isinstance(item, Problem):
             raise InputError(f"{self.name} got {repr(item)[:80]}, which build_dataset did not make")
         runner = self.conversations if isinstance(item, ConversationProblem) else self.runner
@@ -263,9 +266,6 @@ class VLLMModule(Module):
         Args:
             prompt_list: Their texts, which appear only in outputs; None means the decoded ids.
             prompt_token_id_list: The prompts as the engine gets them, cut to `longest_prompt`.
-
-        Raises:
-            InputError: naming the prompt that is empty, or when the number of texts differs.
         """
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
@@ -345,14 +345,11 @@ class VLLMModule(Module):
         Raises:
             DeadlineError, StepError: as `generate_vllm` does.
         """
-        return self._forward(data, is_eval=False)
+        return self.decode_internal(self.generate_vllm(data, False))
 
     def eval_forward(self, data: Batch, iteration: int = 0) -> Outputs:
         """Answer all problems under `eval.sampling`; otherwise as `forward_step`."""
-        return self._forward(data, is_eval=True)
-
-    def _forward(self, data: Batch, is_eval: bool) -> Outputs:
-        return self.decode_internal(self.generate_vllm(data, is_eval))
+        return self.decode_internal(self.generate_vllm(data, True))
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
         """Return the groups of requests.
@@ -379,3 +376,45 @@ class VLLMModule(Module):
     def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
         limit = self.longest_prompt(is_eval)
         return ProblemBuilder(name, self.config, self.template, self._fields, limit)
+
+
+@runtime_checkable
+class _Saveable(Protocol):
+    """A model of transformers, or its configuration."""
+
+    def save_pretrained(self, folder: str) -> object: ...
+
+
+def _saved(
+    name: str, model: object, tokenizer: str | None
+) -> tuple[Settings, TemporaryDirectory[str] | None]:
+    """Return the settings of a model that `model_provider` returned, and its temporary folder.
+
+    Args:
+        tokenizer: Folder or name of the model's tokenizer; None is the one that the model was
+            saved with.
+    """
+    if model is None:
+        return {}, None
+    if isinstance(model, str | Path):
+        return {"model.path": str(model)}, None
+    if not isinstance(model, _Saveable):
+        raise InputError(
+            f"{name}: model_provider returns a model's folder or name, a model of transformers "
+            f"or its configuration, not {repr(model)[:80]}; override generator_provider to "
+            "replace the sampler"
+        )
+    tokenizer = tokenizer or getattr(model, "name_or_path", "")
+    if not tokenizer:
+        raise InputError(
+            f"{name}: the model of model_provider has no tokenizer; name one in the module's "
+            "file (tokenizer)"
+        )
+    made: _Saveable = model
+    if not hasattr(model, "state_dict"):  # a configuration: random weights
+        from transformers import AutoModelForCausalLM
+
+        made = AutoModelForCausalLM.from_config(model)
+    folder = TemporaryDirectory(prefix="turnwise-model-")
+    made.save_pretrained(folder.name)
+    return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder

@@ -52,17 +52,7 @@ class Logprob(float):
 
 @dataclass(frozen=True, eq=False)
 class CompletionOutput:
-    """One trajectory after its first prompt: `T` tokens.
-
-    Example:
-        for output in policy.generate_vllm(problems):
-            for completion in output.outputs:
-                logprobs = [
-                    known[token].logprob
-                    for known, token in zip(completion.logprobs, completion.token_ids)
-                ]
-                print(completion.text, sum(logprobs) / len(logprobs))
-    """
+    """One trajectory after its first prompt: `T` tokens."""
 
     trajectory: Trajectory
     branch: Branch
@@ -121,12 +111,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, eq=False)
 class RequestOutput:
-    """One prompt and its completions.
-
-    Example:
-        (output,) = policy.generate_vllm(policy.build_dataset(["What is 3 + 4?"]))
-        print(output.prompt, [completion.text for completion in output.outputs])
-    """
+    """One prompt and its completions."""
 
     request_id: str
     """Number of the request in its batch, from 0."""
@@ -165,25 +150,21 @@ def request_outputs(
     """
     outputs = []
     for number, group in enumerate(groups):
-        done = [_completion(trajectory, template, stop) for trajectory in group.trajectories]
-        parts = [(ids, list(same)) for ids, same in groupby(done, _prompt)] or [([], [])]
-        for ids, completions in parts:
+        done: list[tuple[list[int], CompletionOutput]] = []
+        for trajectory in group.trajectories:
+            branch = (trajectory.branches() or [_NO_TURNS])[-1]
+            mask = branch.response_mask
+            length = mask.index(1) if 1 in mask else len(branch.token_ids)
+            completion = CompletionOutput(trajectory, branch, length, template, stop)
+            done.append((branch.token_ids[:length], completion))
+        parts = [
+            (ids, [completion for _, completion in same])
+            for ids, same in groupby(done, lambda pair: pair[0])
+        ]
+        for ids, completions in parts or [([], [])]:
             text = template.decode_all(ids) if group.prompt is None else group.prompt
             outputs.append(RequestOutput(str(number), text, ids, completions, group, template))
     return outputs
-
-
-def _completion(
-    trajectory: Trajectory, template: ChatTemplate, stop: Sequence[str]
-) -> CompletionOutput:
-    branch = (trajectory.branches() or [_NO_TURNS])[-1]
-    mask = branch.response_mask
-    length = mask.index(1) if 1 in mask else len(branch.token_ids)
-    return CompletionOutput(trajectory, branch, length, template, stop)
-
-
-def _prompt(completion: CompletionOutput) -> list[int]:
-    return completion.branch.token_ids[: completion.prompt_length]
 
 
 def _by_token(
@@ -198,22 +179,14 @@ def _by_token(
 def keeping_groups(
     decode: Callable[[Sequence[RequestOutput]], Outputs], name: str
 ) -> Callable[[Sequence[RequestOutput]], Outputs]:
-    """Wrap a `decode_internal` so that its outputs have `groups`.
-
-    Args:
-        name: The module's, for errors.
-    """
+    """Wrap the `decode_internal` of the module `name` so that its outputs have `groups`."""
 
     @wraps(decode)
     def decode_and_keep(batched_outputs: Sequence[RequestOutput]) -> Outputs:
         decoded = decode(batched_outputs)
         if not isinstance(decoded, dict):
             raise InputError(f"{name}: decode_internal must return a dictionary")
-        return {"groups": _groups(batched_outputs), **decoded}
+        groups = {id(output.group): output.group for output in batched_outputs}  # each once
+        return {"groups": list(groups.values()), **decoded}
 
     return decode_and_keep
-
-
-def _groups(outputs: Sequence[RequestOutput]) -> list[Group]:
-    """Return each group once, in the outputs' order."""
-    return list({id(output.group): output.group for output in outputs}.values())

@@ -51,13 +51,7 @@ class RunningPipeline:
     progress: Progress
 
     async def train(self, groups: Sequence[Group]) -> JsonObject:
-        """Train one step on groups and update the engines; returns the step's metrics.
-
-        Raises:
-            ExactnessError: when a token is not as it was sampled; nothing is trained then.
-            StepError: when most trajectories failed.
-            TrainerError, WeightUpdateError, DeadlineError: naming who failed.
-        """
+        """Train one step on groups and update the engines; see `Pipeline.train`."""
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
         version, oldest = self.trainer.version, self.step.versions.oldest
         made = await call_user_code(  # the algorithm may be the user's own class
@@ -91,12 +85,10 @@ class RunningPipeline:
         return metrics.to_json()
 
     async def score(self, reward: str, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the value that one entry of `rollout.rewards` gives each trajectory."""
         rewards = self.runtime.runner.rewards
         return await together(rewards.score(reward, t) for t in trajectories)
 
     async def save(self, folder: Path, state: Mapping[str, object]) -> None:
-        """Write a checkpoint, with the program's own `state` in it."""
         loop = {
             "step": self.progress.iteration,
             "exactness": self.progress.exactness.to_dict(),
@@ -110,7 +102,6 @@ class RunningPipeline:
             await run_in_thread(checkpoint.commit, folder)
 
     async def load(self, folder: Path) -> int:
-        """Load a checkpoint into the trainer and the engines; returns its weight version."""
         with waiting(f"the trainer to load {folder}"):
             loop = await run_in_thread(checkpoint.read_loop, folder)
             version = await self.trainer.load(folder)
@@ -129,7 +120,6 @@ async def open_pipeline(
     """Start the engines and the trainer, and bring its weights to the engines.
 
     Args:
-        folder: The run's folder.
         progress: Updated by every training step.
         resume: A whole checkpoint to start from; None starts from the model's own weights.
     """
@@ -172,26 +162,18 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
             f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
         )
     for trajectory, reward in zip(trajectories, given, strict=True):
-        _set_reward(trajectory, reward)
+        players = trajectory.player_rewards
+        if isinstance(reward, Mapping):
+            trajectory.player_rewards = {player: _number(reward[player]) for player in players}
+            reward = sum(trajectory.player_rewards.values()) / len(players)
+        elif players and _number(reward) != trajectory.reward:
+            names = ", ".join(players)
+            raise InputError(
+                f"rewards: {reward!r} is one number for a game, whose players are compared each "
+                f"with itself: give a dictionary with a number for each of {names}"
+            )
+        trajectory.reward = _number(reward)
     return list(groups)
-
-
-def _set_reward(trajectory: Trajectory, reward: object) -> None:
-    """Set a trajectory's reward, or those of the players of a game and their mean.
-
-    Raises:
-        InputError: when a game gets a number that is not its own reward.
-    """
-    players = trajectory.player_rewards
-    if isinstance(reward, Mapping):
-        trajectory.player_rewards = {player: _number(reward[player]) for player in players}
-        reward = sum(trajectory.player_rewards.values()) / len(players)
-    elif players and _number(reward) != trajectory.reward:
-        raise InputError(
-            f"rewards: {reward!r} is one number for a game, whose players are compared each with "
-            f"itself: give a dictionary with a number for each of {', '.join(players)}"
-        )
-    trajectory.reward = _number(reward)
 
 
 def _is_reward(trajectory: Trajectory, reward: object) -> bool:
