@@ -221,40 +221,32 @@ class _FullError(OpenEnvError):
     """All sessions of the server are taken."""
 
 
+# Answers of the server: a message, and its data by type.
 class _Reply(TypedDict):
-    """A message of the server."""
-
     type: str
     data: JsonObject
 
 
 class _Observed(TypedDict, total=False):
-    """The data of an observation."""
-
     observation: JsonObject | None
     reward: Number | None
     done: bool | int | None
 
 
 class _Mistake(TypedDict, total=False):
-    """A part of an action that the server refused."""
-
     loc: list[object]
     msg: object
 
 
 class _Failed(TypedDict, total=False):
-    """The data of an error."""
-
     message: object
     code: object
     errors: list[_Mistake] | None
+    """Parts of an action that the server refused."""
 
 
 @with_config(extra="allow")
 class _Listed(TypedDict):
-    """A tool of an MCP environment."""
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
     description: NotRequired[str | None]
     input_schema: NotRequired[JsonObject | None]
@@ -262,22 +254,17 @@ class _Listed(TypedDict):
 
 
 class _Tools(TypedDict, total=False):
-    """The result of `tools/list`."""
-
     tools: Annotated[list[_Listed], Field(max_length=5_000)] | None
 
 
 @with_config(extra="allow")
 class _Action(TypedDict):
-    """The schema of typed actions."""
-
     properties: NotRequired[JsonObject]
 
 
 class _Schemas(TypedDict):
-    """Answer to /schema."""
-
     action: _Action
+    """The schema of typed actions."""
 
 
 _REPLY = TypeAdapter(_Reply)

@@ -31,12 +31,9 @@ class CompanionModule(Module):
     """A model beside the policy; the base class of the modules in this file.
 
     Args:
-        name: Its name in the pipeline's file; unique among the modules of a pipeline.
+        name: Its name in the pipeline's file.
         model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
             file does not name it.
-
-    Raises:
-        InputError: when the file cannot be read or has an unknown key.
     """
 
     role: ClassVar[str] = ""
@@ -68,14 +65,9 @@ class _TokenModule(CompanionModule):
         Args:
             data: `all_tokens`, for each sequence its T ids; and `loss_mask`, for each T times 1
                 (a token to be scored) or 0; without it all but the first tokens are scored.
-            iteration: The caller's count; for overrides.
 
         Returns:
             A list with T floats for each sequence, 0.0 where a token is not scored.
-
-        Raises:
-            InputError: when `data` has no tokens, or the lengths of its lists differ.
-            TrainerError, DeadlineError: naming the process that failed.
         """
         if data.get("all_tokens") is None:
             raise InputError(
@@ -97,11 +89,9 @@ class ReferenceModule(_TokenModule):
     `forward_step` returns `ref_logprobs`: for each sequence T log-probs under `sampling`.
 
     Example:
-        policy = VLLMModule("policy", "policy.yaml")
         reference = ReferenceModule("reference", "reference.yaml")
         with Pipeline("config.yaml", policy, reference) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            logprobs = reference.forward_step(outputs)["ref_logprobs"]
+            logprobs = reference.forward_step(policy.forward_step(problems))["ref_logprobs"]
     """
 
     role = "reference"
@@ -116,10 +106,9 @@ class ValueModule(_TokenModule):
     before each token.
 
     Example:
-        policy, value = VLLMModule("policy"), ValueModule("value", "value.yaml")
+        value = ValueModule("value", "value.yaml")
         with Pipeline("ppo.yaml", policy, value) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            values = value.forward_step(outputs)["old_values"]
+            values = value.forward_step(policy.forward_step(problems))["old_values"]
     """
 
     role = "value"
@@ -131,11 +120,10 @@ class RewardModule(CompanionModule):
     """A reward model or function: the entry of `rollout.rewards` with this module's name.
 
     Example:
-        policy, reward = VLLMModule("policy"), RewardModule("reward", "reward.yaml")
+        reward = RewardModule("reward", "reward.yaml")
         with Pipeline("config.yaml", policy, reward) as pipeline:
-            outputs = policy.forward_step(policy.build_dataset(["What is 3 + 4?"]))
-            outputs |= reward.forward_step(outputs)
-            pipeline.train(outputs)
+            outputs = policy.forward_step(problems)
+            pipeline.train(outputs | reward.forward_step(outputs))
     """
 
     role = "reward"
@@ -146,10 +134,8 @@ class RewardModule(CompanionModule):
         Args:
             data: The outputs of a policy's `forward_step` (`trajectories`, or `groups` of them), or
                 `messages`, the messages of each trajectory, which only reward models accept.
-            iteration: The caller's count; for overrides.
 
         Raises:
-            InputError: when `data` has neither, or there is no such reward.
             TrajectoryError: naming the trajectory that has no reward, and why.
         """
         if "trajectories" in data:
@@ -173,9 +159,8 @@ class TrainerModule(CompanionModule):
     """The trainer of the policy, and of PPO's value model.
 
     Example:
-        policy, trainer = VLLMModule("policy"), TrainerModule("ppo_policy", "ppo_policy.yaml")
+        trainer = TrainerModule("ppo_policy", "ppo_policy.yaml")
         with Pipeline("config.yaml", policy, trainer) as pipeline:
-            problems = policy.build_dataset(pipeline.rows())
             for iteration in range(100):
                 metrics = trainer.train_step(policy.forward_step(problems), iteration)
     """

@@ -57,11 +57,8 @@ class VLLMModule(Module):
 
     Args:
         name: Appears in errors and requests' names; unique among the modules of a pipeline.
-        model_file: The model's YAML file (see `model_file`). It becomes part of the pipeline's
-            configuration, above the pipeline's own file and below its overrides.
-
-    Raises:
-        InputError: when the file cannot be read or has an unknown key.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`). It becomes part of
+            the pipeline's configuration, above its own file and below its overrides.
 
     Example:
         class Policy(VLLMModule):
@@ -90,7 +87,6 @@ class VLLMModule(Module):
 
     @cached_property
     def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
-        """The settings of the provided model, and its folder, which exists as long as this."""
         return _saved(self.name, self.model_provider(), self._given.get("model.tokenizer"))
 
     def join(self, pipeline: Pipeline) -> None:
@@ -101,10 +97,7 @@ class VLLMModule(Module):
 
     @property
     def model_args(self) -> Settings:
-        """The configuration under ChatLearn's names, and its file's other flat keys.
-
-        `num_inference_per_prompt` is 1: `n` holds it.
-        """
+        """The configuration under ChatLearn's names, and its file's other flat keys."""
         return args_of(self.config, self._args)
 
     @property
@@ -139,20 +132,15 @@ class VLLMModule(Module):
         return True
 
     def setup(self) -> None:
-        """Load what sampling needs; called once, inside the running pipeline.
-
-        Whatever an override does not load is loaded at its first use.
-        """
+        """Load what sampling needs; an override may leave that to the first use."""
         _ = self.generator, self.tokenizer, self.runner.tool_parser
 
     def model_provider(self) -> object:
-        """Define the model; called once, before anything starts.
+        """Return the model that engines and trainer load; called once, before anything starts.
 
-        Returns:
-            A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or
-            its configuration, for random weights; or None, as here, for the model of `model.path`.
-            Engines and trainer both load it, with the tokenizer that it was saved with, or that
-            of the module's file.
+        A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or its
+        configuration, for random weights; or None, as here, for the model of `model.path`. Its
+        tokenizer is that of the module's file, or the one that it was saved with.
         """
         return None
 
@@ -161,16 +149,11 @@ class VLLMModule(Module):
         return self.pipeline.generator
 
     def load_checkpoint(self, iteration: int | str | Path) -> None:
-        """Resume from a pipeline's checkpoint: weights, which the engines get, optimizer, version.
-
-        May be called in `setup` and at any later time.
+        """Resume from a pipeline's checkpoint, in `setup` or later; see `Pipeline.load`.
 
         Args:
             iteration: A folder that `save` wrote, or a number, for checkpoints/step-NNNN in the
                 run's folder.
-
-        Raises:
-            InputError: when it is no whole checkpoint, or one of another model.
         """
         self.pipeline.load(self._checkpoint(iteration))
 
@@ -209,11 +192,8 @@ class VLLMModule(Module):
         return [p for p in problems if isinstance(p, ConversationProblem) or p.id in kept]
 
     def longest_prompt(self, is_eval: bool = False) -> int:
-        """Return the maximum number of tokens of a prompt.
-
-        It is `data.max_prompt_tokens`, or the space that `sampling.max_tokens` leaves in the
-        context (all but one token if it leaves none).
-        """
+        """Return `data.max_prompt_tokens`, or the tokens that `sampling.max_tokens` leaves in the
+        context (all but one if it leaves none)."""
         room, own = self.config.model.max_length, self.config.data.max_prompt_tokens
         if own is not None:
             return min(own, room - 1)
@@ -236,10 +216,7 @@ class VLLMModule(Module):
         return self.pipeline.submit(run)
 
     def _add_request(self, data: Batch, is_eval: bool = False) -> "list[Future[Group]]":
-        """Begin the trajectories of all problems; return a future of each group.
-
-        Mappings with token ids and their text go through `_add_request_internal`.
-        """
+        """Begin the trajectories of all problems; return a future of each group."""
         ids, text = self._fields.token_ids, self._fields.text
         if isinstance(data, Mapping):
             return self._add_request_internal(data[text], data[ids], is_eval=is_eval)
@@ -261,12 +238,8 @@ class VLLMModule(Module):
         prompt_token_id_list: Sequence[Sequence[int]],
         is_eval: bool = False,
     ) -> "list[Future[Group]]":
-        """Begin the trajectories of prompts given as token ids.
-
-        Args:
-            prompt_list: Their texts, which appear only in outputs; None means the decoded ids.
-            prompt_token_id_list: The prompts as the engine gets them, cut to `longest_prompt`.
-        """
+        """Begin the trajectories of token ids, cut to `longest_prompt`; their texts appear only in
+        outputs, and None means the decoded ids."""
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
                 f"{self.name} got {len(prompt_list)} texts and token ids of "
@@ -334,16 +307,10 @@ class VLLMModule(Module):
         }
 
     def forward_step(self, data: Batch, iteration: int = 0) -> Outputs:
-        """Answer all problems under `sampling`.
+        """Answer all problems under `sampling`; return what `decode_internal` does.
 
         Args:
             iteration: The caller's count; for overrides.
-
-        Returns:
-            The dictionary of `decode_internal`, with `groups`, which a pipeline trains on.
-
-        Raises:
-            DeadlineError, StepError: as `generate_vllm` does.
         """
         return self.decode_internal(self.generate_vllm(data, False))
 
@@ -352,13 +319,7 @@ class VLLMModule(Module):
         return self.decode_internal(self.generate_vllm(data, True))
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
-        """Return the groups of requests.
-
-        Each trajectory may take `rollout.trajectory_timeout` seconds.
-
-        Raises:
-            DeadlineError: when they are not done in time; all of them are cancelled.
-        """
+        """Return the groups of requests, each trajectory within `rollout.trajectory_timeout`."""
         rollout = self.config.rollout
         trajectories = len(requests) * max(self.config.sampling.n, self.config.eval.sampling.n)
         rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
@@ -388,12 +349,7 @@ class _Saveable(Protocol):
 def _saved(
     name: str, model: object, tokenizer: str | None
 ) -> tuple[Settings, TemporaryDirectory[str] | None]:
-    """Return the settings of a model that `model_provider` returned, and its temporary folder.
-
-    Args:
-        tokenizer: Folder or name of the model's tokenizer; None is the one that the model was
-            saved with.
-    """
+    """Return the settings of a model that `model_provider` returned, and its temporary folder."""
     if model is None:
         return {}, None
     if isinstance(model, str | Path):

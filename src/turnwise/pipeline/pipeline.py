@@ -44,11 +44,7 @@ _OPTIONAL = ("data.path",)
 
 
 class Module:
-    """A model of a pipeline; the base class of all modules.
-
-    Args:
-        name: Appears in errors; unique among the modules of a pipeline.
-    """
+    """A model of a pipeline, with a name that is unique there; the base class of all modules."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -168,12 +164,7 @@ class Pipeline:
         return [*self._modules, module]
 
     def _shared(self, modules: Sequence[Module]) -> Config:
-        """Return the configuration that all modules share: under overrides, their settings, under
-        those the given file or `Config`.
-
-        Raises:
-            InputError: when two modules disagree on a key that no override decides.
-        """
+        """Return the given configuration under the modules' settings under the overrides."""
         settings = _settings_of(modules)
         config = self._resolved(settings)
         for module in modules:
@@ -267,9 +258,6 @@ class Pipeline:
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: its log-prob under
             `sampling`, or, of the value model, the return that it expects before the token.
-
-        Raises:
-            InputError: when the trainer has no such model.
         """
         self.check_model(name)
         seconds = self.config.training.step_timeout
@@ -278,11 +266,7 @@ class Pipeline:
         )
 
     def check_model(self, name: ModelName) -> None:
-        """Check that the trainer has a model.
-
-        Raises:
-            InputError: when it has none, naming the key that adds it.
-        """
+        """Raise an `InputError` if the trainer has no such model, naming the key that adds it."""
         if why := missing_model(self.config.algorithm, name):
             raise InputError(why)
 
@@ -354,11 +338,7 @@ class Pipeline:
     def wait(
         self, requests: "Sequence[Future[_Result]]", seconds: float, who: str
     ) -> list[_Result]:
-        """Return the results of submitted calls; all are cancelled if the wait ends early.
-
-        Raises:
-            DeadlineError: naming `who`.
-        """
+        """Return the results of submitted calls; all are cancelled if the wait ends early."""
 
         async def gathered() -> list[_Result]:
             return await asyncio.gather(*map(asyncio.wrap_future, requests))
@@ -405,11 +385,7 @@ def _settings_of(modules: Sequence[Module]) -> Settings:
 
 
 def _whole(folder: str | Path) -> Path:
-    """Return a checkpoint's absolute path.
-
-    Raises:
-        InputError: when there is none, or it is not whole.
-    """
+    """Return the absolute path of a whole checkpoint."""
     place = Path(folder).expanduser().resolve()
     if flaw := checkpoint.incomplete_reason(place):
         raise InputError(f"{place} is no checkpoint to resume from: {flaw}")
