@@ -5,7 +5,7 @@ Values that cannot be mapped raise an `InputError` that names the field.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import NoReturn
 
@@ -49,19 +49,13 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     Args:
         rows: Rows of the training data; None if their number is unknown.
         tools: Whether the model has tools.
-
-    Raises:
-        InputError: naming a field that cannot be mapped.
     """
     _refuse_unsupported(args)
     (n, groups), updates = _groups(args), updates_per_step(args)
-    steps = _steps(args, rows)
+    steps = _steps(args, rows, groups, updates)
     every = steps if rows is None else max(1, rows // groups)
-    schedule = str(args.lr_scheduler_type)
-    if schedule not in _SCHEDULES:
-        _refuse("lr_scheduler_type", schedule, f"it must be {', '.join(_SCHEDULES)}")
-    if args.optim not in _OPTIMIZERS:
-        _refuse("optim", args.optim, f"the optimizer is AdamW: {', '.join(_OPTIMIZERS)}")
+    schedule = _one_of(args, "lr_scheduler_type", _SCHEDULES)
+    _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
     warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
     report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     for name in report_to:
@@ -74,6 +68,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
         **_model(args),
+        "rollout.max_turns": 1,  # so dr_grpo's constant is that of one completion
         "rollout.prompts_per_step": groups,
         "training.steps": steps,
         "training.updates_per_step": updates,
@@ -90,10 +85,8 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         **_engine(args),
         **_algorithm(args, tools=tools),
     }
-    calls = args.max_tool_calling_iterations
-    if not tools:
-        values["rollout.max_turns"] = 1  # so dr_grpo's constant is that of one completion
-    else:
+    if tools:
+        calls = args.max_tool_calling_iterations
         values["rollout.max_turns"] = _UNLIMITED if calls is None else calls + 1
         values["rollout.max_response_tokens"] = args.max_completion_length
     return values | args.turnwise
@@ -124,6 +117,14 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
     raise InputError(f"GRPOConfig.{name}={value!r} is not supported: {why}")
+
+
+def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
+    """Return the text of a field that accepts only some."""
+    value = str(getattr(args, name))
+    if value not in known:
+        _refuse(name, value, why + ", ".join(known))
+    return value
 
 
 def updates_per_step(args: GRPOConfig) -> int:
@@ -161,8 +162,7 @@ def _groups(args: GRPOConfig) -> tuple[int, int]:
     return n, samples // n
 
 
-def _steps(args: GRPOConfig, rows: int | None) -> int:
-    updates = updates_per_step(args)
+def _steps(args: GRPOConfig, rows: int | None, groups: int, updates: int) -> int:
     if args.max_steps > 0:
         if args.max_steps % updates:
             why = f"each batch of completions is for {updates} optimizer steps"
@@ -170,7 +170,6 @@ def _steps(args: GRPOConfig, rows: int | None) -> int:
         return args.max_steps // updates
     if rows is None:
         _refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
-    groups = _groups(args)[1]
     if rows < groups:
         raise InputError(
             f"train_dataset has {rows} rows, but a step of GRPOConfig's batch sizes needs {groups}"
@@ -185,11 +184,9 @@ def _count(value: float, whole: int) -> int:
 
 def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int) -> int:
     """Return training steps between saves or evaluations; 0 for none."""
-    strategy = str(getattr(args, f"{kind}_strategy"))
-    if strategy in ("no", "epoch"):
-        return 0 if strategy == "no" else epoch
+    strategy = _one_of(args, f"{kind}_strategy", ("no", "steps", "epoch"))
     if strategy != "steps":
-        _refuse(f"{kind}_strategy", strategy, "it must be no, steps or epoch")
+        return 0 if strategy == "no" else epoch
     given = args.save_steps if kind == "save" else args.eval_steps or args.logging_steps
     return max(1, math.ceil(_count(given, steps * updates) / updates))
 
@@ -325,9 +322,6 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
 
     Args:
         model: The model's folder or name: without `target_modules`, PEFT chooses by its kind.
-
-    Raises:
-        InputError: naming a field that Turnwise cannot honour.
     """
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):
