@@ -189,9 +189,6 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a name: `environment: gymnasium:FrozenLake-v1`.
 
     `gymnasium:my_module:MyGame-v0` imports the module, which registers the environment.
-
-    Raises:
-        InputError: when the package is not installed, or has no such environment.
     """
     module, _, id = name.rpartition(":")
     gym = _package()

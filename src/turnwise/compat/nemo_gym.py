@@ -152,22 +152,14 @@ class NemoGym(Environment):
 
 
 def at(url: str) -> EnvironmentType:
-    """Return the environment of a server: `environment: nemo_gym:http://host:port`.
-
-    Raises:
-        InputError: when the address is none.
-    """
+    """Return the environment of a server: `environment: nemo_gym:http://host:port`."""
     if not url.startswith(("http://", "https://")):
         raise InputError(f"a NeMo-Gym server's address must be like http://host:port, not {url!r}")
     return partial(NemoGym, url=url)
 
 
 def read_input(parameters: Mapping[str, object]) -> list[Message]:
-    """Return the input of a Responses request as messages.
-
-    Raises:
-        InputError: when it holds anything but texts.
-    """
+    """Return the input of a Responses request, which may only hold texts, as messages."""
     given = parameters.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:

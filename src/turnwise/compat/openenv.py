@@ -185,21 +185,13 @@ class OpenEnv(Environment):
 
 
 def at(url: str) -> EnvironmentType:
-    """Return the environment of a server: `environment: openenv:ws://host:port`.
-
-    Raises:
-        InputError: when the address is none.
-    """
+    """Return the environment of a server: `environment: openenv:ws://host:port`."""
     OpenEnvSession(url, [])
     return partial(OpenEnv, url=url)
 
 
 def _tool_text(observation: JsonObject) -> str:
-    """Return the text of a tool's result.
-
-    Raises:
-        OpenEnvError: when the call failed, so that the model reads it as an error.
-    """
+    """Return the text of a tool's result; a failure is raised, so that the model reads an error."""
     if error := observation.get("error"):
         raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
     result = observation.get("result")
@@ -333,11 +325,7 @@ class OpenEnvSession:
             ) from error
 
     async def reset(self, arguments: JsonObject) -> StepResult:
-        """Begin an episode, once the server has a place for it.
-
-        Raises:
-            TrajectoryError: when all of its sessions are taken for `CAPACITY_SECONDS`.
-        """
+        """Begin an episode, once the server has a place for it, within `CAPACITY_SECONDS`."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + CAPACITY_SECONDS
         while True:
@@ -356,11 +344,7 @@ class OpenEnvSession:
             await self._connect()
 
     async def step(self, action: JsonObject, turn: int) -> StepResult:
-        """Act, and return the observation.
-
-        Raises:
-            OpenEnvError: when the server refuses the action, or the environment fails.
-        """
+        """Act, and return the observation; the server's refusal is an `OpenEnvError`."""
         await self._ask("step", action, turn)
         return self._results[-1]
 

@@ -24,12 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
-from turnwise.compat.chatlearn.model_file import (
-    Settings,
-    args_of,
-    read_model_args,
-    read_model_file,
-)
+from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
@@ -76,8 +71,9 @@ class VLLMModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._given: Settings = {} if model_file is None else read_model_file(model_file)
-        self._args = {} if model_file is None else read_model_args(model_file)
+        self._given, self._args = Settings(), Settings()
+        if model_file is not None:
+            self._given, self._args = read_model(model_file)
         self._numbers = itertools.count(1)
 
     @property
