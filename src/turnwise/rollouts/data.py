@@ -27,10 +27,14 @@ from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
 from turnwise.rollouts.agents import worker_tasks
-from turnwise.rollouts.environment import EnvironmentType, configured_environment, name_of
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    configured_environment,
+    make_rows,
+    name_of,
+)
 from turnwise.rollouts.mixture import JoinedProblems
 from turnwise.rollouts.problems import Problems, Row
-from turnwise.rollouts.reading import make_rows
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""

@@ -24,12 +24,8 @@ from turnwise.rollouts.environment import (
     Environment,
     EnvironmentType,
     Rewards,
-    name_of,
-    type_of,
-)
-from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.reading import (
     finite_number,
+    name_of,
     naming_row,
     own_method,
     read_messages,
@@ -38,7 +34,9 @@ from turnwise.rollouts.reading import (
     read_reward,
     read_rewards,
     read_tools,
+    type_of,
 )
+from turnwise.rollouts.problems import Problem
 from turnwise.tools import Tool, ToolFunction, Toolset
 from turnwise.tools.tool import is_toolset
 from turnwise.tools.toolbox import Toolbox, make_toolbox

@@ -34,10 +34,15 @@ from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollouts import environment_answers as answers
 from turnwise.rollouts.configured_tools import ToolSource
-from turnwise.rollouts.environment import EnvironmentType, Rewards, name_of
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    Rewards,
+    name_of,
+    naming_row,
+    read_rewards,
+)
 from turnwise.rollouts.episode import Episode, Report
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.reading import naming_row, read_rewards
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory

@@ -18,11 +18,17 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import Rewards, load_object
+from turnwise.rollouts.environment import (
+    BEYOND_LIMIT,
+    Rewards,
+    is_list,
+    load_object,
+    read_reward,
+    shown,
+)
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollouts.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import BEYOND_LIMIT, is_list, read_reward, shown
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.trajectory import MAX_REWARD, Trajectory
 

@@ -43,6 +43,7 @@ from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
     name_of,
+    own_method,
     type_of,
 )
 from turnwise.rollouts.episode import Episode, LocalEpisode, playing
@@ -51,7 +52,6 @@ from turnwise.rollouts.loops import load_loop, loop_name
 from turnwise.rollouts.loops.agent import HttpAgentLoop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.prompt_limit import PromptLimit, ShownPrompt
-from turnwise.rollouts.reading import own_method
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.run_files import ErrorLog, RunFiles

@@ -14,10 +14,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from turnwise.errors import InputError
+from turnwise.rollouts.environment import finite_number
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.foreign.trl import TrlEnvironment
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import finite_number
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.trajectory import Message, Trajectory
 
