@@ -102,11 +102,7 @@ class _Player:
         self._episode: LocalEpisode | None = None
 
     async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
-        """Return the value of a method of this class or of the episode, or its error, as JSON.
-
-        Args:
-            turn: Index of the model's latest turn.
-        """
+        """Return the value of a method of this class or of the episode, or its error, as JSON."""
         if self._episode is not None:
             self._episode.turn_ended(turn)
         try:
@@ -129,27 +125,21 @@ class _Player:
         return self._episode
 
     async def prompt(self, problem: "Problem") -> object:
-        """Return the messages that the row alone gives; None if it does not."""
-        return await self._call(LocalEpisode(self._factory, problem, self._rollout).prompt)
+        episode = LocalEpisode(self._factory, problem, self._rollout)
+        return await self._call(episode.prompt)
 
     async def preview(self, problem: "Problem") -> object:
-        """Return messages and tools before `setup`; None if they are known after it only."""
-
-        def build() -> object:
-            episode = LocalEpisode(self._factory, problem, self._rollout)
-            if not episode.preview():
-                return None
-            return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
-
-        return await self._call(build)
+        episode = LocalEpisode(self._factory, problem, self._rollout)
+        if not await self._call(episode.preview):
+            return None
+        return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
 
     async def _call(self, function: Callable[[], object]) -> object:
-        return await call_user_code(
-            function, name="the environment", seconds=self._rollout.environment_timeout
-        )
+        seconds = self._rollout.environment_timeout
+        return await call_user_code(function, name="the environment", seconds=seconds)
 
     async def open(self, problem: "Problem") -> object:
-        """Open the episode; return what the driver must know of it."""
+        """Open the episode; return the part of it that the driver must know."""
         self._episode = episode = LocalEpisode(self._factory, problem, self._rollout)
         await episode.open()
         return {
@@ -162,19 +152,16 @@ class _Player:
         }
 
     async def tool(self, name: str, arguments_json: str) -> object:
-        """Call a tool."""
         result = await self.episode.toolbox.call(name, arguments_json)
         error = result.error
         described = error and _with_frames(error, await describe_user_error(error))
         return {"text": result.text, "outcome": result.outcome, "error": described}
 
     async def move(self, message: "Message") -> object:
-        """Return the player who moves next, and what this player reads before."""
         move = await self.episode.move(message)
         return None if move is None else {"player": move[0], "messages": move[1]}
 
     async def reward(self, trajectory: "Trajectory") -> object:
-        """Return the fields of the environment's reward."""
         return asdict(await self.episode.reward(trajectory))
 
     async def close(self) -> object:

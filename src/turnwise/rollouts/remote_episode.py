@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 from pydantic import TypeAdapter
@@ -48,6 +48,7 @@ from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
@@ -80,12 +81,9 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
-        """Ask a process that is started for this one question; call it from a thread without
-        an event loop.
+        """Ask a process that is started for this one question, `prompt` or `preview`.
 
-        Args:
-            method: `prompt` or `preview`.
-            kind: Type of the answer.
+        Call it from a thread without an event loop.
 
         Raises:
             InputError: the environment's own, naming the row.
@@ -119,7 +117,7 @@ class EnvironmentProcesses:
             with ExitStack() as opened:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                control.connect(self._address())
+                control.connect(self._running_server().address)
                 control.settimeout(seconds)
                 fork_client.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
@@ -128,11 +126,12 @@ class EnvironmentProcesses:
                 opened.pop_all()
                 its_end.close()
         except (OSError, EOFError) as error:
-            raise self._not_started(error) from error
+            why = self._why_not_started(error)
+            raise TrajectoryError("environment_crashed", f"the environment {why}") from error
         return talk, control
 
-    def _address(self) -> str:
-        """Return the address of the process that forks, which is started if it does not run."""
+    def _running_server(self) -> ForkServer:
+        """Return the process that forks, which is started if it does not run."""
         with self._starting:
             if self._server is None or self._server.ended:
                 self._folder = TemporaryDirectory(prefix="turnwise-environment-")
@@ -140,37 +139,28 @@ class EnvironmentProcesses:
                 file.write_bytes(self._pickled)
                 self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
                 weakref.finalize(self, self._server.close)
-            return self._server.address
+            return self._server
 
-    def _not_started(self, error: OSError | EOFError) -> TrajectoryError:
+    def _why_not_started(self, error: OSError | EOFError) -> str:
         code = None
         if self._server is not None and not lacks_resources(error):
             # A crash closes the connection a moment before the process has ended.
             code = self._server.exit_code(_ENDING_SECONDS)
         if isinstance(error, TimeoutError):
             seconds = self._rollout.environment_timeout
-            reason = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
-        elif code is None:
+            return f"was not imported within {seconds:g} s (rollout.environment_timeout)"
+        if code is None:
             why = getattr(error, "strerror", None) or "its process was not forked"
-            reason = f"did not start: {why}"
-        else:
-            reason = f"cannot be imported in a process of its own, which {_ended(code)}"
-        return TrajectoryError("environment_crashed", f"the environment {reason}")
+            return f"did not start: {why}"
+        return f"cannot be imported in a process of its own, which {_ended(code)}"
 
 
 class EnvironmentProcess:
     """The connection to one environment's process; requests may overlap."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        status: asyncio.StreamReader,
-        control: asyncio.StreamWriter,
-        where: str,
-    ) -> None:
-        self._reader, self._writer = reader, writer
-        self._status, self._control = status, control
+    def __init__(self, talk: _Streams, control: _Streams, where: str) -> None:
+        self._reader, self._writer = talk
+        self._status, self._control = control
         self._where = where
         self._requests = Requests[JsonObject]()
         """Also those whose answer is waited for no more, since each may come once."""
@@ -182,8 +172,8 @@ class EnvironmentProcess:
     ) -> "EnvironmentProcess":
         """Connect to a started process; `where` names its problem in errors."""
         control.settimeout(None)
-        streams = await asyncio.open_connection(sock=talk)
-        return cls(*streams, *await asyncio.open_connection(sock=control), where)
+        streams = [await asyncio.open_connection(sock=each) for each in (talk, control)]
+        return cls(streams[0], streams[1], where)
 
     @property
     def ended(self) -> bool:
@@ -204,7 +194,7 @@ class EnvironmentProcess:
 
         Args:
             turn: Index of the model's latest turn.
-            alone: Whether the process was started for this question only.
+            alone: As in `answers.value_of`.
 
         Raises:
             DeadlineError: when the process does not answer within `seconds`.
@@ -213,13 +203,14 @@ class EnvironmentProcess:
                 after which the process has been killed.
         """
         number, answer = self._requests.begin()
-        self._writer.write(_request(number, method, tuple(arguments), turn))
+        message = number, method, tuple(arguments), turn, trace_headers()
+        self._writer.write(framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
         async with deadline(seconds, f"{method} of {self._where} did not answer"):
             reply = await answer
         try:
             return answers.value_of(reply, kind, alone=alone)
         except AnswerError as error:
-            raise self._end(_wrong(self._where, error)) from None
+            raise self._end(answers.REPLY, str(error)) from None
 
     async def _read(self) -> None:
         """Pass the answers on, each once, until the process ends or sends a wrong one."""
@@ -229,16 +220,18 @@ class EnvironmentProcess:
                 if not self._requests.settle(number, reply):
                     raise AnswerError(f"answered the request {number}, which nobody waits for")
         except AnswerError as error:
-            self._end(_wrong(self._where, error))
+            self._end(answers.REPLY, str(error))
         except (asyncio.IncompleteReadError, OSError):
-            status = b""
-            with suppress(TimeoutError, OSError):
+            how = "ended"
+            with suppress(TimeoutError, OSError, ValueError):
                 status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
-            self._end(_crashed(self._where, status.decode(errors="replace")))
+                how = _ended(os.waitstatus_to_exitcode(int(status)))
+            self._end("environment_crashed", how)
 
-    def _end(self, error: TrajectoryError) -> TrajectoryError:
+    def _end(self, reason: str, how: str) -> TrajectoryError:
         self.kill()
-        return self._requests.end(error)
+        message = f"{self._where}: the environment's process {how}"
+        return self._requests.end(TrajectoryError(reason, message))
 
     def kill(self) -> None:
         """Kill the process with its process group; safe to repeat."""
@@ -301,7 +294,7 @@ class RemoteEpisode(Episode):
         """Ask the process, which is killed when it does not answer, or not with this type.
 
         Args:
-            seconds: The call's own deadline; None means `rollout.environment_timeout`.
+            seconds: Deadline of the call itself; None: `rollout.environment_timeout`.
         """
         assert self._process is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
@@ -309,19 +302,14 @@ class RemoteEpisode(Episode):
             return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind, self._turn)
         except DeadlineError as error:
             self._process.kill()
-            raise TrajectoryError(
-                "environment_timeout", f"{error}; its process was killed"
-            ) from None
+            message = f"{error}; its process was killed"
+            raise TrajectoryError("environment_timeout", message) from None
 
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
     async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
-        """Call one of the environment's tools.
-
-        Raises:
-            TrajectoryError: when the process has ended, or does not answer.
-        """
+        """Call one of the environment's tools."""
         seconds = self._rollout.tool_timeout
         called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
         error = called["error"]
@@ -357,19 +345,17 @@ class RemoteEpisode(Episode):
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
-        await asyncio.gather(self._close_each([], report), self._close_process(report))
-
-    async def _close_process(self, report: Report) -> None:
-        if self._process is None:
-            return
+        closing = asyncio.ensure_future(self._close_each([], report))
         try:
-            if not self._process.ended:
+            if self._process is not None and not self._process.ended:
                 for failure in await self._ask(answers.CLOSED, "close"):
                     await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:
-            self._process.kill()
+            if self._process is not None:
+                self._process.kill()
+            await closing
 
 
 class _RemoteToolbox(Toolbox):
@@ -409,7 +395,7 @@ class _Elsewhere:
         self._name = name
         self.problem = problem
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise AttributeError(
             f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
             "the context's problem, toolbox and step"
@@ -418,23 +404,6 @@ class _Elsewhere:
 
 def _messages(sent: Sequence[Mapping[str, object]]) -> list[JsonObject]:
     return [dict(one) for one in sent]
-
-
-def _request(number: int, method: str, arguments: tuple[object, ...], turn: int) -> bytes:
-    message = number, method, arguments, turn, trace_headers()
-    return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def _wrong(where: str, error: AnswerError) -> TrajectoryError:
-    return TrajectoryError(answers.REPLY, f"{where}: the environment's process {error}")
-
-
-def _crashed(where: str, status: str) -> TrajectoryError:
-    try:
-        how = _ended(os.waitstatus_to_exitcode(int(status)))
-    except ValueError:
-        how = "ended"
-    return TrajectoryError("environment_crashed", f"{where}: the environment's process {how}")
 
 
 def _ended(code: int) -> str:
