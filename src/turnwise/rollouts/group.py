@@ -4,18 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import isclose
-from typing import TYPE_CHECKING
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import StepError
+from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from turnwise.config import SamplingConfig
-    from turnwise.engine.protocol import Generator
-    from turnwise.rollouts.episode import Episode
-    from turnwise.rollouts.problems import Problem
 
 TOO_LONG = "prompt_too_long"
 """Reason of a trajectory, and of a group, whose prompt is too long."""
@@ -56,7 +50,7 @@ class Group:
     """Name of the environment in `environments`; "" if the run has one environment."""
 
     @classmethod
-    def of(cls, problem: "Problem") -> "Group":
+    def of(cls, problem: Problem) -> "Group":
         """Return an empty group of a problem."""
         return cls(problem.id, environment=problem.environment)
 
@@ -99,27 +93,6 @@ class Group:
         for index, calls in tree.get("calls", {}).items():
             group.calls[int(index)] = [TurnTimes(*call) for call in calls]
         return group
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRun:
-    """A group in progress: its problem, its engine and sampling parameters, and its counts."""
-
-    engine: "Generator"
-    problem: "Problem"
-    sampling: "SamplingConfig"
-    name: str
-    """Unique name of the group; the names and seeds of its requests begin with it."""
-    group: Group
-    episodes: "dict[int, Episode]" = field(default_factory=dict)
-    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
-
-    @classmethod
-    def begin(
-        cls, engine: "Generator", problem: "Problem", sampling: "SamplingConfig", tag: str
-    ) -> "GroupRun":
-        """Begin an empty group; `tag` makes its name unique."""
-        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group.of(problem))
 
 
 def is_right(reward: float, success_reward: float) -> bool:

@@ -11,7 +11,7 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.evaluation import groups_at_once
-from turnwise.rollouts.group import Group, GroupRun, check_failures
+from turnwise.rollouts.group import Group, check_failures
 from turnwise.rollouts.problems import Problem, Row
 from turnwise.rollouts.runner import Runner
 from turnwise.tools import ToolFunction
@@ -85,18 +85,19 @@ class RolloutSampler:
             InputError: when a row, a tool or the reward cannot be used.
             StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
         """
-        runs = [
-            GroupRun.begin(self._llm, problem, self._sampling, self._tag)
-            for problem in self._problems
-        ]
-        self.groups = [run.group for run in runs]
+        self.groups = [Group.of(problem) for problem in self._problems]
         ready = asyncio.Queue[Trajectory | None]()
 
-        async def play(run: GroupRun) -> None:
-            await self._runner.complete(run, ready.put_nowait)
+        async def play(place: int) -> None:
+            await self._runner.run_group(
+                *(self._llm, self._problems[place], self._sampling, self._tag),
+                group=self.groups[place],
+                on_trajectory=ready.put_nowait,
+            )
 
-        at_once = min(len(runs), groups_at_once(self._config, self._sampling.n))
-        running = asyncio.ensure_future(for_each(runs, play, at_once))
+        count = len(self._problems)
+        at_once = min(count, groups_at_once(self._config, self._sampling.n))
+        running = asyncio.ensure_future(for_each(range(count), play, at_once))
         running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (trajectory := await ready.get()) is not None:
