@@ -73,12 +73,6 @@ class Runner:
 
     Raises:
         InputError: when the environment, the loop, a tool or a reward function cannot be loaded.
-
-    Example:
-        runner = Runner(config, tokenizer)
-        problem = Problem("weather:1", {"city": "Oslo"})
-        group = await runner.run_group(engine, problem, config.sampling, tag="demo")
-        print([trajectory.reward for trajectory in group.trajectories], group.dropped)
     """
 
     def __init__(
@@ -143,14 +137,8 @@ class Runner:
         return other
 
     def _stage(self, problem: Problem) -> Stage:
-        """Return the stage of a problem's environment.
-
-        Raises:
-            InputError: when the problem belongs to none, as those of programs do in a run with
-                several environments.
-        """
         stage = self._stages.get(problem.environment)
-        if stage is None:
+        if stage is None:  # as problems of programs have none in a run with several environments
             raise InputError(
                 f"{problem.id} has no environment: environments has {', '.join(self._stages)}, and "
                 "only train, eval and rollout choose among several; set environment for one"
@@ -169,18 +157,7 @@ class Runner:
         return ToolParser(self._config.rollout.tool_parser, self._tokenizer)
 
     def check(self, problem: Problem) -> int | None:
-        """Build a problem's environment and prompt, to find mistakes before anything is sampled.
-
-        Call this from a thread.
-
-        Returns:
-            Tokens of the prompt; None if they are not known: the environment has a `setup`, which
-            is not called, or an agent writes the prompts of a model without a chat template.
-
-        Raises:
-            InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
-                the first row, what the chat template leaves out of its prompt.
-        """
+        """Find mistakes in a problem before anything is sampled; see `Stage.check`."""
         return self._stage(problem).check(problem)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -262,8 +239,7 @@ class Runner:
                     return None
                 trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
                 name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
-                failure = await self._try(run, trajectory, name)
-                if failure is None:
+                if (failure := await self._try(run, trajectory, name)) is None:
                     return trajectory
                 reason, message = failure
                 if reason == TOO_LONG:
@@ -283,10 +259,9 @@ class Runner:
             async with limits as clock:
                 with agent_span(rollout.loop, name, trajectory.problem_id) as span:
                     await self._attempt(run, trajectory, name, clock)
-                    if self._config.engine.routing_replay:
-                        lost = sum(not turn.experts for turn in trajectory.turns)
-                        if lost:
-                            trajectory.events["experts_missing"] += lost
+                    lost = sum(not turn.experts for turn in trajectory.turns)
+                    if lost and self._config.engine.routing_replay:
+                        trajectory.events["experts_missing"] += lost
                     span.set_attribute("turnwise.status", trajectory.status)
                     span.set_attribute("turnwise.reward", trajectory.reward or 0.0)
                 return None

@@ -164,7 +164,16 @@ class Stage:
         return LocalEpisode(self._environment, problem, self.rollout, self._tools)
 
     def check(self, problem: Problem) -> int | None:
-        """Build a problem's environment and prompt, as `Runner.check` describes."""
+        """Build a problem's environment and prompt; call this from a thread.
+
+        Returns:
+            Tokens of the prompt; None if they are not known: the environment has a `setup`, which
+            is not called, or an agent writes the prompts of a model without a chat template.
+
+        Raises:
+            InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
+                the first row, what the chat template leaves out of its prompt.
+        """
         limit = self._limit
         assert limit is not None
 

@@ -10,7 +10,6 @@ import copy
 import re
 
 from turnwise.chat.session import Session
-from turnwise.config import RolloutConfig
 from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
 from turnwise.core.user_code import call_user_code
@@ -26,7 +25,6 @@ from turnwise.rollouts.agents import (
     run_endpoint,
 )
 from turnwise.rollouts.environment import Environment, load_object
-from turnwise.rollouts.problems import Row
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 
@@ -48,9 +46,8 @@ class HttpAgentLoop:
         """Run the agent of one trajectory; its requests become the turns.
 
         Raises:
-            TrajectoryError: `agent_error`, when the agent fails; `agent_silent`, when nothing was
-                sampled; `agent_unreachable`, `agent_crashed` and `agent_reply`, as endpoints and
-                workers raise them.
+            TrajectoryError: `agent_silent`, when nothing was sampled; `agent_error`,
+                `agent_unreachable`, `agent_crashed` and `agent_reply`, as `agents` raises them.
         """
         server, rollout = context.server, context.rollout
         if rollout.agent is None:
@@ -63,7 +60,7 @@ class HttpAgentLoop:
         session = server.sessions.open_private(
             context.trajectory,
             sampling=context.sampling,
-            group=context.route.group if context.route is not None else "",
+            group=context.route.group,
             agent_rewards=rollout.agent_rewards,
             max_turns=rollout.max_turns,
             calls=context.calls,
@@ -93,33 +90,29 @@ class HttpAgentLoop:
         self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str
     ) -> None:
         row, name, rollout = context.row, context.request_id, context.rollout
-        more = rollout.agent_env
         trace = trace_headers()
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
             if command not in self._workers:
-                self._workers[command] = AgentWorker(command, more)
+                self._workers[command] = AgentWorker(command, rollout.agent_env)
             worker = self._workers[command]
             task = {"task": row, "base_url": base_url, "model": model, "name": name}
             report = await worker.run(task | ({"trace": trace} if trace else {}))
             apply_report(report, session, worker.name)
         elif is_endpoint(agent):
-            report = await run_endpoint(
-                agent, {"row": row, "base_url": base_url, "model": model, "id": name}
-            )
+            request = {"row": row, "base_url": base_url, "model": model, "id": name}
+            report = await run_endpoint(agent, request)
             apply_report(report, session, f"the agent {agent}")
         elif _FUNCTION.fullmatch(agent):
-            await _call_function(agent, base_url, row, rollout)
+            # A copy: the environment computes the reward from the original row.
+            await call_user_code(
+                lambda: load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row)),
+                name=f"the agent {agent}",
+                seconds=rollout.trajectory_timeout,
+                key="rollout.trajectory_timeout",
+            )
         else:
             variables = {header.upper(): value for header, value in trace.items()}
             variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
-            await run_command(agent, clean_environment(more, **variables), row, context.clock)
-
-
-async def _call_function(agent: str, base_url: str, row: Row, rollout: RolloutConfig) -> None:
-    def call() -> object:
-        # A copy: the environment computes the reward from the original row.
-        return load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row))
-
-    seconds, key = rollout.trajectory_timeout, "rollout.trajectory_timeout"
-    await call_user_code(call, name=f"the agent {agent}", seconds=seconds, key=key)
+            environment = clean_environment(rollout.agent_env, **variables)
+            await run_command(agent, environment, row, context.clock)
