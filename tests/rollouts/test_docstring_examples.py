@@ -36,7 +36,7 @@ def example(documented: type) -> Any:
 
 @pytest.mark.parametrize(
     "module",
-    ["problems", "environment", "agent_loop", "loops.tagged_calls", "foreign.package"],
+    ["problems", "foreign.package"],
 )
 def test_the_examples_of_functions(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"turnwise.rollouts.{module}"))

@@ -29,7 +29,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, StepError
 from turnwise.rollouts import Group, Problem, RolloutContext, Runner, check_failures
 from turnwise.rollouts import runner as runner_module
 from turnwise.rollouts import stage as stage_module
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_runner"

@@ -16,14 +16,7 @@ from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import (
-    Completion,
-    Generator,
-    Request,
-    Route,
-    TurnTimes,
-    generate,
-)
+from turnwise.engine.protocol import Completion, Generator, Request, Route, TurnTimes, generate
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
@@ -130,22 +123,14 @@ class RolloutContext:
         return self.episode.toolbox
 
     async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory.
-
-        Raises:
-            TrajectoryError: when the environment fails or misses its deadline.
-        """
+        """Return the environment's answer to a turn of the model; None ends the trajectory."""
         if not self.episode.steps:
             return None
         with self.timed("environment"):
             return await self.episode.step(message)
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next in a game, and what this player reads before.
-
-        Raises:
-            TrajectoryError: when the environment fails or misses its deadline.
-        """
+        """Return the player who moves next in a game, and what this player reads before."""
         with self.timed("environment"):
             return await self.episode.move(message)
 
@@ -174,8 +159,7 @@ class RolloutContext:
             tools: Left out if `rollout.tools_in_prompt` is false.
 
         Raises:
-            InputError: when the model has no chat template and needs one for this conversation, or
-                its template leaves out the tools.
+            InputError: when the model lacks a chat template, or it leaves out the tools.
         """
         shown = tools if self.rollout.tools_in_prompt else None
 
@@ -253,8 +237,8 @@ class RolloutContext:
         """
         turn = len(self.trajectory.turns)
         room = self.max_length - len(prompt_token_ids)
-        if (budget := self.rollout.max_response_tokens) is not None:
-            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, budget)
+        if (most := self.rollout.max_response_tokens) is not None:
+            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, most)
             room = min(room, left)
         if room <= 0:
             self.trajectory.status = "context_full"
@@ -271,11 +255,9 @@ class RolloutContext:
             name = f"{self.request_id}-{turn}"
             request = Request(prompt_token_ids, sampling, name, seed, self.route)
             completion = await generate(self.engine, request)
-            sampled, version = (
-                len(completion.token_ids),
-                max(completion.weight_versions, default=-1),
-            )
-            record_answer(span, len(prompt_token_ids), sampled, completion.finish_reason, version)
+            sampled, reason = len(completion.token_ids), completion.finish_reason
+            version = max(completion.weight_versions, default=-1)
+            record_answer(span, len(prompt_token_ids), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         self.trajectory.add_turn(
@@ -327,11 +309,6 @@ class AgentLoop(Protocol):
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on its parts.
-
-    Example:
-        >>> stable_seed(0, "group1-train.jsonl:7-0") == stable_seed(0, "group1-train.jsonl:7-0")
-        True
-    """
+    """Return a 63-bit seed that depends only on its parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -18,7 +18,7 @@ from typing import Any
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, EnvironmentType, load_object, read_messages
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.rollouts.problems import Row
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory

@@ -7,8 +7,7 @@ from turnwise.rollouts.loops.agent import HttpAgentLoop
 from turnwise.rollouts.loops.chat_scheduler import ChatSchedulerLoop, import_chat_scheduler
 from turnwise.rollouts.loops.interleaved import InterleavedLoop
 from turnwise.rollouts.loops.self_play import SelfPlayLoop
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
-from turnwise.rollouts.loops.tool_calling import ToolCallingLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop, ToolCallingLoop
 
 _TYPES: tuple[type[AgentLoop], ...] = (
     ToolCallingLoop,

@@ -13,20 +13,13 @@ from turnwise.serving.data_proto import DataProto
 
 
 class ChatSchedulerLoop:
-    """Passes a problem to the chat scheduler, whose requests become the turns.
-
-    Example:
-        rollout:
-          loop: chat_scheduler
-          chat_scheduler: my_package.my_module:MyScheduler
-    """
+    """Passes a problem to the chat scheduler, whose requests become the turns."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         """Run one trajectory's conversation."""
         if context.chats is None:
-            raise InputError(
-                "rollout.loop chat_scheduler needs a ChatBackend, which is not running"
-            )
+            what = "rollout.loop chat_scheduler needs a ChatBackend"
+            raise InputError(f"{what}, which is not running")
         # A copy: the environment computes the reward from the original row.
         row, messages = await call_user_code(
             *(copy.deepcopy, (context.row, list(context.problem))),
@@ -46,19 +39,14 @@ class ChatSchedulerLoop:
                 context.trajectory,
                 batch,
                 context.sampling,
-                group=context.route.group if context.route is not None else "",
+                group=context.route.group,
                 clock=context.clock,
                 calls=context.calls,
             )
 
 
 async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
-    """Load the configured class in a thread, within `engine.start_timeout`.
-
-    Raises:
-        InputError: as `load_chat_scheduler` does.
-        DeadlineError: when its module takes too long to import.
-    """
+    """Load the configured class in a thread, within `engine.start_timeout`."""
     path = config.rollout.chat_scheduler
     return await import_user_code(
         load_chat_scheduler, path, config=config, what=path or "the chat scheduler"
@@ -70,9 +58,6 @@ def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
 
     Raises:
         InputError: when it cannot be imported, or is not a `ChatCompletionScheduler`.
-
-    Example:
-        scheduler = load_chat_scheduler("my_package.my_module:MyScheduler")
     """
     if path is None:
         return ChatCompletionScheduler

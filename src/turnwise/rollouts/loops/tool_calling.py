@@ -1,6 +1,7 @@
-"""The default loop: the model answers, its tool calls run together, and it reads the results.
+"""Conversations: one answer (`single_turn`), or answers whose tool calls are run (`tool_calling`).
 
-A turn without a call goes to the environment's `step`; its answer continues the conversation.
+In the latter, the default, the calls of a turn run together, and the model reads their results. A
+turn without a call goes to the environment's `step`; its answer continues the conversation.
 """
 
 import json
@@ -14,6 +15,25 @@ from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
+
+
+class SingleTurnLoop:
+    """Samples one answer to the problem; no tools."""
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Sample the answer and record it."""
+        trajectory = context.trajectory
+        trajectory.messages = [dict(message) for message in context.problem]
+        completion = await context.sample(await self.prompt(context))
+        if completion is None:
+            return
+        text = context.template.decode(completion.token_ids)
+        trajectory.messages.append({"role": "assistant", "content": text})
+        trajectory.status = "length" if completion.finish_reason == "length" else "completed"
+
+    async def prompt(self, context: RolloutContext) -> list[int]:
+        """Return the ids of the prompt."""
+        return await context.first_prompt(context.trajectory.messages)
 
 
 class ToolCallingLoop:
@@ -38,29 +58,19 @@ class ToolCallingLoop:
             if completion.finish_reason == "length":
                 trajectory.status = "length"
                 return
-            replies = await _reply(parsed, answer, context, turn)
-            if replies is None:
+            called = bool(parsed.calls or parsed.malformed)
+            replies = (
+                await answer_calls(parsed, context, turn) if called else await context.step(answer)
+            )
+            trajectory.messages += replies or ()
+            if replies is None or (called and await context.episode.done()):
                 trajectory.status = "completed"
                 return
-            trajectory.messages += replies
             if turn + 1 < context.rollout.max_turns:
                 prompt = await context.next_prompt(
                     prompt, completion.token_ids, replies, tools=tools
                 )
         trajectory.status = "max_turns"
-
-
-async def _reply(
-    parsed: ParsedText, answer: Message, context: RolloutContext, turn: int
-) -> list[Message] | None:
-    """Return what the model reads next; None ends the trajectory."""
-    if parsed.calls or parsed.malformed:
-        results = await answer_calls(parsed, context, turn)
-        if await context.episode.done():
-            context.trajectory.messages += results
-            return None
-        return results
-    return await context.step(answer)
 
 
 async def answer_calls(
@@ -74,7 +84,7 @@ async def answer_calls(
     """
     if parsed.malformed:
         context.count("tool_malformed")
-        content = context.tool_parser.advice if advice is None else advice
+        content = advice or context.tool_parser.advice
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": content}]
     with context.timed("tools"):
         async with task_group() as group:
