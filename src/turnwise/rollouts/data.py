@@ -33,8 +33,7 @@ from turnwise.rollouts.environment import (
     make_rows,
     name_of,
 )
-from turnwise.rollouts.mixture import JoinedProblems
-from turnwise.rollouts.problems import Problems, Row
+from turnwise.rollouts.problems import JoinedProblems, Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""

@@ -25,10 +25,8 @@ from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
-from turnwise.rollouts.curriculum import Pool
 from turnwise.rollouts.group import TOO_LONG, Group, check_failures, is_right
-from turnwise.rollouts.mixture import Stream
-from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.problems import Pool, Problem, Stream
 
 _MAX_ROUNDS = 10
 """Number of discarded groups, in multiples of a step's groups, after which a step fails."""
