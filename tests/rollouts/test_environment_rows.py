@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import turnwise
+from turnwise.compat.package import HELD_OUT, check_name, seed_rows, turn_rewards
 from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner, load_rows
@@ -20,7 +21,6 @@ from turnwise.rollouts.environment import (
     with_arguments,
 )
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.foreign.package import HELD_OUT, check_name, seed_rows, turn_rewards
 from turnwise.run.inputs import ProgramInputs, heldout_problems, training_problems
 
 HERE = "tests.rollouts.test_environment_rows"
