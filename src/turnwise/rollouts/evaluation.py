@@ -31,12 +31,7 @@ _AHEAD = 2
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
 
-    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1.
-
-    Args:
-        n: Number of attempts.
-        c: Number of correct ones among them.
-        k: From 1 to n.
+    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1, of `c` correct attempts.
     """
     assert 0 <= c <= n
     assert 1 <= k <= n
@@ -95,11 +90,10 @@ class Evaluation:
     """The finished ones, in the problems' order; read from their file, if they have one, when they
     are asked for."""
     finished: int
-    """Number of finished trajectories."""
     dropped: Counter[str]
     """Number of dropped trajectories, by reason."""
     sampled_tokens: int
-    """Number of tokens sampled in the finished ones."""
+    """In the finished ones."""
     seconds: float
     summary: dict[str, float]
     """Results as `Scores.summary` returns them."""
@@ -111,13 +105,11 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of trajectories with a reward of at least `eval.success_reward`; dropped ones
-        count as wrong."""
+        """Share of correct trajectories, as the module's docstring says."""
         return self.summary["accuracy"]
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second."""
         return self.sampled_tokens / self.seconds
 
 

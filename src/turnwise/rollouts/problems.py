@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
@@ -63,11 +63,7 @@ class Problem:
 
 
 class Problems(Lazy[Problem]):
-    """A problem for each row, named by the last part of the data's path and the row's number.
-
-    Args:
-        environment: Name in `environments`, which the names then begin with.
-    """
+    """A problem for each row, named by environment, last part of the data's path, and number."""
 
     def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:
         super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
@@ -81,11 +77,7 @@ class Problems(Lazy[Problem]):
 
 
 class JoinedProblems(Lazy[Problem]):
-    """The problems of several environments, one environment after another.
-
-    Args:
-        parts: Problems by the environment's name, which each problem's id begins with.
-    """
+    """The problems of several environments by name, one environment after another."""
 
     def __init__(self, parts: Mapping[str, Problems]) -> None:
         self.parts = parts
@@ -109,10 +101,7 @@ def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
 async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
     """Return a problem, outside the event loop unless its row is in a list.
 
-    Reading a row may take time, and it may be user code.
-
-    Args:
-        seconds: Deadline, `rollout.environment_timeout`; its error names the row's number.
+    Reading a row may take time, at most `seconds`, and it may be user code.
     """
     if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
@@ -121,12 +110,6 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
         problems.__getitem__, index, name=name, seconds=seconds, key=key
     )
     return problem
-
-
-class _Known(NamedTuple):
-    pool: Pool
-    equal: int
-    """Number of groups without signal in a row."""
 
 
 class Curriculum:
@@ -141,31 +124,27 @@ class Curriculum:
 
     def __init__(self, max_rest: int) -> None:
         self._max_rest = max_rest
-        self._rows: dict[int, _Known] = {}
+        self._rows: dict[int, tuple[Pool, int]] = {}
+        """The last group of each row, and the number of groups without signal in a row."""
 
     def learn(self, index: int, pool: Pool) -> None:
         """Note the outcome of a group of the row with this index."""
-        before = self._rows.get(index)
-        equal = 0 if pool == "mixed" else 1 if before is None else before.equal + 1
-        self._rows[index] = _Known(pool, equal)
+        _, equal = self._rows.get(index, (pool, 0))
+        self._rows[index] = pool, 0 if pool == "mixed" else equal + 1
 
     def rests(self, index: int, epoch: int) -> bool:
         """Return whether a row is left out of an epoch."""
-        known = self._rows.get(index)
-        if known is None or not known.equal:
-            return False
+        _, equal = self._rows.get(index, ("", 0))
         turn = (index * _SPREAD % 2**32) >> 16
-        every: int = min(2**known.equal, self._max_rest)
+        every: int = min(2**equal, self._max_rest) if equal else 1
         return (epoch + turn) % every != 0
 
     def pools(self, rows: int, left_out: Set[int], epoch: int) -> dict[str, int]:
         """Return the number of rows by their last group, and of those that rest in an epoch.
 
-        Args:
-            rows: Number of all rows.
-            left_out: Those that are never used, which are not counted.
+        Those in `left_out`, which are never used, do not count.
         """
-        known = {index: row.pool for index, row in self._rows.items() if index not in left_out}
+        known = {index: pool for index, (pool, _) in self._rows.items() if index not in left_out}
         counts = Counter(known.values())
         return {
             "fresh": rows - len(left_out) - len(known),
@@ -176,12 +155,10 @@ class Curriculum:
         }
 
     def state(self) -> JsonObject:
-        """Return plain values for `restore`."""
         return {str(index): list(known) for index, known in self._rows.items()}
 
     def restore(self, state: JsonObject) -> None:
-        """Continue from the values that `state` returned."""
-        self._rows = {int(index): _Known(*known) for index, known in state.items()}
+        self._rows = {int(index): (pool, equal) for index, (pool, equal) in state.items()}
 
 
 class ProblemStream:
@@ -213,11 +190,7 @@ class ProblemStream:
         self._left_out: set[int] = set()
 
     def find(self, name: str) -> Problem:
-        """Return the problem with a name.
-
-        Raises:
-            InputError: when the data does not have it.
-        """
+        """Return the problem with a name; the data may not have it."""
         return self._problems[self._index(name)]
 
     def _index(self, name: str) -> int:
@@ -234,11 +207,7 @@ class ProblemStream:
         raise InputError(f"the data no longer has {name}, which was in progress at the checkpoint")
 
     def take(self, count: int) -> list[Problem]:
-        """Return the next `count` problems, across epochs if necessary.
-
-        Raises:
-            InputError: when every problem is left out.
-        """
+        """Return the next `count` problems, across epochs if necessary."""
         taken: list[Problem] = []
         while len(taken) < count:
             index = self._next()
@@ -257,16 +226,15 @@ class ProblemStream:
         Raises:
             InputError: when every problem is left out.
         """
-        while True:
+        problem = None
+        while problem is None:
             index = self._next()
             try:
                 problem = await read_problem(self._problems, index, seconds)
             except InputError as error:
                 self._unreadable(index, error)
-                self._position += 1
-            else:
-                self._position += 1
-                return problem
+            self._position += 1
+        return problem
 
     def _next(self) -> int:
         """Return the index of the next problem that is not skipped, without taking it."""
@@ -286,11 +254,7 @@ class ProblemStream:
         self._leave_out(index, str(error))
 
     def leave_out(self, problem: Problem, reason: str) -> None:
-        """Skip a problem from now on.
-
-        Raises:
-            InputError: with the reason, when none is left.
-        """
+        """Skip a problem from now on; with the reason, there is an error when none is left."""
         self._leave_out(self._index(problem.id), reason)
 
     def _leave_out(self, index: int, reason: str) -> None:
@@ -304,8 +268,7 @@ class ProblemStream:
             self._curriculum.learn(self._index(name), pool)
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems in each pool of the curriculum, under the name "" of the
-        run's only environment; nothing without a curriculum."""
+        """Return the number of problems in each pool of the curriculum, by environment ("")."""
         if self._curriculum is None:
             return {}
         return {"": self._curriculum.pools(len(self._problems), self._left_out, self._epoch)}
@@ -322,12 +285,7 @@ class ProblemStream:
         }
 
     def restore(self, state: JsonObject) -> None:
-        """Continue from the position that `state` returned.
-
-        Raises:
-            InputError: when that stream had a different number of problems, or several
-                environments.
-        """
+        """Continue from the position that `state` returned, with the same data."""
         if "environments" in state:
             raise InputError(
                 f"the run stopped with the environments {', '.join(state['environments'])}: give "

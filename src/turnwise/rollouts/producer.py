@@ -51,7 +51,6 @@ class Batch:
 
     @property
     def discarded_by_reason(self) -> dict[str, int]:
-        """Number of discarded groups by reason."""
         return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
 
 
@@ -71,8 +70,6 @@ class GroupProducer:
     """Begins groups and returns them in batches of a step; see the module's docstring.
 
     Args:
-        run_group: Makes the group of a problem under a unique tag.
-        stream: Source of the problems.
         has_signal: Returns whether a group can train anything; only called if
             `algorithm.dynamic_sampling` or `data.curriculum` is set.
         on_group: Called after each group that is ready.

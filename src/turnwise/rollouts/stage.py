@@ -48,11 +48,7 @@ class PromptLimit:
         """Reasons why problems are left out, by their ids."""
 
     def length(self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]) -> int:
-        """Return the number of tokens of a first prompt.
-
-        Raises:
-            InputError: naming `where`, when the chat template refuses the messages, or is missing.
-        """
+        """Return the number of tokens of a first prompt; an error names the row, `where`."""
         try:
             return len(self._prompts.render(messages, tools=schemas))
         except InputError as error:  # there is no template
@@ -60,11 +56,6 @@ class PromptLimit:
         except Exception as error:  # a template may raise anything
             refusal = "the chat template refuses the environment's problem"
             raise InputError(f"{where}: {refusal}: {describe_error(error)}") from error
-
-    def check(self, where: str, length: int) -> None:
-        """Refuse a prompt beyond the context that `data.max_prompt_tokens` does not leave out."""
-        if length >= self._room and not self._beyond_longest(length):
-            raise InputError(f"{where}: {self._does_not_fit(length)}")
 
     def admit(self, where: str, length: int) -> None:
         """Leave out a problem with too long a prompt; the first one is logged as a warning.
@@ -75,9 +66,7 @@ class PromptLimit:
         if self._beyond_longest(length):
             most = f"{self._longest} (data.max_prompt_tokens)"
             reason = f"its prompt has {length} tokens, more than {most}"
-        elif length >= self._room:
-            reason = self._does_not_fit(length)
-        else:
+        elif (reason := self.beyond_context(length)) == "":
             return
         if not self.left_out:
             logger.warning("%s is left out, and so is every such row: %s", where, reason)
@@ -85,14 +74,7 @@ class PromptLimit:
         raise TrajectoryError(TOO_LONG, self.left_out[where])
 
     def admitted(self, problems: Sequence[Problem], lengths: Sequence[int | None]) -> list[Problem]:
-        """Return the problems whose prompt is not too long; their number is logged.
-
-        Args:
-            lengths: Length of each problem's prompt, None if it is not known yet.
-
-        Raises:
-            InputError: when none is left.
-        """
+        """Return the problems whose prompt is not too long, or not known yet (None), if any is."""
         kept = [
             problem
             for problem, length in zip(problems, lengths, strict=True)
@@ -111,7 +93,10 @@ class PromptLimit:
     def _beyond_longest(self, length: int) -> bool:
         return self._longest is not None and length > self._longest
 
-    def _does_not_fit(self, length: int) -> str:
+    def beyond_context(self, length: int) -> str:
+        """Say that a prompt does not fit, unless it does (""), or is left out for its length."""
+        if length < self._room or self._beyond_longest(length):
+            return ""
         return (
             f"its prompt of {length} tokens does not fit the context of {self._room}; raise "
             "model.max_length, or leave such rows out with data.max_prompt_tokens"
@@ -125,9 +110,6 @@ class Stage:
         config: The configuration as it holds for this environment.
         environment: None means the configured one.
         limit: Measures the prompts; None measures none, and offers no tools of `rollout.tools`.
-
-    Raises:
-        InputError: when the environment or a tool cannot be loaded.
     """
 
     def __init__(
@@ -189,8 +171,8 @@ class Stage:
 
         seconds = self.rollout.environment_timeout
         length = call_and_wait(measure, name=self._name, seconds=seconds)
-        if length is not None:
-            limit.check(problem.id, length)
+        if length is not None and (reason := limit.beyond_context(length)):
+            raise InputError(f"{problem.id}: {reason}")
         return length
 
     async def known_too_long(self, problem: Problem) -> str:
@@ -215,11 +197,7 @@ class Stage:
         return ""
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
-        """Leave out a problem whose prompt is too long.
-
-        Raises:
-            TrajectoryError: `prompt_too_long`, or `template_refuses`.
-        """
+        """Fail a trajectory, as `prompt_too_long`, whose prompt is; or as `template_refuses`."""
         limit = self._limit
         if limit is None or not self._measures:
             return
