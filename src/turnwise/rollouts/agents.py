@@ -149,10 +149,11 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
     for name in report.sessions:
         if name not in own:
+            what = f"{who} reported the session {name:.{_NAME_CHARS}}"
             raise TrajectoryError(
                 "agent_reply",
-                f"{who} reported the session {name:.{_NAME_CHARS}}, which it did not open under "
-                "its base URL: the turns there are not part of this trajectory",
+                f"{what}, which it did not open under its base URL: the turns there are not part "
+                "of this trajectory",
             )
     trajectory = session.trajectory
     trajectory.metrics |= report.metrics
@@ -165,12 +166,7 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
 
 
 def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
-    """Return the environment of an agent's process.
-
-    Args:
-        more: `rollout.agent_env`.
-        own: Further variables.
-    """
+    """Return the environment of an agent's process, with `rollout.agent_env` (`more`)."""
     for name in more:
         if name not in os.environ:
             raise InputError(f"rollout.agent_env names {name}, which is not set: export it")
@@ -184,9 +180,7 @@ async def run_command(
 ) -> None:
     """Run a command to its end; it is killed if this call is cancelled.
 
-    Raises:
-        InputError: when the command does not exist, and never did.
-        TrajectoryError: when it fails; the message contains the end of its output.
+    If it fails, the error has the end of its output.
     """
     problem = json.dumps(row).encode()
     if len(problem) <= _MAX_ROW_BYTES:
@@ -305,28 +299,24 @@ class _Life:
         others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
         try:
             while line := await read_line(self._child.stdout):
-                if not self._answer(line):
-                    others.add(line)
+                try:
+                    answer = read_answer(line, _ANSWER)
+                except AnswerError as error:
+                    number = _BEGINNING.match(line)
+                    wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
+                    if number is None or not self._requests.settle(int(number[1]), wrong):
+                        others.add(line)
+                    continue
+                result: object = answer.get("result")
+                if "error" in answer:
+                    why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
+                    result = TrajectoryError("agent_error", why)
+                self._requests.settle(answer["id"], result)  # unless its trajectory has ended
         except (AnswerError, OSError) as error:
             return str(error)
         finally:
             others.end()
         return ""
-
-    def _answer(self, line: bytes) -> bool:
-        """Pass an answer on; return whether the line is one."""
-        try:
-            answer = read_answer(line, _ANSWER)
-        except AnswerError as error:
-            number = _BEGINNING.match(line)
-            wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
-            return number is not None and self._requests.settle(int(number[1]), wrong)
-        if "error" in answer:
-            why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
-            self._requests.settle(answer["id"], TrajectoryError("agent_error", why))
-        else:
-            self._requests.settle(answer["id"], answer.get("result"))
-        return True  # also where its trajectory has ended
 
     async def close(self) -> None:
         """End the process, and its process group."""

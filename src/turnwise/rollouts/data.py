@@ -95,11 +95,7 @@ def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -
 def load_training_rows(
     data: DataConfig, agent_env: Sequence[str] = ()
 ) -> tuple[str, Sequence[Row]]:
-    """Return data.path and the training rows.
-
-    Raises:
-        InputError: as `load_rows` does, and when data.path is not set.
-    """
+    """Return data.path and the training rows."""
     if data.path is None:
         raise InputError("data.path must be set: there are no rows")
     rows = load_rows(
@@ -123,9 +119,6 @@ def load_training(
 
     Args:
         environment: Makes the rows if data.path is `environment`; None means the configured one.
-
-    Raises:
-        InputError: as `load_training_rows` does.
     """
     return _of_each(config, lambda part: _rows_of(part, environment, "train"))
 
@@ -170,14 +163,9 @@ def _rows_of(
 
 
 def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a program, checked to be dictionaries: many of them when each is
-    asked for.
+    """Return the first rows of a program, checked to be dictionaries, maybe when asked for.
 
-    Args:
-        name: The rows in errors.
-
-    Raises:
-        InputError: when there are none, or one is not a mapping.
+    In errors they are called `name`.
     """
     if not len(rows):
         raise InputError(f"{name} has no rows")
@@ -206,15 +194,11 @@ class LazyRows(Lazy[Row]):
 
 
 def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
-    if path.stat().st_size > _EAGER_BYTES:
-        return _read_lines_later(path)
-    with path.open("rb") as file:
-        lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
-        return [_parse_line(path, number, line) for number, line in islice(lines, limit)]
-
-
-def _read_lines_later(path: Path) -> LazyRows:
-    """Find the lines of a large file; one is parsed when its row is asked for."""
+    """Read rows; of a large file, the lines are found, and parsed when they are asked for."""
+    if path.stat().st_size <= _EAGER_BYTES:
+        with path.open("rb") as lines:
+            numbered = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+            return [_parse_line(path, number, line) for number, line in islice(numbered, limit)]
     file = os.open(path, os.O_RDONLY)  # open for as long as the run
     content = np.memmap(path, np.uint8, "r")
     parts = range(0, len(content), _SCANNED_BYTES)

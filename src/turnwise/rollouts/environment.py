@@ -193,12 +193,7 @@ address."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
-    """Import `package.module:Class`, or adapt another system's environment.
-
-    Raises:
-        InputError: when there is none of that name, its address is wrong, or its package is not
-            installed.
-    """
+    """Import `package.module:Class`, or adapt another system's environment."""
     if path is None:
         raise InputError("environment must be set: package.module:Class")
     name, _, address = path.partition(":")
@@ -215,11 +210,7 @@ def configured_environment(config: Config) -> EnvironmentType:
 def with_arguments(
     environment: EnvironmentType, arguments: Mapping[str, object]
 ) -> EnvironmentType:
-    """Return an environment type that is made with `environment_args`.
-
-    Raises:
-        InputError: when it does not take one of them.
-    """
+    """Return an environment type that is made with `environment_args`, if it takes them all."""
     if not arguments:
         return environment
     taken = _keywords_of(environment)
@@ -254,11 +245,7 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
 
 
 def load_object(path: str, key: str) -> Foreign:
-    """Import `package.module:Name`.
-
-    Raises:
-        InputError: naming the configuration key and the module or name that is missing.
-    """
+    """Import the `package.module:Name` of a configuration key, which errors name."""
     module_name, separator, name = path.partition(":")
     if not separator:
         raise InputError(f"{key} must be package.module:Name, not {path!r}")
@@ -274,15 +261,9 @@ def load_object(path: str, key: str) -> Foreign:
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
-    """Return the rows that an environment makes itself; runs user code.
+    """Return the rows that an environment makes itself for a split, `train` or `eval`.
 
-    Those of `environment_args` that its `rows` takes are passed too.
-
-    Args:
-        split: `train` or `eval`.
-
-    Raises:
-        InputError: when it makes none.
+    Those of `environment_args` that its `rows` takes are passed too. Runs user code.
     """
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
@@ -337,9 +318,6 @@ def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Mes
     """Return an environment's problem, and the opening messages of each player if it is a game.
 
     The first player's are the problem.
-
-    Raises:
-        InputError: when one of them cannot be used.
     """
     kind = type(environment).__name__
     given = _attribute(environment, "players")
@@ -367,14 +345,7 @@ def read_move(move: object, players: Collection[str], what: str) -> tuple[str, l
 
 
 def read_messages(value: object, what: str) -> list[Message]:
-    """Return a text or messages of user code as messages.
-
-    Args:
-        what: Name of the value, for errors.
-
-    Raises:
-        InputError: when it is neither, or holds an image.
-    """
+    """Return a text or messages of user code as messages; `what` names the value in errors."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages = [dict(one) for one in value if isinstance(one, Mapping)] if is_list(value) else []
@@ -394,11 +365,7 @@ def read_messages(value: object, what: str) -> list[Message]:
 
 
 def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
-    """Return an environment's tools, and its toolsets, which are not open yet.
-
-    Raises:
-        InputError: when `tools` holds anything else, or one name twice.
-    """
+    """Return an environment's tools, and its toolsets, which are not open yet."""
     owner, given = type(environment).__name__, _attribute(environment, "tools")
     if given is None:
         return [], []
@@ -466,11 +433,7 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def read_rewards(value: object, who: str, turns: int) -> Rewards:
-    """Return any reward with plain numbers.
-
-    Args:
-        who: Source of the reward, for errors.
-        turns: Number of turns of the trajectory.
+    """Return any reward of `who`, for a trajectory of `turns` turns, with plain numbers.
 
     Raises:
         TrajectoryError: as `read_reward` does, and for more turn rewards than turns.

@@ -55,21 +55,17 @@ def main() -> None:
         for number in standard:
             os.close(number)
         connection = socket.socket(fileno=descriptor)
-        os._exit(exit_code(lambda: _play(connection, factory, rollout)))
-
-
-def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
-    os.setsid()  # what the environment starts ends with it
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # every fork has the server's state; Python seeds its own
-    connection.setblocking(False)
-    asyncio.run(_answer_all(connection, factory, rollout))
+        os._exit(exit_code(lambda: asyncio.run(_answer_all(connection, factory, rollout))))
 
 
 async def _answer_all(
     connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
 ) -> None:
     """Answer requests, together, until the driver closes the connection."""
+    os.setsid()  # what the environment starts ends with it
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # every fork has the server's state; Python seeds its own
+    connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     player = _Player(factory, rollout)
     tasks: set[asyncio.Task[None]] = set()

@@ -111,8 +111,7 @@ class Episode(ABC):
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next, and what this player reads before; None ends the game.
 
-        Args:
-            message: What a player said; its `name` is the player.
+        The message's `name` is the player who said it.
         """
 
     @abstractmethod
@@ -314,13 +313,7 @@ class LocalEpisode(Episode):
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
     """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
 
-    Converting a type other than Python's numbers may run user code.
-
-    Args:
-        seconds: `rollout.stall_timeout`.
-
-    Raises:
-        TrajectoryError: `reward_error`.
+    Converting a type other than Python's numbers may run user code, for at most `seconds`.
     """
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
@@ -337,9 +330,7 @@ async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rew
 async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
     """Open an episode for the length of an `async with` block; it is always closed.
 
-    Args:
-        clock: The trajectory's clock, held while the environment opens and closes.
-        report: Receives a failed `close`.
+    The trajectory's clock is held meanwhile; `report` receives a failed `close`.
     """
     try:
         with waiting(episode.where, "environment"), clock.held():

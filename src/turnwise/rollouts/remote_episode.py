@@ -61,11 +61,7 @@ _CUT_CHARS = 100
 
 
 class EnvironmentProcesses:
-    """Starts a process for each episode, all forked from one that has imported the environment.
-
-    Args:
-        factory: Environment class or function; importable, or defined in the main program.
-    """
+    """Starts a process for each episode, all forked from one that has imported the environment."""
 
     def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
         self._rollout = rollout
@@ -83,12 +79,7 @@ class EnvironmentProcesses:
     def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
         """Ask a process that is started for this one question, `prompt` or `preview`.
 
-        Call it from a thread without an event loop.
-
-        Raises:
-            InputError: the environment's own, naming the row.
-            TrajectoryError: `environment_crashed`, `environment_reply`.
-            DeadlineError: when the process does not answer.
+        Call it from a thread without an event loop. Fails as `EnvironmentProcess.ask` does.
         """
 
         async def asked() -> _T:
@@ -107,10 +98,6 @@ class EnvironmentProcesses:
         Returns:
             A connection for requests, and one that brings the exit status, and whose closing kills
             the process with its process group.
-
-        Raises:
-            TrajectoryError: `environment_crashed`, also when the machine lacks descriptors,
-                processes or memory for it.
         """
         seconds = self._rollout.environment_timeout
         try:
@@ -291,11 +278,7 @@ class RemoteEpisode(Episode):
     async def _ask(
         self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
     ) -> _T:
-        """Ask the process, which is killed when it does not answer, or not with this type.
-
-        Args:
-            seconds: Deadline of the call itself; None: `rollout.environment_timeout`.
-        """
+        """Ask the process, which is killed when it does not answer, or not with this type."""
         assert self._process is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
         try:

@@ -67,11 +67,7 @@ class RewardModel:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation.
-
-        Raises:
-            TurnwiseError: when there are no messages, or more tokens than the model can read.
-        """
+        """Return the model's output for a conversation."""
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
         if getattr(self._tokenizer, "chat_template", None):
@@ -142,11 +138,7 @@ class RemoteRewardModel:
 
     @classmethod
     async def start(cls, path: str, config: Config, *, num_gpus: float = 0) -> "RemoteRewardModel":
-        """Start an actor and load the model in it, within `engine.start_timeout`.
-
-        Raises:
-            InputError: when it cannot be loaded or is not a reward model.
-        """
+        """Start an actor and load the model in it, within `engine.start_timeout`."""
         remote = cls(path, config, num_gpus)
         await remote._start()
         return remote
@@ -208,7 +200,6 @@ class RemoteRewardModel:
             logger.warning("%s; it is back after %.1f s", error, took)
 
     def kill(self) -> None:
-        """End the actor's process at once."""
         self._running.kill()
 
     @property

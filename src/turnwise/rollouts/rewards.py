@@ -116,8 +116,7 @@ class RewardManager:
 
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
-        functions: Functions of a program, by the path that an entry has for them; other paths are
-            imported.
+        functions: Functions of a program, by their paths; other paths are imported.
         rollout: Its `stall_timeout` is the deadline of each call of a function.
         max_steps: Optimizer steps of the run, which functions of other systems are given.
         files: Files of the run, for what such functions log; None writes nothing.
@@ -152,14 +151,8 @@ class RewardManager:
         """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`.
 
         A reward that the trajectory already has, because its agent reported it, replaces the
-        environment's own.
-
-        Args:
-            clock: The trajectory's clock. It is held while a reward model scores, because the
-                model has its own clock for its whole queue.
-
-        Raises:
-            TrajectoryError: `reward_error`, naming the first part that failed.
+        environment's own. The trajectory's clock is held while a reward model scores, because the
+        model has its own clock for its whole queue.
         """
         values = await together(
             self._value(part, episode, trajectory, row, clock) for part in self._own
@@ -198,11 +191,7 @@ class RewardManager:
     async def judge_group(
         self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
     ) -> None:
-        """Add the rewards of the group functions to those of a group's finished trajectories.
-
-        Args:
-            episodes: The trajectories' episodes, by their position in the group.
-        """
+        """Add the rewards of the group functions to those of a group's finished trajectories."""
         if not trajectories:
             return
         values = await together(
@@ -253,14 +242,8 @@ class RewardManager:
     async def score(self, name: str, trajectory: Trajectory) -> float:
         """Return one part's reward of a trajectory, before its weight.
 
-        A part that the trajectory already has is not computed again.
-
-        Args:
-            name: Name of the part; if there is only one part, any name selects it.
-
-        Raises:
-            InputError: when there is no such part, or it needs the row.
-            TrajectoryError: `reward_error`, when it returns no finite number.
+        A part that the trajectory already has is not computed again. If there is only one part, any
+        name selects it.
         """
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:

@@ -160,11 +160,7 @@ class Runner:
         return self._stage(problem).check(problem)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`.
-
-        Raises:
-            InputError: as `check` does, and when no problem is left.
-        """
+        """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`."""
         return self._limit.admitted(problems, [self.check(problem) for problem in problems])
 
     async def run_group(

@@ -189,9 +189,12 @@ class SimulatedUser:
         self.messages.append({"role": "assistant", "content": answer})
 
     async def _complete(self, messages: list[Message]) -> "ChatCompletion":
-        from openai import OpenAIError  # a second to import
+        from openai import AsyncOpenAI, OpenAIError  # a second to import
 
-        client = _client(self._base_url, self._key)
+        clients, key = _clients.setdefault(asyncio.get_running_loop(), {}), self._key
+        if (client := clients.get((self._base_url, key))) is None:
+            client = AsyncOpenAI(base_url=self._base_url, api_key=key)
+            clients[self._base_url, key] = client
         try:
             async with deadline(self._timeout, f"{self} did not answer", "timeout"):
                 return await client.with_options(
@@ -216,14 +219,5 @@ class SimulatedUser:
 
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], "AsyncOpenAI"]]
 _clients = WeakKeyDictionary()
-"""Clients by event loop, server and key: a client's connections belong to one event loop."""
-
-
-def _client(base_url: str, key: str) -> "AsyncOpenAI":
-    """Return the client that all simulated users of a server share."""
-    from openai import AsyncOpenAI
-
-    clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    if (base_url, key) not in clients:
-        clients[base_url, key] = AsyncOpenAI(base_url=base_url, api_key=key)
-    return clients[base_url, key]
+"""Clients, shared by all simulated users of a server, by event loop, to which their connections
+belong, and by URL and key."""

@@ -7,7 +7,7 @@ turn without a call goes to the environment's `step`; its answer continues the c
 import json
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
-from turnwise.core.aio import task_group
+from turnwise.core.aio import together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
@@ -87,11 +87,10 @@ async def answer_calls(
         content = advice or context.tool_parser.advice
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": content}]
     with context.timed("tools"):
-        async with task_group() as group:
-            calls = [group.create_task(_answer(call, context)) for call in parsed.calls]
+        results = await together(_answer(call, context) for call in parsed.calls)
     return [
-        {"role": "tool", "tool_call_id": _call_id(turn, index), **call.result()}
-        for index, call in enumerate(calls)
+        {"role": "tool", "tool_call_id": _call_id(turn, index), **result}
+        for index, result in enumerate(results)
     ]
 
 
