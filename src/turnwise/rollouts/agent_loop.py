@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from turnwise.chat.prompts import PromptCache, next_prompt, response_room
-from turnwise.chat.session_store import SessionStore
 from turnwise.chat.template import in_thread_if_long
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
@@ -28,24 +27,15 @@ from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
 
+if TYPE_CHECKING:
+    from turnwise.serving.openai.server import OpenAIServer
+
 _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
 _BETWEEN = ("tools", "environment")
 """Phases whose seconds belong to the turn before them."""
-
-
-class SessionServer(Protocol):
-    """The part of the OpenAI server that HTTP agents need."""
-
-    sessions: SessionStore
-    model_name: str
-    """Name of the model for clients."""
-
-    def session_url(self, session_id: str) -> str:
-        """Return the base URL of one session."""
-        ...
 
 
 @dataclass(slots=True)
@@ -89,7 +79,7 @@ class RolloutContext:
     """The problem's row of data."""
     episode: Episode
     """The environment in use."""
-    server: SessionServer | None = None
+    server: "OpenAIServer | None" = None
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
     """Backend of the user's chat scheduler; None if there is none."""
@@ -191,7 +181,6 @@ class RolloutContext:
             conversation: All messages; None means `trajectory.messages`.
 
         Raises:
-            InputError: when the model has no chat template.
             TrajectoryError: when the template raises or leaves out a message.
         """
         if self.template.missing:

@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnwise.chat.prompts import PromptCache
 from turnwise.chat.template import load_template
@@ -24,14 +25,8 @@ from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import describe_user_error, run_abandonable
 from turnwise.engine.protocol import Generator, Route, TurnTimes
-from turnwise.errors import (
-    DeadlineError,
-    EngineError,
-    InputError,
-    TrajectoryError,
-    TurnwiseError,
-)
-from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, SessionServer, stable_seed
+from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError, TurnwiseError
+from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.episode import Episode, playing
 from turnwise.rollouts.group import TOO_LONG, Group
@@ -44,6 +39,9 @@ from turnwise.rollouts.stage import PromptLimit, Stage
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Runner:
             files=self.files,
         )
         """The configured rewards; `models` is set when reward models are started."""
-        self.server: SessionServer | None = None
+        self.server: OpenAIServer | None = None
         """Server for agents that speak HTTP; None if the loop needs none."""
         self.chats: ChatBackend | None = None
         """Backend of the user's chat scheduler; None if the loop needs none."""

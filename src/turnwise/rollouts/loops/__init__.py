@@ -3,8 +3,11 @@
 from turnwise.config import LOOP_NAMES
 from turnwise.rollouts.agent_loop import AgentLoop
 from turnwise.rollouts.environment import load_object
-from turnwise.rollouts.loops.agent import HttpAgentLoop
-from turnwise.rollouts.loops.chat_scheduler import ChatSchedulerLoop, import_chat_scheduler
+from turnwise.rollouts.loops.agent import (
+    ChatSchedulerLoop,
+    HttpAgentLoop,
+    import_chat_scheduler,
+)
 from turnwise.rollouts.loops.interleaved import InterleavedLoop
 from turnwise.rollouts.loops.self_play import SelfPlayLoop
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop, ToolCallingLoop

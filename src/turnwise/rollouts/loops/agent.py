@@ -1,18 +1,19 @@
-"""The loop for HTTP agents, which get a base URL and a problem and need no code of Turnwise.
+"""Loops whose turns are requests of others: of agents, and of a user's chat scheduler.
 
-An agent is a function `package.module:name(base_url, problem)`, async or not; or a command, an HTTP
-endpoint or a long-lived worker (`rollout.agents`). The requests to the base URL become the
-trajectory's turns. The URL contains a secret random name, so an agent cannot reach another's
-trajectory.
+An agent gets a base URL and a problem, and needs no code of Turnwise. It is a function
+`package.module:name(base_url, problem)`, async or not; or a command, an HTTP endpoint or a
+long-lived worker (`rollouts.agents`). The requests to the base URL become the trajectory's turns.
+The URL contains a secret random name, so an agent cannot reach another's trajectory.
 """
 
 import copy
 import re
 
 from turnwise.chat.session import Session
+from turnwise.config import Config
 from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
-from turnwise.core.user_code import call_user_code
+from turnwise.core.user_code import call_user_code, import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -25,6 +26,8 @@ from turnwise.rollouts.agents import (
     run_endpoint,
 )
 from turnwise.rollouts.environment import Environment, load_object
+from turnwise.serving.chat_scheduler import ChatCompletionScheduler
+from turnwise.serving.data_proto import DataProto
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 
@@ -116,3 +119,61 @@ class HttpAgentLoop:
             variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
             environment = clean_environment(rollout.agent_env, **variables)
             await run_command(agent, environment, row, context.clock)
+
+
+class ChatSchedulerLoop:
+    """Passes a problem to the chat scheduler, whose requests become the turns."""
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        """Run one trajectory's conversation."""
+        if context.chats is None:
+            what = "rollout.loop chat_scheduler needs a ChatBackend"
+            raise InputError(f"{what}, which is not running")
+        # A copy: the environment computes the reward from the original row.
+        row, messages = await call_user_code(
+            *(copy.deepcopy, (context.row, list(context.problem))),
+            name="the copy of a row",
+            seconds=context.rollout.environment_timeout,
+            key="rollout.environment_timeout",
+        )
+        config = context.chats.config
+        batch = DataProto.from_conversations(
+            [messages],
+            {name: [value] for name, value in row.items()},
+            do_sample=context.sampling.temperature > 0,
+            validate=config.eval.sampling == context.sampling != config.sampling,
+        )
+        with context.timed("agent"), waiting(context.request_id, "chat scheduler"):
+            await context.chats.converse(
+                context.trajectory,
+                batch,
+                context.sampling,
+                group=context.route.group,
+                clock=context.clock,
+                calls=context.calls,
+            )
+
+
+async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
+    """Load the configured class in a thread, within `engine.start_timeout`."""
+    path = config.rollout.chat_scheduler
+    return await import_user_code(
+        load_chat_scheduler, path, config=config, what=path or "the chat scheduler"
+    )
+
+
+def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
+    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`.
+
+    Raises:
+        InputError: when it cannot be imported, or is not a `ChatCompletionScheduler`.
+    """
+    if path is None:
+        return ChatCompletionScheduler
+    found = load_object(path, "rollout.chat_scheduler")
+    if not (isinstance(found, type) and issubclass(found, ChatCompletionScheduler)):
+        raise InputError(
+            f"rollout.chat_scheduler: {path} is not a subclass of "
+            "turnwise.serving.chat_scheduler.ChatCompletionScheduler"
+        )
+    return found
