@@ -56,11 +56,9 @@ _MAX_ROW_BYTES = 65_536
 """Maximum size of a row in an environment variable; Linux allows 128 KiB."""
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
-"""Maximum size of a list of tasks, together with what else is written."""
 _TASKS_VALUES = 20_000_000
 _CONNECT_SECONDS = 30.0
 _REPLY_BYTES = 4 << 20
-"""Maximum size of an endpoint's reply."""
 _NAME_CHARS = 100
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+"
@@ -85,16 +83,12 @@ class _Report(TypedDict, total=False):
 
 
 class _Answer(TypedDict):
-    """A line of a worker."""
-
     id: int
     result: NotRequired[object]
     error: NotRequired[object]
 
 
 class _Tasks(TypedDict):
-    """The line with a worker's tasks."""
-
     result: list[JsonObject]
 
 
@@ -113,7 +107,6 @@ class AgentReport:
     sessions: list[str] = field(default_factory=list)
     """Sessions that the agent says it opened, by name or id."""
     error: str = ""
-    """Reason why the agent failed; "" if it did not."""
 
 
 def read_report(value: object, who: str) -> AgentReport:
@@ -212,7 +205,6 @@ class AgentWorker:
         self._life: _Life | None = None
         self._starting = asyncio.Lock()
         self.name = f"the agent worker {command}"
-        """The worker in messages."""
 
     async def run(self, request: JsonObject) -> AgentReport:
         """Have a task played, and return its report. A cancelled call cancels the task.
@@ -240,7 +232,6 @@ class AgentWorker:
         return read_report(value, self.name)
 
     async def close(self) -> None:
-        """End the process."""
         if self._life is not None:
             await self._life.close()
 
@@ -370,7 +361,6 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 def is_endpoint(agent: str) -> bool:
-    """Return whether `rollout.agent` is the URL of an endpoint."""
     return agent.startswith(("http://", "https://"))
 
 

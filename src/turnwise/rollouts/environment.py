@@ -203,7 +203,6 @@ def load_environment(path: str | None) -> EnvironmentType:
 
 
 def configured_environment(config: Config) -> EnvironmentType:
-    """Return the environment that `environment` and `environment_args` configure."""
     return with_arguments(load_environment(config.environment), config.environment_args)
 
 
@@ -229,7 +228,6 @@ def type_of(environment: EnvironmentType) -> EnvironmentType:
 
 
 def name_of(environment: EnvironmentType) -> str:
-    """Return the name of an environment's class or function."""
     kind = type_of(environment)
     return str(getattr(kind, "__name__", type(kind).__name__))
 
@@ -428,7 +426,6 @@ def _attribute(environment: object, name: str) -> object:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Return whether a value is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
@@ -488,7 +485,6 @@ def finite_number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of a user's value as text, for errors."""
     try:
         return repr(value)[:80]
     except Exception:

@@ -43,8 +43,6 @@ class _Function(TypedDict):
 
 @with_config(extra="allow")
 class _Schema(TypedDict):
-    """A tool as the chat template gets it."""
-
     type: Literal["function"]
     function: _Function
 
@@ -78,8 +76,6 @@ class _Moved(TypedDict):
 
 
 class _Rewarded(TypedDict):
-    """The fields of `Rewards`."""
-
     final: Number
     turns: list[Number]
     parts: _Numbers

@@ -116,7 +116,6 @@ class _Player:
 
     @property
     def episode(self) -> LocalEpisode:
-        """The open episode."""
         assert self._episode is not None
         return self._episode
 
@@ -177,7 +176,6 @@ class _Player:
 
 
 def _error(error: Exception) -> JsonObject:
-    """Return an error as JSON, with its cause's traceback."""
     cause = error.__cause__
     return {
         "input": isinstance(error, InputError),

@@ -69,7 +69,6 @@ class Episode(ABC):
         self.environment: Foreign = None
         """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
-        """The messages that the model answers."""
         self.players: dict[str, list[Message]] = {}
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
@@ -202,8 +201,6 @@ class Episode(ABC):
 
 
 class LocalEpisode(Episode):
-    """An episode whose environment runs in threads of this process."""
-
     def __init__(
         self,
         factory: EnvironmentType,

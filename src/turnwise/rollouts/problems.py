@@ -128,7 +128,6 @@ class Curriculum:
         """The last group of each row, and the number of groups without signal in a row."""
 
     def learn(self, index: int, pool: Pool) -> None:
-        """Note the outcome of a group of the row with this index."""
         _, equal = self._rows.get(index, (pool, 0))
         self._rows[index] = pool, 0 if pool == "mixed" else equal + 1
 

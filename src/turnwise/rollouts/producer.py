@@ -33,13 +33,10 @@ _MAX_ROUNDS = 10
 """Number of discarded groups, in multiples of a step's groups, after which a step fails."""
 
 RunGroup = Callable[[Problem, str], Awaitable[Group]]
-"""Makes the group of a problem, under a unique tag."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one training step."""
-
     groups: list[Group]
     discarded: list[tuple[str, Group]] = field(default_factory=list)
     """Groups that are not trained on, each with its reason: no_signal, failed, oversampled,
@@ -186,7 +183,6 @@ class GroupProducer:
             )
 
     async def next_batch(self) -> Batch:
-        """Wait for a step's groups and return them."""
         async with self._changed:
             while len(self._ready) < self._per_step:
                 await self._changed.wait()

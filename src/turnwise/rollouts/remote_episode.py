@@ -227,8 +227,6 @@ class EnvironmentProcess:
 
 
 class RemoteEpisode(Episode):
-    """An episode whose environment lives in a process of its own."""
-
     def __init__(
         self,
         processes: EnvironmentProcesses,
@@ -241,7 +239,6 @@ class RemoteEpisode(Episode):
         self._processes = processes
         self._process: EnvironmentProcess | None = None
         self._schemas: list[JsonObject] = []
-        """Descriptions of the environment's own tools."""
         self._turn = -1
 
     async def open(self) -> None:
@@ -292,7 +289,6 @@ class RemoteEpisode(Episode):
         self._turn = turn
 
     async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
-        """Call one of the environment's tools."""
         seconds = self._rollout.tool_timeout
         called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
         error = called["error"]

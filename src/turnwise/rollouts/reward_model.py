@@ -67,7 +67,6 @@ class RewardModel:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation."""
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
         if getattr(self._tokenizer, "chat_template", None):
@@ -209,10 +208,7 @@ class RemoteRewardModel:
 
 
 class RewardModelActor:
-    """Hosts one `RewardModel`."""
-
     async def start(self, path: str, config: Config, gpu: bool) -> int:
-        """Load the model; return this process's id."""
         logs.follow()
         tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
         dtypes = {part.model: part.dtype for part in config.rollout.rewards}

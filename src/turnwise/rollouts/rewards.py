@@ -53,10 +53,7 @@ class GroupFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardKind:
-    """A kind of entry of `rollout.rewards`."""
-
     label: str
-    """Its name in errors."""
     compares: bool = False
     """Whether it needs all finished trajectories of a group."""
     optional: bool = False
@@ -83,8 +80,6 @@ REWARD_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One entry of `rollout.rewards`."""
-
     name: str
     """Configured name, or else the function, the model's path, or `environment`."""
     kind: RewardKind
@@ -233,7 +228,6 @@ class RewardManager:
             return await self._call(part, _numbers, values, part, len(trajectories))
 
     async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function of the user within `rollout.stall_timeout`."""
         value: _T = await call_user_code(
             function, *arguments, name=str(part), seconds=self._seconds, key=STALL_KEY
         )

@@ -28,7 +28,6 @@ class RunFiles:
         self._kept: list[tuple[str, str]] = []
 
     def path(self, name: str) -> Path:
-        """Return a file's path in messages."""
         return Path(name) if self._folder is None else self._folder / name
 
     def append(self, name: str, text: str) -> None:

@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A group in progress."""
-
     engine: Generator
     problem: Problem
     sampling: SamplingConfig
@@ -82,7 +80,6 @@ class Runner:
     ) -> None:
         self._config = config
         self.template = load_template(config, tokenizer)
-        """Chat template of the model, with its tokenizer."""
         self._prompts = PromptCache(self.template)
         self._limit = PromptLimit(config, self._prompts)
         self._stages = self._make_stages(environment)

@@ -121,8 +121,6 @@ def _sampling(
 
 
 def _prompt_environment(tools: Sequence[ToolFunction]) -> EnvironmentType:
-    """Return the environment type of prompts that are texts or messages."""
-
     class PromptEnvironment:
         def __init__(self, row: Row) -> None:
             self.problem: Sequence[Message] = row["problem"]

@@ -32,7 +32,6 @@ from turnwise.trajectory.left_out import check_messages, check_results, check_to
 logger = logging.getLogger(__name__)
 
 _BY_REQUESTS = ("agent", "chat_scheduler")
-"""Loops whose prompts come from requests."""
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
 
@@ -140,7 +139,6 @@ class Stage:
         """Whether the first prompt has been checked."""
 
     def episode(self, problem: Problem) -> Episode:
-        """Return an episode of a problem, not yet open."""
         if self._processes is not None:
             return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
         return LocalEpisode(self._environment, problem, self.rollout, self._tools)
