@@ -114,21 +114,15 @@ class Evaluation:
 
 
 class Kept(Protocol):
-    """The finished groups, somewhere."""
+    """The finished groups, somewhere, by their problems' indices."""
 
     @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """Their trajectories, in the problems' order."""
-        ...
+    def trajectories(self) -> Sequence[Trajectory]: ...
 
-    async def keep(self, place: int, group: Group) -> None:
-        """Keep the group of the problem with this index."""
-        ...
+    async def keep(self, place: int, group: Group) -> None: ...
 
 
 class KeptInMemory:
-    """Finished groups in memory."""
-
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
 

@@ -62,21 +62,19 @@ class RolloutSampler:
         self._llm = llm
         self._config = config
         self._sampling = _sampling(config.sampling, sampling_params)
-        rows = all(isinstance(prompt, Mapping) for prompt in prompts)
-        if rows and tools:
+        self._tag = f"batch{next(_BATCHES)}"
+        rows = [dict(prompt) for prompt in prompts if isinstance(prompt, Mapping)]
+        environment: EnvironmentType | None = None
+        if len(rows) < len(prompts):
+            rows = [{"problem": prompt} for prompt in prompts]
+            environment = _prompt_environment(tools)
+        elif tools:
             raise InputError(
                 "RolloutSampler: prompts that are rows have the tools of their environment; leave "
                 "out tools"
             )
-        self._runner = Runner(config, tokenizer, None if rows else _prompt_environment(tools))
-        self._tag = f"batch{next(_BATCHES)}"
-        self._problems = [
-            Problem(
-                f"prompt:{number}",
-                dict(prompt) if rows and isinstance(prompt, Mapping) else {"problem": prompt},
-            )
-            for number, prompt in enumerate(prompts, start=1)
-        ]
+        self._runner = Runner(config, tokenizer, environment)
+        self._problems = [Problem(f"prompt:{n}", row) for n, row in enumerate(rows, start=1)]
 
     async def __aiter__(self) -> AsyncGenerator[Trajectory, None]:
         """Yield each trajectory as soon as it is finished; leaving the loop cancels the others.

@@ -137,9 +137,8 @@ class SimulatedUser:
         """
         opening = await self._answer(GREETING)
         if opening is None:
-            raise TrajectoryError(
-                "simulated_user_error", f"{self} ended the conversation with its first message"
-            )
+            message = f"{self} ended the conversation with its first message"
+            raise TrajectoryError("simulated_user_error", message)
         return opening
 
     async def answer(self, message: Message) -> str | None:

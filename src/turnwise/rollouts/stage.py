@@ -74,16 +74,12 @@ class PromptLimit:
 
     def admitted(self, problems: Sequence[Problem], lengths: Sequence[int | None]) -> list[Problem]:
         """Return the problems whose prompt is not too long, or not known yet (None), if any is."""
-        kept = [
-            problem
-            for problem, length in zip(problems, lengths, strict=True)
-            if length is None or not self._beyond_longest(length)
-        ]
+        known = zip(problems, lengths, strict=True)
+        kept = [one for one, length in known if not self._beyond_longest(length or 0)]
         if len(kept) < len(problems):
-            too_long = (
-                f"{len(problems) - len(kept)} of {len(problems)} rows have prompts of more than "
-                f"{self._longest} tokens (data.max_prompt_tokens)"
-            )
+            number = f"{len(problems) - len(kept)} of {len(problems)} rows"
+            most = f"{self._longest} tokens (data.max_prompt_tokens)"
+            too_long = f"{number} have prompts of more than {most}"
             if not kept:
                 raise InputError(f"{too_long}, and none is left")
             logger.warning("%s and are left out", too_long)
