@@ -165,17 +165,17 @@ class Runner:
         sampling: SamplingConfig,
         tag: str,
         *,
-        group: Group | None = None,
+        into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
     ) -> Group:
         """Run `sampling.n` trajectories.
 
         Args:
             tag: Makes the names and seeds of requests unique.
-            group: The problem's empty group, which is filled; None makes one.
+            into: The problem's empty group, which is filled; None makes one.
             on_trajectory: Called with each finished trajectory, as soon as its reward is known.
         """
-        group = Group.of(problem) if group is None else group
+        group = Group.of(problem) if into is None else into
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         run = _Run(engine, problem, sampling, name, stage, group)
         async with self._loading:

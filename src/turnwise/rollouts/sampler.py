@@ -89,7 +89,7 @@ class RolloutSampler:
         async def play(place: int) -> None:
             await self._runner.run_group(
                 *(self._llm, self._problems[place], self._sampling, self._tag),
-                group=self.groups[place],
+                into=self.groups[place],
                 on_trajectory=ready.put_nowait,
             )
 
