@@ -196,8 +196,11 @@ class ProblemStream:
         problems, number = self._problems, name.rpartition(":")[2]
         if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
             index = int(number) - 1
-            named = isinstance(problems, Problems)
-            if name == (problems.name(index) if named else problems[index].id):
+            if isinstance(problems, Problems):
+                known = problems.name(index)  # reads no row
+            else:
+                known = problems[index].id
+            if name == known:
                 return index
         if not isinstance(problems, Problems):
             for index, problem in enumerate(problems):
