@@ -266,7 +266,32 @@ class _Life:
 
     async def _read(self) -> None:
         """Pass the answers on until the process ends; then nobody waits for one any more."""
-        passing = asyncio.create_task(self._pass_on())
+
+        async def pass_on() -> str:
+            """Pass the answers on until the output ends; return what is wrong with it, or ""."""
+            others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
+            try:
+                while line := await read_line(self._child.stdout):
+                    try:
+                        answer = read_answer(line, _ANSWER)
+                    except AnswerError as error:
+                        number = _BEGINNING.match(line)
+                        wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
+                        if number is None or not self._requests.settle(int(number[1]), wrong):
+                            others.add(line)
+                        continue
+                    result: object = answer.get("result")
+                    if "error" in answer:
+                        why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
+                        result = TrajectoryError("agent_error", why)
+                    self._requests.settle(answer["id"], result)  # unless its trajectory has ended
+            except (AnswerError, OSError) as error:
+                return str(error)
+            finally:
+                others.end()
+            return ""
+
+        passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
         why = ""
         try:
@@ -284,30 +309,6 @@ class _Life:
             how = why or f"ended with {self._child.status}"
             text = self._child.last_words[-_ERROR_CHARS:]
             self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
-
-    async def _pass_on(self) -> str:
-        """Pass the answers on until the output ends; return what is wrong with it, or ""."""
-        others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
-        try:
-            while line := await read_line(self._child.stdout):
-                try:
-                    answer = read_answer(line, _ANSWER)
-                except AnswerError as error:
-                    number = _BEGINNING.match(line)
-                    wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
-                    if number is None or not self._requests.settle(int(number[1]), wrong):
-                        others.add(line)
-                    continue
-                result: object = answer.get("result")
-                if "error" in answer:
-                    why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
-                    result = TrajectoryError("agent_error", why)
-                self._requests.settle(answer["id"], result)  # unless its trajectory has ended
-        except (AnswerError, OSError) as error:
-            return str(error)
-        finally:
-            others.end()
-        return ""
 
     async def close(self) -> None:
         """End the process, and its process group."""

@@ -196,10 +196,7 @@ class ProblemStream:
         problems, number = self._problems, name.rpartition(":")[2]
         if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
             index = int(number) - 1
-            if isinstance(problems, Problems):
-                known = problems.name(index)  # reads no row
-            else:
-                known = problems[index].id
+            known = problems.name(index) if isinstance(problems, Problems) else problems[index].id
             if name == known:
                 return index
         if not isinstance(problems, Problems):

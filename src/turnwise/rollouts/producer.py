@@ -108,8 +108,7 @@ class GroupProducer:
         async with task_group() as tasks:
             while True:
                 async with self._changed:
-                    while self._counted >= self._bound:
-                        await self._changed.wait()
+                    await self._changed.wait_for(lambda: self._counted < self._bound)
                 resumed = self._resumed[:1]
                 problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
                 del self._resumed[:1]
@@ -184,8 +183,7 @@ class GroupProducer:
 
     async def next_batch(self) -> Batch:
         async with self._changed:
-            while len(self._ready) < self._per_step:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: len(self._ready) >= self._per_step)
             taken = [self._ready.pop(number) for number in sorted(self._ready)[: self._per_step]]
             began = max(min(ready.began for ready in taken), self._last_batch)
             self._last_batch = time.perf_counter()

@@ -113,7 +113,17 @@ class EnvironmentProcesses:
                 opened.pop_all()
                 its_end.close()
         except (OSError, EOFError) as error:
-            why = self._why_not_started(error)
+            code = None
+            if self._server is not None and not lacks_resources(error):
+                # A crash closes the connection a moment before the process has ended.
+                code = self._server.exit_code(_ENDING_SECONDS)
+            if isinstance(error, TimeoutError):
+                why = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
+            elif code is None:
+                reason = getattr(error, "strerror", None) or "its process was not forked"
+                why = f"did not start: {reason}"
+            else:
+                why = f"cannot be imported in a process of its own, which {_ended(code)}"
             raise TrajectoryError("environment_crashed", f"the environment {why}") from error
         return talk, control
 
@@ -127,19 +137,6 @@ class EnvironmentProcesses:
                 self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
                 weakref.finalize(self, self._server.close)
             return self._server
-
-    def _why_not_started(self, error: OSError | EOFError) -> str:
-        code = None
-        if self._server is not None and not lacks_resources(error):
-            # A crash closes the connection a moment before the process has ended.
-            code = self._server.exit_code(_ENDING_SECONDS)
-        if isinstance(error, TimeoutError):
-            seconds = self._rollout.environment_timeout
-            return f"was not imported within {seconds:g} s (rollout.environment_timeout)"
-        if code is None:
-            why = getattr(error, "strerror", None) or "its process was not forked"
-            return f"did not start: {why}"
-        return f"cannot be imported in a process of its own, which {_ended(code)}"
 
 
 class EnvironmentProcess:

@@ -82,8 +82,19 @@ class Runner:
         self.template = load_template(config, tokenizer)
         self._prompts = PromptCache(self.template)
         self._limit = PromptLimit(config, self._prompts)
-        self._stages = self._make_stages(environment)
+        self._stages: dict[str, Stage] = {}
         """Stages by the environment's name; a single one has the name ""."""
+        loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
+        for name, part in (config.parts() if environment is None else {"": config}).items():
+            loop = part.rollout.loop
+            try:
+                loops[loop] = loops.get(loop) or load_loop(loop)
+                stage = Stage(part, environment, loops[loop], self.template, self._limit)
+            except InputError as error:
+                if not name:
+                    raise
+                raise InputError(f"environments.{name}: {error}") from error
+            self._stages[name] = stage
         self._tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
         """Files of the run folder that rollouts append to."""
@@ -103,21 +114,6 @@ class Runner:
         self._errors = ErrorLog(self.files)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._loading = asyncio.Lock()
-
-    def _make_stages(self, environment: EnvironmentType | None) -> dict[str, Stage]:
-        parts = self._config.parts() if environment is None else {"": self._config}
-        loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
-        stages = {}
-        for name, part in parts.items():
-            loop = part.rollout.loop
-            try:
-                loops[loop] = loops.get(loop) or load_loop(loop)
-                stages[name] = Stage(part, environment, loops[loop], self.template, self._limit)
-            except InputError as error:
-                if not name:
-                    raise
-                raise InputError(f"environments.{name}: {error}") from error
-        return stages
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
         """Return a runner for another environment and loop that shares all but `rollout.tools`.

@@ -63,11 +63,22 @@ class RolloutSampler:
         self._config = config
         self._sampling = _sampling(config.sampling, sampling_params)
         self._tag = f"batch{next(_BATCHES)}"
+
+        class PromptEnvironment:
+            """The environment of prompts that are texts or messages."""
+
+            def __init__(self, row: Row) -> None:
+                self.problem: Sequence[Message] = row["problem"]
+                self.tools = list(tools)
+
+            def reward(self, trajectory: Trajectory) -> float:
+                return 0.0
+
         rows = [dict(prompt) for prompt in prompts if isinstance(prompt, Mapping)]
         environment: EnvironmentType | None = None
         if len(rows) < len(prompts):
             rows = [{"problem": prompt} for prompt in prompts]
-            environment = _prompt_environment(tools)
+            environment = PromptEnvironment
         elif tools:
             raise InputError(
                 "RolloutSampler: prompts that are rows have the tools of their environment; leave "
@@ -116,15 +127,3 @@ def _sampling(
     if unknown:
         raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
     return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})
-
-
-def _prompt_environment(tools: Sequence[ToolFunction]) -> EnvironmentType:
-    class PromptEnvironment:
-        def __init__(self, row: Row) -> None:
-            self.problem: Sequence[Message] = row["problem"]
-            self.tools: Sequence[ToolFunction] = list(tools)
-
-        def reward(self, trajectory: Trajectory) -> float:
-            return 0.0
-
-    return PromptEnvironment

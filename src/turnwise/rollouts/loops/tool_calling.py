@@ -8,7 +8,6 @@ import json
 
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.core.aio import together
-from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -86,53 +85,41 @@ async def answer_calls(
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": content}]
-    with context.timed("tools"):
-        results = await together(_answer(call, context) for call in parsed.calls)
-    return [
-        {"role": "tool", "tool_call_id": _call_id(turn, index), **result}
-        for index, result in enumerate(results)
-    ]
 
-
-def _call_id(turn: int, index: int) -> str:
-    """Return nine letters and digits, as templates that print the id require."""
-    return f"call{turn % 1000:03d}{index % 100:02d}"
-
-
-async def _answer(call: ToolCall, context: RolloutContext) -> dict[str, str]:
-    with (
-        waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"),
-        tool_span(call.name) as span,
-    ):
-        result = await context.toolbox.call(call.name, call.arguments)
+    async def answer(index: int, call: ToolCall) -> Message:
+        with (
+            waiting(f"{call.name} of {context.trajectory.problem_id}", "tool"),
+            tool_span(call.name) as span,
+        ):
+            result = await context.toolbox.call(call.name, call.arguments)
+            if result.outcome != "ok":
+                span.set_attribute("error.type", result.outcome)
+        context.count("tool_call")
         if result.outcome != "ok":
-            span.set_attribute("error.type", result.outcome)
-    context.count("tool_call")
-    if result.outcome != "ok":
-        context.count(f"tool_{result.outcome}")
-    if result.error is not None and context.errors is not None:
-        await context.errors.write(f"tool_error of {call.name}", context.request_id, result.error)
-    return {"name": call.name, "content": result.text}
+            context.count(f"tool_{result.outcome}")
+        if result.error is not None and context.errors is not None:
+            kind = f"tool_error of {call.name}"
+            await context.errors.write(kind, context.request_id, result.error)
+        number = _call_id(turn, index)
+        return {"role": "tool", "tool_call_id": number, "name": call.name, "content": result.text}
+
+    with context.timed("tools"):
+        return await together(answer(index, call) for index, call in enumerate(parsed.calls))
 
 
 def assistant_message(parsed: ParsedText, turn: int) -> Message:
     """Return a turn of the model as a message, with its calls in OpenAI's format."""
     message: Message = {"role": "assistant", "content": parsed.content}
-    if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": _call_id(turn, index),
-                "function": {"name": call.name, "arguments": _arguments(call)},
-            }
-            for index, call in enumerate(parsed.calls)
-        ]
-    return message
+    calls = []
+    for index, call in enumerate(parsed.calls):
+        arguments = json.loads(call.arguments)
+        if "\\ud" in call.arguments.lower():  # an escape of half a character: it is replaced
+            arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"type": "function", "id": _call_id(turn, index), "function": function})
+    return {**message, "tool_calls": calls} if calls else message
 
 
-def _arguments(call: ToolCall) -> JsonObject:
-    """Return a call's arguments; an escape of half a character (a lone surrogate) is replaced."""
-    arguments: JsonObject = json.loads(call.arguments)
-    if "\\ud" in call.arguments.lower():
-        arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
-    return arguments
+def _call_id(turn: int, index: int) -> str:
+    """Return nine letters and digits, as templates that print the id require."""
+    return f"call{turn % 1000:03d}{index % 100:02d}"
