@@ -11,7 +11,7 @@ from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 
 logger = logging.getLogger(__name__)
