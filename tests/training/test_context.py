@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from benchmarks.loading import in_processes
+from tests.plain_scoring import score
 from tests.training.test_gather import SMALL
 from tests.training.test_rank import samples_for
 from tests.training.test_trainer_group import EXACT, HARD, make_policy
@@ -26,7 +27,6 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import Columns, ContextGroup, check_divisible
-from turnwise.training.scoring import score
 
 __all__ = ["make_policy"]
 

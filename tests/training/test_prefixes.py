@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plain_scoring import score
 from tests.training.test_attention import KINDS, model_of
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training import Sample
 from turnwise.training.attention import use_packed_attention
-from turnwise.training.batching import make_micro_batch, plan_micro_batches
+from turnwise.training.batching import SharedPrefixes, make_micro_batch, plan_micro_batches
 from turnwise.training.context import Columns
-from turnwise.training.prefixes import SharedPrefixes
-from turnwise.training.scoring import score, score_columns
+from turnwise.training.scoring import score_columns
 
 CPU = torch.device("cpu")
 

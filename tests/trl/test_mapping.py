@@ -10,8 +10,7 @@ from transformers import get_scheduler
 
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
-from turnwise.training.algorithms import make_loss
-from turnwise.training.tokens import Tokens
+from turnwise.training.algorithms import Tokens, make_loss
 from turnwise.trl import GRPOConfig
 from turnwise.trl.mapping import MAPPED, WITHOUT_EFFECT, settings
 

@@ -12,15 +12,16 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from turnwise.config import TrainingConfig
-from turnwise.training.prefixes import SharedPrefixes, common_length, in_order
 from turnwise.training.sample import Array, Sample
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
-samples with a common beginning compute it once (`training/prefixes.py`)."""
+samples with a common beginning compute it once (`SharedPrefixes`)."""
+_Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +61,28 @@ def plan_micro_batches(
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own.
     """
-    computed = _by_trajectory(sample for sample in samples if not sample.counted_only)
-    counted = _by_trajectory(sample for sample in samples if sample.counted_only)
+    computed: dict[int, list[Sample]] = {}
+    counted: dict[int, list[Sample]] = {}
+    for sample in samples:
+        trajectories = counted if sample.counted_only else computed
+        trajectories.setdefault(sample.trajectory, []).append(sample)
     updates = min(updates, len(computed))
     shares: list[list[RankBatches]] = [[] for _ in range(ranks)]
-    for index in range(updates):
-        own = [s for t in computed[index::updates] for s in t]  # spread over the batch
+    for index in range(updates):  # each with trajectories from the whole batch
+        own, others = (
+            [s for trajectory in list(kind.values())[index::updates] for s in trajectory]
+            for kind in (computed, counted)
+        )
         tokens = Counter[int]()
-        for sample in (*own, *(s for t in counted[index::updates] for s in t)):
-            tokens[sample.trajectory] += sample.trained
         units: dict[int, list[Sample]] = {}
+        for sample in (*own, *others):
+            tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(_units(units.values(), layout), max_tokens, ranks, layout)
-        dealt = _assign(buckets, ranks)
-        for share, micro_batches in zip(shares, dealt, strict=True):
+        buckets = _buckets(_units(list(units.values()), layout), max_tokens, ranks, layout)
+        for share, micro_batches in zip(shares, _assign(buckets, ranks), strict=True):
             share.append(RankBatches(micro_batches, dict(tokens)))
     return shares
-
-
-def _by_trajectory(samples: Iterable[Sample]) -> list[list[Sample]]:
-    trajectories: dict[int, list[Sample]] = {}
-    for sample in samples:
-        trajectories.setdefault(sample.trajectory, []).append(sample)
-    return list(trajectories.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +100,20 @@ class _Unit:
         return max(sample.length for sample in self.samples)
 
 
-def _units(units: Iterable[list[Sample]], layout: Layout) -> list[_Unit]:
+def _units(units: Sequence[list[Sample]], layout: Layout) -> list[_Unit]:
     """Return units in an order in which neighbours go well together."""
     if layout != "shared":
         sized = [(samples, sum(sample.length for sample in samples)) for samples in units]
         return sorted((_Unit(s, n, n) for s, n in sized), key=lambda unit: unit.longest)
-    given = list(units)
     ordered, before = list[_Unit](), None
-    for number in in_order([samples[0].token_ids_T for samples in given]):
+    for number in _in_order([samples[0].token_ids_T for samples in units]):
         alone = saved = 0
-        for index, sample in enumerate(given[number]):
-            common = 0 if before is None else common_length(before, sample.token_ids_T)
+        for index, sample in enumerate(units[number]):
+            common = 0 if before is None else _common_length(before, sample.token_ids_T)
             alone += sample.length - (common if index else 0)
             saved += 0 if index else common
             before = sample.token_ids_T
-        ordered.append(_Unit(given[number], alone, alone - saved))
+        ordered.append(_Unit(units[number], alone, alone - saved))
     return ordered
 
 
@@ -150,15 +148,90 @@ def _assign(buckets: Sequence[list[_Unit]], ranks: int) -> list[list[list[Sample
     """Assign buckets of similar size to one round; a rank without one gets an empty bucket."""
     ordered = sorted(buckets, key=lambda bucket: -_cost(bucket, "packed"))
     flat = [[sample for unit in bucket for sample in unit.samples] for bucket in ordered]
-    rounds = -(-len(flat) // ranks)
-    flat += [[] for _ in range(rounds * ranks - len(flat))]
+    flat += [[] for _ in range(-len(flat) % ranks)]
     dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
-    for number in range(rounds):
-        row = flat[number * ranks : (number + 1) * ranks]
+    for start in range(0, len(flat), ranks):
+        row = flat[start : start + ranks]
         # Every other round in reverse order: no rank always gets the largest.
-        for rank, bucket in enumerate(row if number % 2 == 0 else row[::-1]):
+        for rank, bucket in enumerate(row[::-1] if start // ranks % 2 else row):
             dealt[rank].append(bucket)
     return dealt
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """One row of `C` tokens in which samples with a common beginning compute it once: a group's
+    prompt, the history of a trajectory's branches.
+
+    The samples are sorted by their tokens, so that each begins like the one before it as far as any
+    does. A sample's own columns are those of its tokens after that beginning; its other tokens have
+    their columns in the samples before. Each token attends to its own sample's tokens alone, so
+    log-probs are those of samples computed one by one, and gradients of a common beginning add up.
+
+        tokens of two samples    1 2 3 4    1 2 5
+        the row                  1 2 3 4 5
+        their columns            0 1 2 3    0 1 4
+    """
+
+    token_ids_1C: torch.Tensor
+    position_ids_1C: torch.Tensor
+    columns_S: torch.Tensor
+    """The column of each token of each sample, in the samples' order in the row."""
+    lengths: list[int]
+    """Number of tokens of each."""
+    own: list[int]
+    """Number of tokens at the end of each that are computed for it."""
+    before_N: torch.Tensor
+    """The column before each trained token, sample by sample in the order given."""
+    targets_N: torch.Tensor
+    """These trained tokens."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device) -> "SharedPrefixes":
+        """Lay out at least one sample."""
+        tokens = [sample.token_ids_T for sample in samples]
+        numbers = _in_order(tokens)
+        ids, positions, own = list[_Tokens](), list[_Tokens](), list[int]()
+        columns: dict[int, _Tokens] = {}
+        before, width = None, 0
+        for number in numbers:
+            current = tokens[number]
+            common = 0 if before is None else _common_length(tokens[before], current)
+            new = len(current) - common
+            shared = columns[before][:common] if before is not None else np.zeros(0, np.int64)
+            columns[number] = np.concatenate([shared, np.arange(width, width + new)])
+            ids.append(current[common:])
+            positions.append(np.arange(common, len(current)))
+            own.append(new)
+            width += new
+            before = number
+        masks = [sample.response_mask_T for sample in samples]
+
+        def tensor(arrays: Iterable[_Tokens]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([*arrays])).to(device)
+
+        return cls(
+            tensor(ids)[None],
+            tensor(positions)[None],
+            tensor(columns[number] for number in numbers),
+            [len(columns[number]) for number in numbers],
+            own,
+            tensor(columns[i][:-1][mask[1:]] for i, mask in enumerate(masks)),
+            tensor(t[mask] for t, mask in zip(tokens, masks, strict=True)),
+        )
+
+
+def _in_order(tokens: Sequence[_Tokens]) -> list[int]:
+    """Return the numbers of token sequences, sorted by their tokens."""
+    keys = [ids.astype(">u4").tobytes() for ids in tokens]
+    return sorted(range(len(tokens)), key=keys.__getitem__)
+
+
+def _common_length(one: _Tokens, other: _Tokens) -> int:
+    """Return the number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
 
 
 @dataclass(slots=True)
@@ -231,7 +304,12 @@ def make_micro_batch(
     numbers: dict[int, int] = {}
     for sample in samples:
         numbers.setdefault(sample.sequence, len(numbers))
-    repeats = [sample.trained for sample in samples]
+    masks, repeats = [s.response_mask_T for s in samples], [s.trained for s in samples]
+
+    def picked(rows: Iterable[Array], dtype: type) -> torch.Tensor:
+        parts = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+        joined = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+        return torch.from_numpy(joined).to(device)
 
     def spread(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         repeated = np.repeat(np.asarray(values, dtype=np.float64), repeats)
@@ -241,10 +319,10 @@ def make_micro_batch(
         token_ids_BT.to(device),
         mask_BT.to(device),
         positions,
-        _picked([s.logprobs_T for s in samples], samples, np.float32).to(device),
-        version - _picked([s.weight_versions_T for s in samples], samples, np.int64).to(device),
-        _picked([s.advantages_T for s in samples], samples, np.float32).to(device),
-        _picked([s.turns_T for s in samples], samples, np.int64).to(device),
+        picked((s.logprobs_T for s in samples), np.float32),
+        version - picked((s.weight_versions_T for s in samples), np.int64),
+        picked((s.advantages_T for s in samples), np.float32),
+        picked((s.turns_T for s in samples), np.int64),
         spread([numbers[s.sequence] for s in samples], torch.long),
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),
@@ -278,8 +356,3 @@ def _joined(rows: Sequence[Array], packed: bool) -> torch.Tensor:
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return torch.from_numpy(padded)
-
-
-def _picked(rows: Sequence[Array], samples: Sequence[Sample], dtype: type) -> torch.Tensor:
-    picked = [row[s.response_mask_T] for row, s in zip(rows, samples, strict=True)]
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *picked]).astype(dtype))

@@ -20,13 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from turnwise.core.files import (
-    number_of,
-    numbered,
-    put_in_place,
-    recover,
-    temporary,
-)
+from turnwise.core.files import number_of, numbered, put_in_place, recover, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError
 
@@ -66,11 +60,14 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Put the temporary folder in its place, which completes the checkpoint; it is on the disk
-    then."""
+    """Put the temporary folder in its place, which completes the checkpoint on the disk."""
     place = temporary(folder)
     with translate_disk_full(place):
-        sizes = {str(p.relative_to(place)): p.stat().st_size for p in _files(place)}
+        sizes = {
+            str(path.relative_to(place)): path.stat().st_size
+            for path in sorted(place.rglob("*"))
+            if path.is_file()
+        }
         (place / "state" / _FILES).write_text(json.dumps(sizes, indent=1) + "\n")
         put_in_place(folder)
 
@@ -169,7 +166,7 @@ def translate_disk_full(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons = [why for cause in _causes(error) if (why := _fullness(cause))]
+        reasons = list(_reasons(error))
         if shutil.disk_usage(path.parent).free < _LITTLE:
             reasons.append(os.strerror(errno.ENOSPC))
         if not reasons:
@@ -179,20 +176,11 @@ def translate_disk_full(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _reasons(error: BaseException | None) -> Iterator[str]:
+    """Yield the reasons of an error and its causes that mean a full disk."""
     while error is not None:
-        yield error
+        if isinstance(error, OSError) and error.errno in _FULL:
+            yield str(error.strerror)
+        elif isinstance(error, RuntimeError) and "inline_container" in str(error):
+            yield "the disk did not take everything"  # torch's message for an incomplete write
         error = error.__cause__ or error.__context__
-
-
-def _fullness(error: BaseException) -> str:
-    """Return an error's reason if it means a full disk, or ""."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return str(error.strerror)
-    # torch's message for an incomplete write.
-    torn = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    return "the disk did not take everything" if torn else ""
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -8,7 +8,6 @@ Log-probs and values are put together, and every rank computes the same loss fro
 gradients of a group's ranks add up to those of one that has all columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,20 +19,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from turnwise.errors import InputError
-from turnwise.training.prefixes import SharedPrefixes
+from turnwise.training.batching import SharedPrefixes
 
 CONTEXT_KEY = "training.context_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that share the sequences of this one.
-
-    Every rank of a group makes the same calls in the same order.
-
-    Example:
-        group = ContextGroup.of_this_rank(2, timedelta(seconds=60))
-    """
+    """The ranks that share the sequences of this one; all make the same calls in the same order."""
 
     ranks: dist.ProcessGroup
     size: int
@@ -75,11 +68,7 @@ class ContextGroup:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a micro-batch that this rank computes: all, or its share.
-
-    Example:
-        columns = Columns.of(token_ids_BT, mask_BT, None, group)
-    """
+    """The columns of a micro-batch that this rank computes: all, or its share."""
 
     token_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None
@@ -115,13 +104,16 @@ class Columns:
             mask_BT: True at the tokens to score.
             position_ids_BT: Positions of a packed row; None for rows of one sequence each.
         """
-        lengths = None if position_ids_BT is None else _lengths(position_ids_BT)
+        columns = token_ids_BT.shape[1]
+        lengths: list[int] | None = None
+        if position_ids_BT is not None:  # each sequence begins at position 0
+            starts = (position_ids_BT[0] == 0).nonzero()[:, 0].tolist()
+            lengths = [b - a for a, b in zip(starts, [*starts[1:], columns], strict=True)]
         before_BT, following_BT = (
             functional.pad(x[:, 1:], (0, 1)) for x in (mask_BT, token_ids_BT)
         )
         own = slice(None)
         if group is not None:
-            columns = token_ids_BT.shape[1]
             width = -(-columns // group.size)
             missing = width * group.size - columns
             if position_ids_BT is None:
@@ -152,16 +144,15 @@ class Columns:
     def shared(cls, prefixes: SharedPrefixes) -> "Columns":
         """Return all columns of samples that share some."""
         targets_N = prefixes.targets_N
-        number_N = torch.arange(len(targets_N), device=targets_N.device)
         return cls(
             prefixes.token_ids_1C,
             prefixes.position_ids_1C,
             prefixes.before_N,
             targets_N,
-            None,
-            None,
-            number_N,
-            len(targets_N),
+            lengths=None,
+            group=None,
+            number_N=torch.arange(len(targets_N), device=targets_N.device),
+            total=len(targets_N),
             prefixes=prefixes,
         )
 
@@ -173,21 +164,11 @@ class Columns:
         return values_N
 
 
-def _lengths(position_ids_1T: torch.Tensor) -> list[int]:
-    """Return the lengths of a packed row's sequences, each of which begins at position 0."""
-    starts = (position_ids_1T[0] == 0).nonzero()[:, 0].tolist()
-    ends = [*starts[1:], position_ids_1T.shape[1]]
-    return [end - start for start, end in zip(starts, ends, strict=True)]
-
-
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
     """Check that the ranks of a context group can share a model's sequences.
 
     Args:
         exchanges: Whether its attention is one that exchanges columns for heads.
-
-    Raises:
-        InputError: when they cannot.
     """
     if size == 1:
         return
@@ -199,16 +180,14 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
         )
     heads: int = text.num_attention_heads
     shared: int = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or max(shared, size) % min(shared, size):
+    sizes = [
+        n for n in range(1, heads + 1) if heads % n == 0 and max(shared, n) % min(shared, n) == 0
+    ]
+    if size not in sizes:
         raise InputError(
             f"{CONTEXT_KEY}: {size} ranks cannot share {heads} attention heads with {shared} of "
-            f"keys and values: set it to one of {_sizes(heads, shared)}"
+            f"keys and values: set it to one of {sizes}"
         )
-
-
-def _sizes(heads: int, shared: int) -> Sequence[int]:
-    sizes = (n for n in range(1, heads + 1) if not heads % n)
-    return [n for n in sizes if not max(shared, n) % min(shared, n)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -53,7 +53,7 @@ class Sample:
         response_mask: Sequence[int],
         logprobs: Sequence[float],
         weight_versions: Sequence[int],
-        advantage: float | Sequence[float],
+        advantage: npt.ArrayLike,
         sequence: int,
         pair_id: int | None = None,
         trajectory: int | None = None,
