@@ -4,7 +4,8 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.config import SamplingConfig
-from turnwise.training.context import Columns, ContextGroup
+from turnwise.training.batching import Columns
+from turnwise.training.context import ContextGroup
 from turnwise.training.scoring import Scores, score_columns
 
 

@@ -26,7 +26,8 @@ from tests.training.test_trainer_group import EXACT, HARD, make_policy
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import use_packed_attention
-from turnwise.training.context import Columns, ContextGroup, check_divisible
+from turnwise.training.batching import Columns
+from turnwise.training.context import ContextGroup, check_divisible
 
 __all__ = ["make_policy"]
 

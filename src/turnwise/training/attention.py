@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
-from turnwise.training.context import Columns
+from turnwise.training.batching import Columns
 
 _NAME = "turnwise_packed"
 """Name of the function in Transformers."""

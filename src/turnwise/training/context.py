@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from turnwise.errors import InputError
-from turnwise.training.batching import SharedPrefixes
 
 CONTEXT_KEY = "training.context_parallel"
 
@@ -65,103 +63,10 @@ class ContextGroup:
         own_BHTD: torch.Tensor = heads_CBHTD.transpose(0, 1).flatten(1, 2)
         return own_BHTD
 
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of a micro-batch that this rank computes: all, or its share."""
-
-    token_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor | None
-    """None where each row begins at 0."""
-    before_N: torch.Tensor
-    """Positions before masked tokens, counted row by row."""
-    targets_N: torch.Tensor
-    """The masked tokens that follow them."""
-    lengths: list[int] | None
-    """Lengths of the sequences of the whole packed row; None if it is not packed."""
-    group: ContextGroup | None
-    number_N: torch.Tensor
-    """Number of each target among those of all columns."""
-    total: int
-    """Number of targets in all columns."""
-    experts_BTR: torch.Tensor | None = None
-    """As in `MicroBatch`."""
-    prefixes: SharedPrefixes | None = None
-    """The samples of a row that share columns; None where each has its own."""
-
-    @classmethod
-    def of(
-        cls,
-        token_ids_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        position_ids_BT: torch.Tensor | None,
-        group: ContextGroup | None,
-        experts_BTR: torch.Tensor | None = None,
-    ) -> "Columns":
-        """Return this rank's columns of a micro-batch; without a group, all of them.
-
-        Args:
-            mask_BT: True at the tokens to score.
-            position_ids_BT: Positions of a packed row; None for rows of one sequence each.
-        """
-        columns = token_ids_BT.shape[1]
-        lengths: list[int] | None = None
-        if position_ids_BT is not None:  # each sequence begins at position 0
-            starts = (position_ids_BT[0] == 0).nonzero()[:, 0].tolist()
-            lengths = [b - a for a, b in zip(starts, [*starts[1:], columns], strict=True)]
-        before_BT, following_BT = (
-            functional.pad(x[:, 1:], (0, 1)) for x in (mask_BT, token_ids_BT)
-        )
-        own = slice(None)
-        if group is not None:
-            width = -(-columns // group.size)
-            missing = width * group.size - columns
-            if position_ids_BT is None:
-                position_ids_BT = torch.arange(columns, device=mask_BT.device)[None]
-            if lengths is not None:
-                lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
-            before_BT, following_BT, token_ids_BT, position_ids_BT = (
-                functional.pad(x, (0, missing))
-                for x in (before_BT, following_BT, token_ids_BT, position_ids_BT)
-            )
-            if experts_BTR is not None:
-                experts_BTR = functional.pad(experts_BTR, (0, 0, 0, missing))
-            own = slice(group.number * width, (group.number + 1) * width)
-        number_BT = (before_BT.flatten().cumsum(0) - 1).view_as(before_BT)
-        return cls(
-            token_ids_BT[:, own],
-            None if position_ids_BT is None else position_ids_BT[:, own],
-            before_BT[:, own].flatten().nonzero()[:, 0],
-            following_BT[:, own][before_BT[:, own]],
-            lengths,
-            group,
-            number_BT[:, own][before_BT[:, own]],
-            int(before_BT.sum()),
-            None if experts_BTR is None else experts_BTR[:, own],
-        )
-
-    @classmethod
-    def shared(cls, prefixes: SharedPrefixes) -> "Columns":
-        """Return all columns of samples that share some."""
-        targets_N = prefixes.targets_N
-        return cls(
-            prefixes.token_ids_1C,
-            prefixes.position_ids_1C,
-            prefixes.before_N,
-            targets_N,
-            lengths=None,
-            group=None,
-            number_N=torch.arange(len(targets_N), device=targets_N.device),
-            total=len(targets_N),
-            prefixes=prefixes,
-        )
-
-    def whole(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of all columns' targets, row by row, from those of this rank's."""
-        if self.group is None:
-            return values_N
-        values_N = _Union.apply(values_N, self.number_N, self.total, self.group.ranks)  # type: ignore[no-untyped-call]
-        return values_N
+    def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
+        """Return the values of all ranks, each at its number among the total: [total]."""
+        whole_N: torch.Tensor = _Union.apply(values_N, number_N, total, self.ranks)  # type: ignore[no-untyped-call]
+        return whole_N
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:

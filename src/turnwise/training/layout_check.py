@@ -22,7 +22,7 @@ from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import is_packed, set_packed
 from turnwise.training.batching import Layout, make_micro_batch
-from turnwise.training.context import CONTEXT_KEY
+from turnwise.training.context import CONTEXT_KEY, ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
@@ -88,9 +88,9 @@ class ModelCheck:
         self.kind: str = self._model.config.model_type
         self._samples = samples = _samples(self._model.config, max_length)
         self._rounding, most = _ROUNDING[module.dtype]
-        packed, group = is_packed(self._model), module.group
+        packed = is_packed(self._model)
+        self._group: ContextGroup | None = None
         set_packed(self._model, False)
-        module.group = None
         alone = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
         self._alone = [] if isinstance(alone, str) else alone
         own = _attempt(self._by_logits) if self._alone else alone
@@ -103,7 +103,7 @@ class ModelCheck:
         again = self._difference(found, self._alone[1:])
         self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
         set_packed(self._model, packed)
-        module.group = group
+        self._group = models.group
 
     @torch.no_grad()
     def compare(self, layout: Layout) -> Difference:
@@ -129,7 +129,7 @@ class ModelCheck:
     def _values(self, samples: Sequence[Sample], layout: Layout) -> list[torch.Tensor]:
         """Return each sample's log-probs, or a value model's estimates, from one micro-batch."""
         tokens = {sample.trajectory: sample.trained for sample in samples}
-        batch = make_micro_batch(samples, tokens, 0, layout, self._models.device)
+        batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
             with _any_head(self._module):
                 values_N = self._models.estimate(batch)

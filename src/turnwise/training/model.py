@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from turnwise.config import Config, OtherModel, SamplingConfig
 from turnwise.core.memory import give_back
 from turnwise.errors import InputError
-from turnwise.training.batching import MicroBatch
-from turnwise.training.context import Columns, ContextGroup
+from turnwise.training.batching import Columns, MicroBatch
+from turnwise.training.context import ContextGroup
 from turnwise.training.loading import (
     POLICY,
     backbone_of,
@@ -43,7 +43,6 @@ class Scorer(nn.Module):
     Args:
         dtype: Data type of forward passes.
         roles: Roles that it plays with an adapter each (LoRA); none if it plays its only one.
-        group: Ranks that share each sequence; None: each rank computes its own.
         replay: Its routers, where they repeat the engine's choices in the role of the policy.
     """
 
@@ -53,14 +52,12 @@ class Scorer(nn.Module):
         sampling: SamplingConfig,
         dtype: torch.dtype,
         roles: Sequence[ModelName] = (),
-        group: ContextGroup | None = None,
         replay: RoutingReplay | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.roles = roles
-        self.group = group
         self.head = _value_head(backbone_of(model)) if "value" in roles else None
         self._sampling = sampling
         self._replay = replay
@@ -71,7 +68,7 @@ class Scorer(nn.Module):
         """Return the scores of a batch's masked tokens; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
-        columns = _columns(batch, self.group)
+        columns = batch.columns
         if self._replay is not None:
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
@@ -86,16 +83,15 @@ class Critic(nn.Module):
     The head is that of a reward model, or a new one that predicts 0.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, group: ContextGroup | None = None) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.backbone = backbone_of(model)
-        self.group = group
         self.dtype = dtype
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return an estimate of the return before each masked token: [N]."""
-        return _values_N(self.backbone, self.head, _columns(batch, self.group))
+        return _values_N(self.backbone, self.head, batch.columns)
 
 
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
@@ -106,13 +102,6 @@ def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> 
         else:
             head.weight.copy_(trained.weight)
     return head
-
-
-def _columns(batch: MicroBatch, group: ContextGroup | None) -> Columns:
-    if batch.prefixes is not None:
-        return Columns.shared(batch.prefixes)
-    tensors = (batch.token_ids_BT, batch.mask_BT, batch.position_ids_BT)
-    return Columns.of(*tensors, group, batch.experts_BTR)
 
 
 def _values_N(backbone: PreTrainedModel, head: nn.Linear, columns: Columns) -> torch.Tensor:
@@ -135,6 +124,8 @@ class Models:
     """Value model: the policy itself if it has an adapter for it; None if the advantages need
     none."""
     device: torch.device
+    group: ContextGroup | None = None
+    """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(
         self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
@@ -208,20 +199,20 @@ def load_models(
     if roles:
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, group, replay)
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay)
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
-        frozen = Scorer(model, config.sampling, dtype_of(config, other), group=group)
+        frozen = Scorer(model, config.sampling, dtype_of(config, other))
         frozen = frozen.requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
-        critic = Critic(load_value_model(config, other), dtype_of(config, other), group)
+        critic = Critic(load_value_model(config, other), dtype_of(config, other))
         value = distribute(critic, config, device, other)
     give_back()
-    return Models(policy, reference, value, device)
+    return Models(policy, reference, value, device, group)
 
 
 def distribute(

@@ -21,7 +21,13 @@ from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.batching import Layout, MicroBatch, RankBatches, make_micro_batch
+from turnwise.training.batching import (
+    Columns,
+    Layout,
+    MicroBatch,
+    RankBatches,
+    make_micro_batch,
+)
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
 from turnwise.training.layout_check import agreed_layout, check_models
@@ -169,7 +175,12 @@ class TrainerRank:
 
     def _batch(self, samples: Sequence[Sample], share: RankBatches) -> MicroBatch:
         return make_micro_batch(
-            samples, share.trajectory_tokens, self.version, self.agreed.layout, self.device
+            samples,
+            share.trajectory_tokens,
+            self.version,
+            self.agreed.layout,
+            self.device,
+            self._models.group,
         )
 
     def _update(
@@ -241,8 +252,9 @@ class TrainerRank:
         token_ids_1T = torch.tensor([self._canary], device=self.device)
         mask_1T = torch.ones_like(token_ids_1T, dtype=torch.bool)
         mask_1T[:, 0] = False
+        columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
         none = torch.zeros(0)
-        canary = MicroBatch(token_ids_1T, mask_1T, None, none, none, none, none, none, none, 1, 0)
+        canary = MicroBatch(columns, none, none, none, none, none, none, 1, 0)
         with torch.no_grad():
             expected, _ = self._models.score("policy", canary, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import attending
-from turnwise.training.context import Columns
+from turnwise.training.batching import Columns
 from turnwise.training.loading import backbone_of
 
 _LOWEST_TEMPERATURE = 0.01
