@@ -36,9 +36,6 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
     Returns:
         Whether they do.
-
-    Raises:
-        InputError: when there is no such implementation, or its package is not installed.
     """
     if name != "auto":
         try:
@@ -53,7 +50,6 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Return whether a model's layers attend within sequences."""
     return bool(model.config._attn_implementation == _NAME)
 
 
@@ -105,9 +101,6 @@ def packed_attention(
 
     Returns:
         The outputs: [B, T, H, D].
-
-    Raises:
-        InputError: when the model's layers do not pass on the columns.
     """
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")

@@ -33,12 +33,10 @@ _LITTLE = 2**20
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Return the folder of a run's checkpoints."""
     return run / "checkpoints"
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
     return checkpoints_of(run) / f"{_STEP}-{step:04d}"
 
 
@@ -50,7 +48,6 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def begin(folder: Path) -> Path:
-    """Create the temporary folder of a checkpoint, and return it."""
     place = temporary(folder)
     with translate_disk_full(place):
         recover(folder, _is_whole)
@@ -79,11 +76,7 @@ def write_loop(folder: Path, state: Mapping[str, object]) -> None:
 
 
 def read_loop(folder: Path) -> JsonObject:
-    """Return the loop's state, as `write_loop` wrote it.
-
-    Raises:
-        InputError: when it is not there, or cannot be read.
-    """
+    """Return the loop's state, as `write_loop` wrote it."""
     path = folder / "state" / _LOOP
     try:
         state: JsonObject = json.loads(path.read_text())
@@ -123,11 +116,7 @@ def _flaw(folder: Path) -> str:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """Return the newest complete checkpoint, and the reasons why newer ones are not.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the newest complete checkpoint, and the reasons why newer ones are not."""
     skipped: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         if not (why := incomplete_reason(folder)):

@@ -82,11 +82,7 @@ def save_state(
 
 
 def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> RankState:
-    """Load what `save_state` wrote, with any number of ranks; return `extra`.
-
-    Raises:
-        InputError: when it does not fit the model, or cannot be read.
-    """
+    """Load what `save_state` wrote, with any number of ranks; return `extra`."""
     state = folder / "state"
     try:
         reader = _Reader(state)

@@ -52,9 +52,6 @@ def export_model(
 
     All ranks iterate over the tensors, which are gathered one by one; only rank 0 writes them, and
     keeps none. Buffers keep their types.
-
-    Raises:
-        TurnwiseError: when the disk is full.
     """
     buffers = saved_buffers(model)
     with drained(chain(full_tensors(model), buffers.items())) as source:
@@ -116,9 +113,6 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
     Args:
         adapter: Folder with an adapter in PEFT's format.
         folder: Folder for the model and its tokenizer.
-
-    Raises:
-        InputError: when the adapter does not belong to the model.
     """
     settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = settings["r"]

@@ -189,10 +189,6 @@ def agreed_layout(
 
     Args:
         checks: Those of all models; see `check_models`.
-
-    Raises:
-        InputError: when there is no such layout, or the trainer's log-probs are not those of a
-            model's own logits.
     """
     for check in checks:
         if not check.own.small:
@@ -229,11 +225,7 @@ def check_models(models: Models, max_length: int) -> list[ModelCheck]:
 
 
 def check_policy(config: Config, device: torch.device) -> ModelCheck:
-    """Load the policy alone, without anything to train it, and return its check.
-
-    Raises:
-        InputError: when it cannot be loaded.
-    """
+    """Load the policy alone, without anything to train it, and return its check."""
     dtype = dtype_of(config)
     scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
     models = Models(scorer.to(device), None, None, device)

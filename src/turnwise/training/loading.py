@@ -99,19 +99,12 @@ def load_model(
 
     Args:
         dtype: Type of its weights.
-
-    Raises:
-        InputError: when it cannot be loaded.
     """
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
 
 def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
-    """Load the model that the value model starts from: a causal language model, or a reward model.
-
-    Raises:
-        InputError: when it cannot be loaded, or has other than one output.
-    """
+    """Load the model that the value model starts from: a language model, or a reward model."""
     path = path_of(config, other)
     with translate_unreadable(path):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
@@ -150,11 +143,7 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
 
 
 def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
-    """Read this rank's shards of a module that has no weights yet.
-
-    Raises:
-        InputError: when the model's files do not hold them.
-    """
+    """Read this rank's shards of a module that has no weights yet."""
     path = path_of(config, other)
     with translate_unreadable(path):
         if any(parameter.is_meta for parameter in module.parameters()):
@@ -162,7 +151,6 @@ def fill(module: nn.Module, config: Config, device: torch.device, other: OtherMo
 
 
 def is_classifier(shape: PretrainedConfig) -> bool:
-    """Return whether a checkpoint is a sequence classifier."""
     return any("SequenceClassification" in name for name in shape.architectures or ())
 
 

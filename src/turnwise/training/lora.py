@@ -40,9 +40,6 @@ def add_adapters(model: Untyped, lora: LoraConfig, roles: Sequence[ModelName]) -
     """Freeze a model and give its layers an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
-
-    Raises:
-        InputError: when PEFT is missing, or no such layer can have an adapter.
     """
     peft = optional("peft", "lora", "model.lora")
     targets: Untyped = lora.target_modules
@@ -191,7 +188,6 @@ def split_name(name: str) -> tuple[str, str]:
 def write_adapter(
     folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Write an adapter in PEFT's format."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -78,9 +78,6 @@ def model_size(
 
     Args:
         roles: Roles of its adapters; none without LoRA.
-
-    Raises:
-        InputError: when its configuration cannot be read.
     """
     lora = config.model.lora.model_dump_json() if roles else ""
     return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
@@ -137,11 +134,7 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
 def check_room(
     config: Config, device: torch.device, ranks: int, beside: Mapping[ModelName, OtherModel]
 ) -> None:
-    """Check that a rank has memory for all models and their optimizers; ignores activations.
-
-    Raises:
-        InputError: when they do not fit, or a model does not know all of the policy's tokens.
-    """
+    """Check that a rank has memory for all models and their optimizers; ignores activations."""
     keys = {"reference": "algorithm.kl.model", "value": "algorithm.advantage.model"}
     for role, other in beside.items():
         if path_of(config, other) == path_of(config):

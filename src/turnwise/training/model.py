@@ -90,7 +90,6 @@ class Critic(nn.Module):
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return an estimate of the return before each masked token: [N]."""
         return _values_N(self.backbone, self.head, batch.columns)
 
 
@@ -175,7 +174,6 @@ class Models:
         return list({id(module): module for module in roles if module is not None}.values())
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """Yield every parameter and buffer of this rank."""
         for module in self.modules():
             yield from module.parameters()
             yield from module.buffers()
@@ -184,11 +182,7 @@ class Models:
 def load_models(
     config: Config, device: torch.device, ranks: int, group: ContextGroup | None = None
 ) -> Models:
-    """Load the policy and the models that are needed beside it, and distribute them.
-
-    Raises:
-        InputError: when one cannot be loaded or computed, or all of them do not fit.
-    """
+    """Load the policy and the models that are needed beside it, and distribute them."""
     if config.training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
     beside = models_beside(config)
@@ -230,9 +224,6 @@ def distribute(
     Args:
         other: The model that the module was made of; its files hold the weights that the module
             still lacks.
-
-    Raises:
-        InputError: when the files do not hold them.
     """
     if trained:
         recompute(module, config.training.activation_checkpointing)

@@ -137,7 +137,6 @@ class TrainingObjective:
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
-        """Add a micro-batch's part of the value model's gradient."""
         assert batch.values_N is not None
         assert batch.returns_N is not None
         values_N = self._models.estimate(batch)

@@ -36,11 +36,6 @@ class Offload:
             its first step.
         file: Prefix of the files that hold values of a CPU. They are removed while they are open,
             so that the process never leaves them behind.
-
-    Example:
-        offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
-        offload.put_away(["params"])   # returns the bytes that are free now
-        offload.bring_back(["params"])
     """
 
     def __init__(
@@ -52,11 +47,8 @@ class Offload:
         """By kind; the file has the values that are not in host memory, one after the other."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
-        """Empty the storages of these kinds; returns the bytes of all kinds that are away.
-
-        Raises:
-            TurnwiseError: when the values cannot be written, with all tensors as they were.
-        """
+        """Empty the storages of these kinds; returns the bytes of all kinds that are away. If
+        values cannot be written, all tensors are as they were."""
         for kind in kinds:
             if kind not in self._away:
                 self._put_away(kind)
@@ -111,11 +103,8 @@ class Offload:
         give_back()
 
     def bring_back(self, kinds: Iterable[str]) -> None:
-        """Fill the storages of these kinds again; does nothing for what is not away.
-
-        Raises:
-            TurnwiseError: when a file cannot be read; its kind stays away.
-        """
+        """Fill the storages of these kinds again, if they are away; a kind whose file cannot be
+        read stays away."""
         for kind in kinds:
             if kind not in self._away:
                 continue

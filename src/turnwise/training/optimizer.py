@@ -55,7 +55,6 @@ class TrainableModule:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
@@ -145,7 +144,6 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient."""
         assert closure is None, "steps follow a backward pass"
         rank = dist.get_rank() if dist.is_initialized() else 0
         generators: dict[torch.device, torch.Generator] = {}

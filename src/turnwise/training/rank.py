@@ -75,11 +75,6 @@ class TrainerRank:
     Raises:
         InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
             or the transport cannot be used on this machine.
-
-    Example:
-        rank = TrainerRank(config)
-        (shares,) = plan_micro_batches(samples, 1, 1, 16384, "padded")
-        metrics = merge([rank.train(shares)])
     """
 
     def __init__(
@@ -226,9 +221,6 @@ class TrainerRank:
         Returns:
             For each sequence of this rank's share, its number and a value for each masked token:
             its log-prob under `sampling`, or, from the value model, the expected return before it.
-
-        Raises:
-            InputError: when the trainer has no such model.
         """
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
@@ -279,11 +271,7 @@ class TrainerRank:
         self._sender.send(self.version, self._tensors(), devices)
 
     def offload(self) -> int:
-        """Offload the parts in `training.offload` until they are needed; return their bytes.
-
-        Raises:
-            TurnwiseError: when the disk is full.
-        """
+        """Offload the parts in `training.offload` until they are needed; return their bytes."""
         return self._offload.put_away(self._training.offload)
 
     def _moments(self) -> Iterator[torch.Tensor]:
@@ -300,15 +288,11 @@ class TrainerRank:
         self._sender.join(address, port, engine_workers, timeout)
 
     def close(self) -> None:
-        """Release the transport's memory, files and addresses."""
         self._sender.close()
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
         the model in Hugging Face's format, or the adapter in PEFT's.
-
-        Raises:
-            TurnwiseError: when the disk is full.
         """
         rank, lora = self._place.rank, self._config.model.lora.rank
         state: checkpoint_state.RankState = {
@@ -325,11 +309,7 @@ class TrainerRank:
                 export_model(folder, rank, self._config, self._model)
 
     def load(self, folder: Path) -> int:
-        """Resume from a checkpoint; return its version.
-
-        Raises:
-            InputError: when it does not fit this model.
-        """
+        """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
         state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
         self.version = state["version"]
@@ -347,5 +327,4 @@ def layout_of(training: TrainingConfig, device: torch.device) -> Layout:
 
 
 def threads_of(training: TrainingConfig) -> int:
-    """Return the number of CPU threads of one rank."""
     return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)

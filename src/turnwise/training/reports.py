@@ -141,13 +141,11 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean over a step's updates."""
     listed = list(values)
     return sum(listed) / len(listed)
 
 
 def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:
-    """Return the mean over an update's trained tokens, from the sums of the ranks."""
     return sum(sums) / max(1, sum(rank.tokens for rank in ranks))
 
 

@@ -24,11 +24,7 @@ _NARROW = 256
 
 
 class RoutingReplay:
-    """The routers of a model, which repeat recorded choices.
-
-    Raises:
-        InputError: when the model has no routers that are known.
-    """
+    """The routers of a model, which repeat recorded choices."""
 
     def __init__(self, model: Untyped) -> None:
         text = model.config.get_text_config()
@@ -50,9 +46,6 @@ class RoutingReplay:
 
         Args:
             experts_BTR: As in `MicroBatch`.
-
-        Raises:
-            InputError: when they were recorded from a model of another shape.
         """
         self._recorded = None
         if experts_BTR is None:

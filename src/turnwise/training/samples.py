@@ -71,10 +71,6 @@ def make_samples(
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
-
-    Example:
-        batch = make_samples(groups, config, version=0)
-        metrics = await trainer.train(batch.samples)
     """
     algorithm = algorithm or make_algorithm(config.algorithm)
     oldest = oldest_version(config, version) if oldest is None else oldest
@@ -195,7 +191,6 @@ def _add(
 def _token_rewards(
     branch: Branch, trajectory: Trajectory, reward: Sequence[float]
 ) -> Sequence[float]:
-    """Return the reward of each token of a branch."""
     rewards = [0.0] * len(branch.token_ids)
     last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
     if not last:
@@ -271,10 +266,7 @@ def _of_groups(
         ]
     sides = [_sides(group, config) for group in groups]
     compared = [same for group in sides for same in group]
-    if algorithm.advantage.per_turn:
-        by_side = iter([_of_turns(same, config, algorithm) for same in compared])
-    else:
-        by_side = iter(_of_sides(compared, config, algorithm))
+    by_side = iter(_of_sides(compared, config, algorithm))
     merged: list[_Advantages | None] = []
     for group, of_group in zip(groups, sides, strict=True):
         found = [(same, next(by_side)) for same in of_group]
@@ -290,39 +282,35 @@ def _of_groups(
 def _of_sides(
     compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm
 ) -> list[list[list[float]] | None]:
-    """Return the advantages of the turns of each side, all the same, or None if not trained."""
-    advantages = algorithm.advantage.of_groups([[s.reward for s in same] for same in compared])
-    sizes = [len(same) for same in compared]
-    found = [None if group is None else len(group) for group in advantages]
-    if len(found) != len(sizes) or any(
-        n is not None and n != size for n, size in zip(found, sizes, strict=True)
-    ):
-        raise InputError(
-            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
-            f"for groups of {sizes} trajectories"
-        )
-    return [
-        None
-        if given is None
-        else [[value] * len(side.turns) for side, value in zip(same, given, strict=True)]
-        for same, given in zip(compared, advantages, strict=True)
-    ]
-
-
-def _of_turns(
-    sides: Sequence[_Side], config: Config, algorithm: Algorithm
-) -> list[list[float]] | None:
-    """Return the advantages of the turns of each side, or None if they are not trained."""
-    advantages = algorithm.advantage.of_turns([side.turn_rewards for side in sides])
-    if advantages is None:
-        return None
-    found, turns = [len(a) for a in advantages], [len(side.turns) for side in sides]
-    if found != turns:
-        raise InputError(
-            f"algorithm.advantage: {config.algorithm.advantage.name} returns {found} advantages "
-            f"for trajectories of {turns} turns"
-        )
-    return list(advantages)
+    """Return the advantages of each side's turns, for sides that are compared; None if they are not
+    trained."""
+    advantage, name = algorithm.advantage, config.algorithm.advantage.name
+    if not advantage.per_turn:
+        of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
+        lengths = [None if group is None else len(group) for group in of_groups]
+        sizes = [len(same) for same in compared]
+        if len(lengths) != len(sizes) or any(
+            n is not None and n != size for n, size in zip(lengths, sizes, strict=True)
+        ):
+            raise InputError(
+                f"algorithm.advantage: {name} returns {lengths} advantages for groups of {sizes} "
+                "trajectories"
+            )
+        return [
+            None
+            if group is None
+            else [[value] * len(side.turns) for side, value in zip(same, group, strict=True)]
+            for same, group in zip(compared, of_groups, strict=True)
+        ]
+    given = [advantage.of_turns([side.turn_rewards for side in same]) for same in compared]
+    for same, of_turns in zip(compared, given, strict=True):
+        turns = [len(side.turns) for side in same]
+        if of_turns is not None and (found := [len(a) for a in of_turns]) != turns:
+            raise InputError(
+                f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
+                f"{turns} turns"
+            )
+    return given
 
 
 def _rewards(group: Group, config: Config) -> list[float]:
@@ -348,16 +336,12 @@ def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
         return choose_pairs(_rewards(group, config)) is not None
     sides = _sides(group, config)
     if algorithm.advantage.per_turn and not algorithm.advantage.needs_values:
-        return any(any(map(any, _of_turns(same, config, algorithm) or [])) for same in sides)
+        return any(any(map(any, found or [])) for found in _of_sides(sides, config, algorithm))
     return any(has_signal([side.reward for side in same]) for same in sides)
 
 
 def check_group_size(config: Config, algorithm: Algorithm) -> None:
-    """Check that a group contains something to compare, if the algorithm compares within groups.
-
-    Raises:
-        InputError: when `sampling.n` is 1, and no group of one can be trained on.
-    """
+    """Check that a group contains something to compare, if the algorithm compares within groups."""
     parts = config.algorithm
     if config.sampling.n > 1:
         return
@@ -410,16 +394,13 @@ class RecentVersions:
         self._versions = deque([0], maxlen=config.training.max_staleness + 1)
 
     def step_ended(self, version: int) -> None:
-        """Note the version after a training step."""
         self._versions.append(version)
 
     @property
     def oldest(self) -> int:
-        """The oldest version whose tokens the next step trains."""
         return self._versions[0]
 
     def state(self) -> list[int]:
-        """Return the versions for `restore`."""
         return list(self._versions)
 
     def restore(self, state: Sequence[int] | None, version: int) -> None:

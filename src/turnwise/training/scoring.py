@@ -29,8 +29,6 @@ CHUNK_ELEMENTS = 2**25
 
 
 class Scores(NamedTuple):
-    """Scores of the `N` masked tokens, in row-major order."""
-
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
     """Entropy of the distribution that each was drawn from, in nats, without gradient."""
@@ -82,9 +80,6 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
 
     The model's own forward pass makes them, with these states in the place of its backbone's:
     models scale or cap logits after the head, each in its way.
-
-    Raises:
-        InputError: when its forward pass takes the states from another module.
     """
     with _giving(model, hidden_NH[None]) as given:
         ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)

@@ -83,9 +83,6 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
     Args:
         module: The module that holds the model.
         device: Device of this rank's shards.
-
-    Raises:
-        ValueError: when the files lack a parameter, or have one of another shape.
     """
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}

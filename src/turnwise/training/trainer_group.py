@@ -52,7 +52,6 @@ class TrainerActor:
         logs.follow()
 
     def node(self) -> str:
-        """Return the address of this rank's node."""
         return str(ray.util.get_node_ip_address())
 
     def open_store(self, host: str) -> str:
@@ -71,7 +70,6 @@ class TrainerActor:
         return os.getpid(), self._policy.agreed
 
     def call(self, method: str, *args: object) -> object:
-        """Call any method of the rank."""
         result: object = getattr(self._policy, method)(*args)
         return result
 
@@ -84,11 +82,6 @@ class TrainerGroup:
 
     Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
     the one that did not answer within `training.step_timeout` seconds.
-
-    Example:
-        trainer = await TrainerGroup.start(config, Path("runs/run"))
-        metrics = await trainer.train(samples)
-        trainer.kill()
     """
 
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
@@ -109,10 +102,6 @@ class TrainerGroup:
         Args:
             folder: Folder of the run.
             num_gpus: GPUs of each rank; less than 1 is a share of one.
-
-        Raises:
-            InputError: when the model cannot be loaded or does not fit.
-            DeadlineError: when the cluster has no room.
         """
         from turnwise.training.rank import RankInfo, threads_of
 
@@ -207,9 +196,6 @@ class TrainerGroup:
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
             under `sampling`, or, from the value model, the expected return before it.
-
-        Raises:
-            InputError: when the trainer has no such model.
         """
         samples = [
             Sample.of(ids, mask, [0.0] * len(ids), [-1] * len(ids), 0.0, number)
@@ -240,7 +226,6 @@ class TrainerGroup:
         await self._same("send its weights", "send", devices)
 
     async def offload(self) -> int:
-        """Offload on all ranks; return the bytes offloaded."""
         return sum(await self._same("offload its tensors", "offload"))
 
     async def rendezvous(self) -> tuple[str, int]:
@@ -256,7 +241,6 @@ class TrainerGroup:
         await self._same(f"save {folder}", "save", folder)
 
     async def load(self, folder: Path) -> int:
-        """Resume from a checkpoint; return its version."""
         versions = await self._same(f"load {folder}", "load", folder)
         self.version = versions[0]
         return self.version

@@ -52,7 +52,23 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
     return [(value - mean) / (std + _EPSILON) for value in values]
 
 
-class GrpoAdvantage(Advantage):
+class _WithinGroup(Advantage):
+    """Compares the rewards of a group by a formula, where they differ."""
+
+    def __init__(self, config: Grpo | DrGrpo | Rloo) -> None:
+        """Accept the section, which has no options."""
+
+    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
+        """Return all 0 if the rewards are equal, None if there are fewer than two."""
+        if len(rewards) < 2:
+            return None
+        return self._compared(rewards) if has_signal(rewards) else [0.0] * len(rewards)
+
+    def _compared(self, rewards: Sequence[float]) -> list[float]:
+        raise NotImplementedError
+
+
+class GrpoAdvantage(_WithinGroup):
     """GRPO: rewards normalised within the group.
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
@@ -63,15 +79,11 @@ class GrpoAdvantage(Advantage):
     rounding.
     """
 
-    def __init__(self, config: Grpo) -> None:
-        """Accept the section, which has no options."""
-
-    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
-        """Return all 0 if the rewards are equal, None if there are fewer than two."""
-        return None if len(rewards) < 2 else _centred(rewards, scale=True)
+    def _compared(self, rewards: Sequence[float]) -> list[float]:
+        return _centred(rewards, scale=True)
 
 
-class DrGrpoAdvantage(Advantage):
+class DrGrpoAdvantage(_WithinGroup):
     """Dr. GRPO: rewards minus their group's mean.
 
         A_i = r_i - mean(r)
@@ -81,15 +93,11 @@ class DrGrpoAdvantage(Advantage):
     other change, a constant instead of each answer's length, is `algorithm.reduction: constant`.
     """
 
-    def __init__(self, config: DrGrpo) -> None:
-        """Accept the section, which has no options."""
-
-    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
-        """Return all 0 if the rewards are equal, None if there are fewer than two."""
-        return None if len(rewards) < 2 else _centred(rewards, scale=False)
+    def _compared(self, rewards: Sequence[float]) -> list[float]:
+        return _centred(rewards, scale=False)
 
 
-class RlooAdvantage(Advantage):
+class RlooAdvantage(_WithinGroup):
     """RLOO: rewards minus the mean of the other rewards in the group (leave one out).
 
         A_i = r_i - sum_{j != i} r_j / (n - 1)
@@ -100,15 +108,7 @@ class RlooAdvantage(Advantage):
     `reward_penalty`).
     """
 
-    def __init__(self, config: Rloo) -> None:
-        """Accept the section, which has no options."""
-
-    def of_group(self, rewards: Sequence[float]) -> list[float] | None:
-        """Return all 0 if the rewards are equal, None if there are fewer than two."""
-        if len(rewards) < 2:
-            return None
-        if not has_signal(rewards):
-            return [0.0] * len(rewards)
+    def _compared(self, rewards: Sequence[float]) -> list[float]:
         total = sum(rewards)
         return [r - (total - r) / (len(rewards) - 1) for r in rewards]
 
@@ -163,7 +163,6 @@ class TurnReturnsAdvantage(Advantage):
         self._config = config
 
     def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
-        """Return None if there are fewer than two trajectories."""
         if len(rewards) < 2:
             return None
         returns = [turn_returns(turns, self._config.gamma) for turns in rewards]
@@ -214,7 +213,6 @@ class MtGrpoAdvantage(Advantage):
         self._config = config
 
     def of_turns(self, rewards: Sequence[Sequence[float]]) -> list[list[float]] | None:
-        """Return None if there are fewer than two trajectories."""
         if len(rewards) < 2:
             return None
         outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
@@ -259,13 +257,11 @@ class GaeAdvantage(Advantage):
     def of_tokens(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns; see `gae`."""
         return gae(rewards_T, values_T, self._config)
 
     def value_loss(
         self, values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor
     ) -> torch.Tensor:
-        """Return the clipped squared error of each value; see `value_loss`."""
         return value_loss(values_N, old_values_N, returns_N, self._config.clip)
 
 

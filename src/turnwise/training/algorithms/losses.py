@@ -29,7 +29,6 @@ class PpoClipLoss(Loss):
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the loss of each token by its own ratio."""
         config = self._config
         ratio_N = importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
         result = _clipped(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
@@ -77,7 +76,6 @@ class GspoLoss(Loss):
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the loss of each token by its sequence's ratio."""
         config = self._config
         logprobs_N = tokens.logprobs_N
         log_ratio_S = tokens.means_S(logprobs_N.detach() - tokens.old_logprobs_N)
@@ -99,7 +97,6 @@ class CispoLoss(Loss):
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the loss of each token; `clipped_N` marks the clipped weights."""
         config = self._config
         ratio_N = importance_ratio((tokens.logprobs_N - tokens.old_logprobs_N).detach())
         weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -130,7 +127,6 @@ class DpoLoss(Loss):
         self._config = config
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """Return the loss of each token; advantages and old log-probs are not used."""
         assert tokens.sequences % 2 == 0, f"{tokens.sequences} sequences are not pairs"
         assert tokens.reference_logprobs_N is not None, "DPO needs the reference model's log-probs"
         gain_S = tokens.sums_S(tokens.logprobs_N - tokens.reference_logprobs_N)

@@ -6,24 +6,9 @@ configuration. A user-defined one, given as `package.module:Class`, needs none o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from turnwise.config import (
-    AlgorithmConfig,
-    Cispo,
-    Dpo,
-    DrGrpo,
-    Gae,
-    Grpo,
-    Gspo,
-    MtGrpo,
-    OwnAdvantage,
-    OwnLoss,
-    PpoClip,
-    ReinforcePP,
-    Rloo,
-    TurnReturns,
-)
+from turnwise.config import AlgorithmConfig, OwnAdvantage, OwnLoss
 from turnwise.errors import InputError, describe_error
 from turnwise.training.algorithms import advantages, losses
 from turnwise.training.algorithms.interface import Advantage, Loss
@@ -46,6 +31,13 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 }
 """Classes behind the short names of `algorithm.loss.name`; each takes its section."""
 _Kind = TypeVar("_Kind", Advantage, Loss)
+
+
+class _Section(Protocol):
+    """A section of the configuration."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +72,14 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     return Algorithm(advantage, loss)
 
 
-def make_advantage(
-    config: Grpo | DrGrpo | Rloo | ReinforcePP | TurnReturns | MtGrpo | Gae | OwnAdvantage,
-) -> Advantage:
+def make_advantage(config: _Section) -> Advantage:
     """Build the advantage estimator of a section; raises `InputError` as `make_algorithm` does."""
     if isinstance(config, OwnAdvantage):
         return _own(config.name, config.model_extra or {}, "algorithm.advantage", Advantage)
     return _ADVANTAGES[config.name](config)
 
 
-def make_loss(config: PpoClip | Gspo | Cispo | Dpo | OwnLoss) -> Loss:
+def make_loss(config: _Section) -> Loss:
     """Build the loss of a section; raises `InputError` as `make_algorithm` does."""
     if isinstance(config, OwnLoss):
         return _own(config.name, config.model_extra or {}, "algorithm.loss", Loss)
@@ -97,7 +87,6 @@ def make_loss(config: PpoClip | Gspo | Cispo | Dpo | OwnLoss) -> Loss:
 
 
 def _own(name: str, options: dict[str, object], key: str, kind: type[_Kind]) -> _Kind:
-    """Build an instance of a user-defined class."""
     from turnwise.rollouts.environment import load_object
 
     made = load_object(name, f"{key}.name")
