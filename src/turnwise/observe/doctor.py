@@ -401,8 +401,8 @@ class ConfigChecks:
 
     def algorithm(self) -> Finding:
         """Check that the parts of the algorithm fit each other, and the size of the groups."""
-        from turnwise.training.advantages import check_group_size
         from turnwise.training.algorithms import make_algorithm
+        from turnwise.training.samples import check_group_size
 
         parts, n = self.config.algorithm, self.config.sampling.n
         check_group_size(self.config, make_algorithm(parts))

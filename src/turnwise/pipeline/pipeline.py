@@ -30,8 +30,8 @@ from turnwise.pipeline.running import Progress, RunningPipeline, open_pipeline, 
 from turnwise.rollouts import Runner
 from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.training import checkpoint
+from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
-from turnwise.training.rank import missing_model
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,13 @@ from pathlib import Path
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
 from turnwise.rollouts import Group, check_failures
 from turnwise.run.runtime import Runtime, open_runtime
-from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.run.step import TrainingStep
 from turnwise.training import checkpoint
-from turnwise.training.samples import make_samples
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import MAX_REWARD, ExactnessReport, Trajectory
 
@@ -53,15 +51,8 @@ class RunningPipeline:
     async def train(self, groups: Sequence[Group]) -> JsonObject:
         """Train one step on groups and update the engines; see `Pipeline.train`."""
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
-        version, oldest = self.trainer.version, self.step.versions.oldest
-        made = await call_user_code(  # the algorithm may be the user's own class
-            lambda: make_samples(groups, self.config, version, oldest=oldest),
-            name=f"the advantage {self.config.algorithm.advantage.name}",
-            seconds=self.config.training.step_timeout,
-            key="training.step_timeout",
-        )
+        made = await self.step.make_samples(groups)
         self.progress.exactness += made.report
-        check_exactness(made.report, self.config)
         trajectories = [t for group in groups for t in group.trajectories]
         metrics = StepMetrics(
             reward_mean=mean([t.reward or 0.0 for t in trajectories]),
@@ -77,10 +68,8 @@ class RunningPipeline:
                 "goes on: the learning rate stays at its last value",
                 training.steps,
             )
-        if made.samples:
-            metrics.add(await self.step.train(made.samples))
+        metrics.add(await self.step.learn(made))
         self.progress.iteration += 1
-        self.step.versions.step_ended(self.trainer.version)
         metrics.add(await self.step.update_weights())
         return metrics.to_json()
 
