@@ -8,8 +8,10 @@ trainer's weights.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,17 +23,22 @@ from turnwise.compat.chatlearn.pipeline_file import (
     read_pipeline_file,
 )
 from turnwise.config import Config, load_config, make_config
+from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
-from turnwise.core.watchdog import Watchdog
+from turnwise.core.watchdog import Watchdog, waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.running import Progress, RunningPipeline, open_pipeline, rewarded_groups
-from turnwise.rollouts import Runner
+from turnwise.observe.metrics import StepMetrics, mean
+from turnwise.pipeline.outputs import rewarded_groups
+from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
+from turnwise.run.runtime import Runtime, open_runtime
+from turnwise.run.step import TrainingStep
 from turnwise.training import checkpoint
 from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
+from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -76,6 +83,98 @@ class Module:
     def config(self) -> Config:
         """The pipeline's configuration, this module's file included."""
         return self.pipeline.config
+
+
+@dataclass(slots=True)
+class Progress:
+    """The state of a pipeline's training, as checkpoints keep it."""
+
+    iteration: int = 0
+    """Number of training steps so far, those before a resumed checkpoint included."""
+    exactness: ExactnessReport = field(default_factory=ExactnessReport)
+    """Audit of everything trained so far."""
+    state: JsonObject = field(default_factory=dict)
+    """The program's own values, from the checkpoint that was loaded last."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPipeline:
+    """An open runtime, and training steps on it; all of it runs on the pipeline's event loop."""
+
+    config: Config
+    runtime: Runtime
+    trainer: TrainerGroup
+    step: TrainingStep
+    progress: Progress
+
+    async def train(self, groups: Sequence[Group]) -> JsonObject:
+        dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
+        made = await self.step.make_samples(groups)
+        self.progress.exactness += made.report
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics = StepMetrics(
+            reward_mean=mean([t.reward or 0.0 for t in trajectories]),
+            trajectories=len(trajectories),
+            dropped=dict(sorted(dropped.items())),
+            sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        )
+        metrics.add_samples(made)
+        training = self.config.training
+        if self.progress.iteration == training.steps and training.lr_schedule == "linear":
+            logger.warning(
+                "training.lr_schedule linear ended with step %d (training.steps), and the program "
+                "goes on: the learning rate stays at its last value",
+                training.steps,
+            )
+        metrics.add(await self.step.learn(made))
+        self.progress.iteration += 1
+        metrics.add(await self.step.update_weights())
+        return metrics.to_json()
+
+    async def save(self, folder: Path, state: Mapping[str, object]) -> None:
+        loop = {
+            "step": self.progress.iteration,
+            "exactness": self.progress.exactness.to_dict(),
+            "versions": self.step.versions.state(),
+            "program": dict(state),
+        }
+        with waiting(f"the trainer to save {folder}"):
+            place = await run_in_thread(checkpoint.begin, folder)
+            await self.trainer.save(place)
+            await run_in_thread(checkpoint.write_loop, folder, loop)
+            await run_in_thread(checkpoint.commit, folder)
+
+    async def load(self, folder: Path) -> int:
+        with waiting(f"the trainer to load {folder}"):
+            loop = await run_in_thread(checkpoint.read_loop, folder)
+            version = await self.trainer.load(folder)
+        self.step.versions.restore(loop.get("versions"), version)
+        await self.step.update_weights()
+        self.progress.iteration = loop["step"]
+        self.progress.exactness = ExactnessReport.from_dict(loop["exactness"])
+        self.progress.state = loop.get("program", {})
+        return version
+
+
+@asynccontextmanager
+async def open_pipeline(
+    config: Config, folder: Path, progress: Progress, resume: Path | None
+) -> AsyncIterator[RunningPipeline]:
+    """Start the engines and the trainer, and bring its weights to the engines."""
+    # Modules check theirs when they build them.
+    async with open_runtime(config, None, folder=folder) as runtime:
+        trainer = runtime.policy
+        assert trainer is not None
+        async with task_group() as tasks:
+            watching = tasks.create_task(trainer.watch())
+            step = TrainingStep(config, runtime)
+            running = RunningPipeline(config, runtime, trainer, step, progress)
+            if resume is None:
+                await step.update_weights()
+            else:
+                await running.load(resume)
+            yield running
+            watching.cancel()
 
 
 class Pipeline:
@@ -278,8 +377,11 @@ class Pipeline:
             TrajectoryError: naming what gave no reward, and why.
         """
         seconds = self.config.rollout.trajectory_timeout + self.config.engine.start_timeout
+        rewards = self.runner.rewards
         return self._call(
-            lambda: self._running.score(name, trajectories), seconds, f"the rewards of {name}"
+            lambda: together(rewards.score(name, t) for t in trajectories),
+            seconds,
+            f"the rewards of {name}",
         )
 
     def load(self, folder: str | Path) -> int:
