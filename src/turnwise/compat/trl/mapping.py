@@ -51,8 +51,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         tools: Whether the model has tools.
     """
     _refuse_unsupported(args)
-    (n, groups), updates = _groups(args), updates_per_step(args)
-    steps = _steps(args, rows, groups, updates)
+    n, groups, updates, steps = _sizes(args, rows)
     every = steps if rows is None else max(1, rows // groups)
     schedule = _one_of(args, "lr_scheduler_type", _SCHEDULES)
     _one_of(args, "optim", _OPTIMIZERS, "the optimizer is AdamW: ")
@@ -82,7 +81,6 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.checkpoint_every": _interval(args, "save", updates, steps, every),
         "eval.every": _interval(args, "eval", updates, steps, every),
         **_sampling(args, n),
-        **_engine(args),
         **_algorithm(args, tools=tools),
     }
     if tools:
@@ -150,31 +148,28 @@ def _per_generation(args: GRPOConfig) -> int:
     return max(batches, accumulated)
 
 
-def _groups(args: GRPOConfig) -> tuple[int, int]:
-    """Return trajectories per group, and groups per training step."""
-    n = args.num_generations or 1
+def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int]:
+    """Return trajectories per group, groups per training step, updates per step, and steps."""
+    n, updates = args.num_generations or 1, updates_per_step(args)
     samples = args.per_device_train_batch_size * _per_generation(args)
     if n < 2:
         _refuse("num_generations", n, "a group needs at least 2")
     if samples % n:
         why = f"a step has {samples} completions, which it does not divide"
         _refuse("num_generations", n, why)
-    return n, samples // n
-
-
-def _steps(args: GRPOConfig, rows: int | None, groups: int, updates: int) -> int:
+    groups = samples // n
     if args.max_steps > 0:
         if args.max_steps % updates:
             why = f"each batch of completions is for {updates} optimizer steps"
             _refuse("max_steps", args.max_steps, why)
-        return args.max_steps // updates
+        return n, groups, updates, args.max_steps // updates
     if rows is None:
         _refuse("max_steps", args.max_steps, "the number of training rows is unknown; set it")
     if rows < groups:
         raise InputError(
             f"train_dataset has {rows} rows, but a step of GRPOConfig's batch sizes needs {groups}"
         )
-    return math.ceil(args.num_train_epochs * (rows // groups))
+    return n, groups, updates, math.ceil(args.num_train_epochs * (rows // groups))
 
 
 def _count(value: float, whole: int) -> int:
@@ -199,7 +194,8 @@ def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
 
 
 def _model(args: GRPOConfig) -> dict[str, object]:
-    """Return the precision of forward passes, with master weights in float32, and the attention."""
+    """Return the precision of forward passes, with master weights in float32, the attention, and
+    how the engine runs."""
     given = _dictionary(args, "model_init_kwargs")
     dtype = str(given.pop("dtype", given.pop("torch_dtype", None))).removeprefix("torch.")
     attention = given.pop("attn_implementation", None)
@@ -207,19 +203,25 @@ def _model(args: GRPOConfig) -> dict[str, object]:
         _refuse("model_init_kwargs", given, "only dtype and attn_implementation can be set")
     if dtype not in ("None", "auto", "float32", "bfloat16"):
         _refuse("model_init_kwargs", {"dtype": dtype}, "dtype must be float32 or bfloat16")
-    return {
+    values: dict[str, object] = {
         "model.dtype": "bfloat16" if args.bf16 or dtype == "bfloat16" else "float32",
         "training.attention": "auto" if attention in (None, "sdpa") else attention,
     }
+    if args.use_vllm:
+        size = args.vllm_tensor_parallel_size
+        values |= {"engine.tensor_parallel_size": size, "training.ranks": size}
+        values["training.colocated"] = True
+        for field in ("vllm_gpu_memory_utilization", "vllm_model_impl"):
+            if (value := getattr(args, field)) != getattr(GRPOConfig, field):
+                values[f"engine.vllm_args.{field.removeprefix('vllm_')}"] = value
+    return values
 
 
 def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
     values: dict[str, object] = {
-        "n": n,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
+        name: getattr(args, name) for name in ("temperature", "top_p", "top_k")
     }
+    values["n"] = n
     if args.max_completion_length is not None:
         values["max_tokens"] = args.max_completion_length
     for key, value in _dictionary(args, "generation_kwargs").items():
@@ -227,24 +229,10 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
             _refuse("generation_kwargs", {key: value}, f"it takes {', '.join(_SAMPLING)}")
         values[key] = value
     evaluation = values | {"n": args.num_generations_eval or n}
-    return {f"sampling.{key}": value for key, value in values.items()} | {
-        f"eval.sampling.{key}": value for key, value in evaluation.items()
+    sections = {"sampling": values, "eval.sampling": evaluation}
+    return {
+        f"{name}.{key}": value for name, each in sections.items() for key, value in each.items()
     }
-
-
-def _engine(args: GRPOConfig) -> dict[str, object]:
-    if not args.use_vllm:
-        return {}
-    size = args.vllm_tensor_parallel_size
-    values: dict[str, object] = {
-        "engine.tensor_parallel_size": size,
-        "training.colocated": True,
-        "training.ranks": size,
-    }
-    for field in ("vllm_gpu_memory_utilization", "vllm_model_impl"):
-        if (value := getattr(args, field)) != getattr(GRPOConfig, field):
-            values[f"engine.vllm_args.{field.removeprefix('vllm_')}"] = value
-    return values
 
 
 def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
