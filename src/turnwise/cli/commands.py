@@ -125,7 +125,7 @@ async def pipeline(
     overrides: Overrides = None,
 ) -> None:
     """Train the models of a pipeline's file, from the last checkpoint where there is one."""
-    from turnwise.pipeline.pipeline_file import read_pipeline_file
+    from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
 
     read = await run_in_thread(lambda: read_pipeline_file(file, overrides or ()))
     config = command.of(read.config)

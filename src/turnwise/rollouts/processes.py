@@ -6,7 +6,7 @@ sessions of its own, which sample from the engines directly.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, StepError, TurnwiseError, describe_error
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.rollout_process import RolloutProcess
@@ -47,11 +46,10 @@ class RolloutProcesses(SchedulerProcesses):
     Args:
         scheduler: Scheduler of the engines.
         environment: None means the configured one.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
         process_class: Class of the actors.
 
     Raises:
-        InputError: when the environment or a function cannot be sent to another process.
+        InputError: when the environment cannot be sent to another process.
     """
 
     def __init__(
@@ -59,31 +57,29 @@ class RolloutProcesses(SchedulerProcesses):
         config: Config,
         scheduler: Scheduler,
         environment: EnvironmentType | None = None,
-        functions: Mapping[str, RewardFunction] | None = None,
         process_class: type[RolloutProcess] = RolloutProcess,
     ) -> None:
-        for what in (environment, *(functions or {}).values()):
-            try:
-                cloudpickle.dumps(what)
-            except Exception as error:
-                name = getattr(what, "__name__", what)
-                raise InputError(
-                    f"{name} cannot be sent to another process (rollout.processes): "
-                    f"{describe_error(error)}"
-                ) from error
+        try:
+            cloudpickle.dumps(environment)
+        except Exception as error:
+            name = getattr(environment, "__name__", environment)
+            raise InputError(
+                f"{name} cannot be sent to another process (rollout.processes): "
+                f"{describe_error(error)}"
+            ) from error
         count = config.rollout.processes
         share = -(-config.rollout.concurrency // count)
         rollout = config.rollout.model_copy(update={"concurrency": share})
         names = [f"rollout-{index}" for index in range(count)]
         super().__init__(config.model_copy(update={"rollout": rollout}), scheduler, names)
-        self._arguments = (environment, functions)
+        self._environment = environment
         self._class = process_class
         self._files = RunFiles(Path(config.output_dir, config.name))
 
     def create(self, process: Process) -> ActorHandle:
         return ActorHandle.create(
             self._class,
-            *(self.config, *self._arguments),
+            *(self.config, self._environment),
             name=process.name,
             config=self.config,
             log=process.name,

@@ -1,28 +1,33 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
 A part is the environment's own reward, a function, or a reward model, whose parts of one trajectory
-are computed concurrently; or a function of all finished trajectories of a group, of our kind or
-TRL's. If a part fails or is not a finite number, the trajectory has no reward:
-it is dropped under `reward_error`, and the message names the part.
+are computed concurrently; or a function of all finished trajectories of a group (`REWARD_KINDS`).
+If a part fails or is not a finite number, the trajectory has no reward: it is dropped under
+`reward_error`, and the message names the part.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from turnwise.config import RewardConfig, RolloutConfig
-from turnwise.core.aio import task_group
+from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.environment import Rewards, load_object
+from turnwise.rollouts.environment import (
+    BEYOND_LIMIT,
+    Rewards,
+    is_list,
+    load_object,
+    read_reward,
+    shown,
+)
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
-from turnwise.rollouts.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import BEYOND_LIMIT, is_list, read_reward, shown
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.trajectory import MAX_REWARD, Trajectory
 
@@ -30,25 +35,75 @@ if TYPE_CHECKING:
     from turnwise.rollouts.reward_model import RemoteRewardModel
 
 _T = TypeVar("_T")
-_OF_GROUP = ("group function", "TRL function")
+UserCall = Callable[[Callable[..., object]], Awaitable[object]]
+"""Calls a function of the user, plain or async, within the deadline of rewards."""
+
+
+class GroupFunction(Protocol):
+    """Gives the finished trajectories of a group their numbers."""
+
+    async def __call__(
+        self,
+        call: UserCall,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+    ) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    label: str
+    compares: bool = False
+    """Whether it needs all finished trajectories of a group."""
+    optional: bool = False
+    """Whether None may stand for a number: the entry does not apply to the trajectory."""
+    adapter: str | None = None
+    """`package.module:Name`, which makes a `GroupFunction` of the user's function, the run's
+    optimizer steps and its files; None calls the user's with the trajectories and the row."""
+
+
+REWARD_KINDS = {
+    "function": RewardKind("function"),
+    "group_function": RewardKind("group function", compares=True),
+    "trl": RewardKind(
+        "TRL function",
+        compares=True,
+        optional=True,
+        adapter="turnwise.compat.trl.environment:TrlReward",
+    ),
+    "model": RewardKind("model"),
+    "environment": RewardKind("environment"),
+}
+"""Kinds by the key that an entry has; one without any of them is the environment's own reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One entry of `rollout.rewards`."""
-
     name: str
     """Configured name, or else the function, the model's path, or `environment`."""
-    kind: Literal["environment", "function", "group function", "TRL function", "model"]
+    kind: RewardKind
     weight: float
     function: Callable[..., object] | None = None
+    of_group: GroupFunction | None = None
     model: str = ""
     """Path of the reward model; "" for the other kinds."""
 
     def __str__(self) -> str:
-        return (
-            f"the reward {self.kind} {self.name}" if self.kind != self.name else "the environment"
-        )
+        label = self.kind.label
+        return f"the reward {label} {self.name}" if label != self.name else "the environment"
+
+    @asynccontextmanager
+    async def judging(self, problem_id: str) -> AsyncIterator[None]:
+        """Wait for this part under its name; its error is the trajectory's `reward_error`."""
+        try:
+            with waiting(f"{self.name} of {problem_id}", "reward"):
+                yield
+        except (InputError, TrajectoryError):
+            raise
+        except Exception as error:
+            message = f"{self} gave no reward: {await describe_user_error(error)}"
+            raise TrajectoryError("reward_error", message) from error
 
 
 class RewardManager:
@@ -56,95 +111,74 @@ class RewardManager:
 
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
-        functions: Functions of a program, by the path that a `trl` entry has for them; other paths
-            are imported.
+        functions: Functions of a program, by their paths; other paths are imported.
         rollout: Its `stall_timeout` is the deadline of each call of a function.
-        max_steps: Optimizer steps of the run, which TRL's functions are given.
-        files: Files of the run, for what TRL's functions log; None writes nothing.
-
-    Raises:
-        InputError: when a function cannot be loaded, or a part is named twice.
+        max_steps: Optimizer steps of the run, which functions of other systems are given.
+        files: Files of the run, for what such functions log; None writes nothing.
     """
 
     def __init__(
         self,
         parts: Sequence[RewardConfig],
-        functions: Mapping[str, RewardFunction] | None = None,
+        functions: Mapping[str, Callable[..., object]] | None = None,
         *,
         rollout: RolloutConfig | None = None,
         max_steps: int = 0,
         files: RunFiles | None = None,
     ) -> None:
         self._seconds = (rollout or RolloutConfig()).stall_timeout
-        self._parts = [_load(part, functions or {}) for part in parts or [RewardConfig()]]
-        self._of_group = [part for part in self._parts if part.kind in _OF_GROUP]
-        self._own = [part for part in self._parts if part not in self._of_group]
-        self._max_steps = max_steps
-        self._files = files
+        run = (max_steps, files)
+        self._parts = [_load(part, functions or {}, run) for part in parts or [RewardConfig()]]
+        self._of_group = [part for part in self._parts if part.kind.compares]
+        self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
-        names = [part.name for part in self._parts]
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(f"rollout.rewards names {name} twice; add up the weights")
-        paths = [part.model for part in self._parts if part.model]
-        for path in paths:
-            if paths.count(path) > 1:
-                raise InputError(f"rollout.rewards has the model {path} twice; add up the weights")
+        for what, names in (
+            ("names", [part.name for part in self._parts]),
+            ("has the model", [part.model for part in self._parts if part.model]),
+        ):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"rollout.rewards {what} {twice[0]} twice; add up the weights")
 
     async def judge(
-        self,
-        episode: Episode,
-        trajectory: Trajectory,
-        row: Row,
-        clock: StallClock | None = None,
+        self, episode: Episode, trajectory: Trajectory, row: Row, clock: StallClock | None = None
     ) -> None:
         """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`.
 
         A reward that the trajectory already has, because its agent reported it, replaces the
-        environment's own.
-
-        Args:
-            clock: The trajectory's clock. It is held while a reward model scores, because the
-                model has its own clock for its whole queue.
-
-        Raises:
-            TrajectoryError: `reward_error`, naming the first part that failed.
+        environment's own. The trajectory's clock is held while a reward model scores, because the
+        model has its own clock for its whole queue.
         """
-        async with task_group() as tasks:
-            values = {
-                part: tasks.create_task(self._value(part, episode, trajectory, row, clock))
-                for part in self._own
-            }
+        values = await together(
+            self._value(part, episode, trajectory, row, clock) for part in self._own
+        )
         total, turns = 0.0, [0.0] * len(trajectory.turns)
         players = dict.fromkeys(episode.players, 0.0)
-        for part, task in values.items():
-            rewards = task.result()
+        for part, rewards in zip(self._own, values, strict=True):
             trajectory.reward_parts[part.name] = rewards.total
             if taken := trajectory.reward_parts.keys() & rewards.parts.keys():
-                raise TrajectoryError(
-                    "reward_error",
-                    f"{part} gave a part named {min(taken)}, which another reward is named",
-                )
+                message = f"{part} gave a part named {min(taken)}, which another reward is named"
+                raise TrajectoryError("reward_error", message)
             trajectory.reward_parts.update(rewards.parts)
             total += part.weight * rewards.total
             for player, value in rewards.players.items():
                 if player not in players:
-                    names = ", ".join(players) or "none"
-                    raise TrajectoryError(
-                        "reward_error",
-                        f"{part} gave a reward to {player}; players of the environment: {names}",
+                    known = ", ".join(players) or "none"
+                    message = (
+                        f"{part} gave a reward to {player}; players of the environment: {known}"
                     )
+                    raise TrajectoryError("reward_error", message)
                 players[player] += part.weight * value
                 trajectory.reward_parts[player] = value
             for turn, value in enumerate(rewards.turns):
                 turns[turn] += part.weight * value
         trajectory.turn_rewards = turns if any(turns) else []
         if players:
+            for value, player in zip(turns, trajectory.turn_players, strict=True):
+                players[player] += value
             common = total - sum(turns)
             trajectory.player_rewards = {
-                player: _within_limit(own + common + _of_player(trajectory, player, turns))
-                for player, own in players.items()
+                player: _within_limit(own + common) for player, own in players.items()
             }
             total = sum(trajectory.player_rewards.values()) / len(players)
         trajectory.reward = _within_limit(total)
@@ -152,23 +186,14 @@ class RewardManager:
     async def judge_group(
         self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
     ) -> None:
-        """Add the rewards of the group functions to those of a group's finished trajectories.
-
-        Args:
-            episodes: The trajectories' episodes, by their position in the group.
-
-        Raises:
-            TrajectoryError: `reward_error`, naming the first function that failed.
-        """
+        """Add the rewards of the group functions to those of a group's finished trajectories."""
         if not trajectories:
             return
-        async with task_group() as tasks:
-            values = {
-                part: tasks.create_task(self._of_all(part, trajectories, row, episodes))
-                for part in self._of_group
-            }
-        for part, task in values.items():
-            for trajectory, value in zip(trajectories, task.result(), strict=True):
+        values = await together(
+            self._of_all(part, trajectories, row, episodes) for part in self._of_group
+        )
+        for part, numbers in zip(self._of_group, values, strict=True):
+            for trajectory, value in zip(trajectories, numbers, strict=True):
                 if value is not None:
                     trajectory.reward_parts[part.name] = value
                     total = (trajectory.reward or 0.0) + part.weight * value
@@ -177,9 +202,8 @@ class RewardManager:
                         trajectory.player_rewards[player] += part.weight * value
 
     def lacks(self, trajectory: Trajectory) -> bool:
-        """Return whether no part applies to a judged trajectory: TRL's functions returned None."""
-        trl = any(part.kind == "TRL function" for part in self._parts)
-        return trl and not trajectory.reward_parts
+        """Return whether no part applies to a judged trajectory: all optional ones were None."""
+        return any(part.kind.optional for part in self._parts) and not trajectory.reward_parts
 
     @property
     def compares(self) -> bool:
@@ -193,26 +217,17 @@ class RewardManager:
         row: Row,
         episodes: Mapping[int, Episode],
     ) -> list[float | None]:
-        """Return a group function's numbers; None where one of TRL's does not apply."""
-        assert part.function is not None
-        trl = part.kind == "TRL function"
-        try:
-            with waiting(f"{part.name} of {trajectories[0].problem_id}", "reward"):
-                if trl:
-                    batch = Batch(trajectories, row, episodes, self._max_steps)
-                    values = await self._call(part, partial(part.function, **batch.arguments))
-                    await self._call(part, batch.keep, self._files)
-                else:
-                    values = await self._call(part, part.function, list(trajectories), row)
-                numbers = await self._call(part, _numbers, values, part, len(trajectories))
-        except (InputError, TrajectoryError):
-            raise
-        except Exception as error:
-            raise await _failed(part, error) from error
-        return numbers
+        """Return a group function's numbers; None where an optional one does not apply."""
+        async with part.judging(trajectories[0].problem_id):
+            if part.of_group is not None:
+                call = partial(self._call, part)
+                values = await part.of_group(call, trajectories, row, episodes)
+            else:
+                assert part.function is not None
+                values = await self._call(part, part.function, list(trajectories), row)
+            return await self._call(part, _numbers, values, part, len(trajectories))
 
     async def _call(self, part: _Part, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function of the user within `rollout.stall_timeout`."""
         value: _T = await call_user_code(
             function, *arguments, name=str(part), seconds=self._seconds, key=STALL_KEY
         )
@@ -221,14 +236,8 @@ class RewardManager:
     async def score(self, name: str, trajectory: Trajectory) -> float:
         """Return one part's reward of a trajectory, before its weight.
 
-        A part that the trajectory already has is not computed again.
-
-        Args:
-            name: Name of the part; if there is only one part, any name selects it.
-
-        Raises:
-            InputError: when there is no such part, or it needs the row.
-            TrajectoryError: `reward_error`, when it returns no finite number.
+        A part that the trajectory already has is not computed again. If there is only one part, any
+        name selects it.
         """
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
@@ -237,17 +246,13 @@ class RewardManager:
         (part,) = named
         if part.name in trajectory.reward_parts:
             return trajectory.reward_parts[part.name]
-        if part.kind != "model":
+        if not part.model:
             raise InputError(
                 f"{part} scores a trajectory together with its row, when it is made; a reward "
                 "model can score any"
             )
-        try:
+        async with part.judging(trajectory.problem_id):
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
-        except TrajectoryError:
-            raise
-        except Exception as error:
-            raise await _failed(part, error) from error
 
     async def _value(
         self,
@@ -257,70 +262,46 @@ class RewardManager:
         row: Row,
         clock: StallClock | None,
     ) -> Rewards:
-        bounded = clock.held() if clock is not None and part.kind == "model" else nullcontext()
-        try:
-            with waiting(f"{part.name} of {trajectory.problem_id}", "reward"), bounded:
-                value = await self._compute(part, episode, trajectory, row)
-        except (InputError, TrajectoryError):
-            raise
-        except Exception as error:
-            raise await _failed(part, error) from error
-        return value
-
-    async def _compute(
-        self, part: _Part, episode: Episode, trajectory: Trajectory, row: Row
-    ) -> Rewards:
-        if part.function is not None:
-            value = await self._call(part, part.function, trajectory, row)
-        elif part.kind == "model":
-            value = await self.models[part.model].score(trajectory.messages)
-        elif trajectory.reward is not None:
-            value = trajectory.reward
-        else:
-            return await episode.reward(trajectory)
-        return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
-
-
-async def _failed(part: _Part, error: Exception) -> TrajectoryError:
-    described = await describe_user_error(error)
-    return TrajectoryError("reward_error", f"{part} gave no reward: {described}")
-
-
-def _of_player(trajectory: Trajectory, player: str, turns: Sequence[float]) -> float:
-    """Return the sum of a player's own turn rewards."""
-    return sum(
-        reward for reward, who in zip(turns, trajectory.turn_players, strict=True) if who == player
-    )
+        bounded = clock.held() if clock is not None and part.model else nullcontext()
+        async with part.judging(trajectory.problem_id):
+            with bounded:
+                if part.function is not None:
+                    value = await self._call(part, part.function, trajectory, row)
+                elif part.model:
+                    value = await self.models[part.model].score(trajectory.messages)
+                elif trajectory.reward is not None:
+                    value = trajectory.reward
+                else:
+                    return await episode.reward(trajectory)
+                return await rewards_of(value, str(part), len(trajectory.turns), self._seconds)
 
 
 def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
     """Return the numbers of a group function; runs user code where they have types of their own."""
     given = list(values) if isinstance(values, Iterable) and not is_list(values) else values
     if not is_list(given) or len(given) != count:
-        raise TrajectoryError(
-            "reward_error",
-            f"{part} must return a list of {count} numbers, one for each trajectory, not "
-            f"{shown(values)}",
-        )
-    optional = part.kind == "TRL function"
+        what = f"{part} must return a list of {count} numbers, one for each trajectory"
+        raise TrajectoryError("reward_error", f"{what}, not {shown(values)}")
     return [
-        None if value is None and optional else read_reward(value, str(part)) for value in given
+        None if value is None and part.kind.optional else read_reward(value, str(part))
+        for value in given
     ]
 
 
-def _load(part: RewardConfig, functions: Mapping[str, RewardFunction]) -> _Part:
-    if part.function:
-        function = load_object(part.function, "rollout.rewards.function")
-        return _Part(part.name or part.function, "function", part.weight, function)
-    if path := part.group_function:
-        function = load_object(path, "rollout.rewards.group_function")
-        return _Part(part.name or path, "group function", part.weight, function)
-    if path := part.trl:
-        function = functions.get(path) or load_object(path, "rollout.rewards.trl")
-        return _Part(part.name or path, "TRL function", part.weight, function)
-    if part.model:
-        return _Part(part.name or part.model, "model", part.weight, model=part.model)
-    return _Part(part.name or "environment", "environment", part.weight)
+def _load(
+    part: RewardConfig,
+    functions: Mapping[str, Callable[..., object]],
+    run: tuple[int, RunFiles | None],
+) -> _Part:
+    key = next((key for key in REWARD_KINDS if getattr(part, key, None)), "environment")
+    kind, path = REWARD_KINDS[key], str(getattr(part, key, key))
+    name = part.name or path
+    if key in ("model", "environment"):
+        return _Part(name, kind, part.weight, model=part.model or "")
+    setting = f"rollout.rewards.{key}"
+    function = functions.get(path) or load_object(path, setting)
+    of_group = load_object(kind.adapter, setting)(function, *run) if kind.adapter else None
+    return _Part(name, kind, part.weight, function, of_group)
 
 
 def _within_limit(reward: float) -> float:

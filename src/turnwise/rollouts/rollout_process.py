@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -15,7 +15,6 @@ from turnwise.core.aio import freeze_gc, run_in_thread
 from turnwise.core.user_code import import_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
@@ -31,20 +30,12 @@ class RolloutProcess(SchedulerProcess):
 
     Args:
         environment: None means the configured one.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        environment: EnvironmentType | None = None,
-        functions: Mapping[str, RewardFunction] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, environment: EnvironmentType | None = None) -> None:
         super().__init__(config)
         self._files = RunFiles(None)
-        self._make_runner = partial(
-            Runner, config, environment=environment, functions=functions, files=self._files
-        )
+        self._make_runner = partial(Runner, config, environment=environment, files=self._files)
         self._stack = AsyncExitStack()
 
     async def start(self) -> int:

@@ -32,7 +32,6 @@ from turnwise.trajectory import ExactnessReport, Trajectory
 if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
     from turnwise.rollouts.evaluation import Evaluation
-    from turnwise.rollouts.foreign.trl_reward import RewardFunction
     from turnwise.rollouts.group import Group
     from turnwise.rollouts.problems import Problem
     from turnwise.rollouts.producer import RunGroup
@@ -93,8 +92,6 @@ class ProgramInputs:
     """Training rows; replace data.path."""
     eval_rows: Sequence[JsonObject] | None = None
     """Held-out rows; replace data.eval_path."""
-    functions: "Mapping[str, RewardFunction] | None" = None
-    """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -380,7 +377,7 @@ def _opened(
     folder: Path | None = None,
 ) -> "AbstractAsyncContextManager[Runtime]":
     """Return the runtime of a command; with the run's folder it has a trainer."""
-    from turnwise.rollouts.mixture import first_of_each
+    from turnwise.rollouts.problems import first_of_each
     from turnwise.run.runtime import open_runtime
 
     return open_runtime(
@@ -389,7 +386,6 @@ def _opened(
         folder=folder,
         progress=display,
         environment=inputs.environment_for(config),
-        functions=inputs.functions,
     )
 
 

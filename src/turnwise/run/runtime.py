@@ -5,7 +5,7 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
@@ -38,8 +37,8 @@ from turnwise.run.fleet import (
 )
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
-from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.samples import check_group_size
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.transport import find_transport
 
@@ -81,7 +80,6 @@ async def open_runtime(
     folder: Path | None = None,
     progress: Progress = SILENT,
     environment: EnvironmentType | None = None,
-    functions: Mapping[str, RewardFunction] | None = None,
 ) -> AsyncIterator[Runtime]:
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
@@ -90,14 +88,13 @@ async def open_runtime(
             the problems are not known yet.
         folder: Run folder for training; None starts no trainer.
         environment: Makes an environment from a row; None uses the configuration's.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
     """
     training = folder is not None
     if training:
         _check_trainable(config)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        make = partial(Runner, config, environment=environment, functions=functions)
+        make = partial(Runner, config, environment=environment)
         runner = await import_user_code(
             *(_make_runner, make, config, first, training),
             config=config,
@@ -136,7 +133,7 @@ async def open_runtime(
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if (count := config.rollout.processes) > 1:
-            processes = RolloutProcesses(config, manager.scheduler, environment, functions)
+            processes = RolloutProcesses(config, manager.scheduler, environment)
             stack.push_async_callback(processes.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))

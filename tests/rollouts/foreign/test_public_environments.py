@@ -17,9 +17,8 @@ from tests.rollouts.foreign.test_openenv import Scripted, call
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
-from turnwise.rollouts.environment import load_environment, with_arguments
+from turnwise.rollouts.environment import load_environment, make_rows, with_arguments
 from turnwise.rollouts.episode import Episode, LocalEpisode
-from turnwise.rollouts.reading import make_rows
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 HERE = "tests.rollouts.foreign.test_public_environments"
@@ -342,7 +341,7 @@ def calls_of(texts: Sequence[str], functions: Any) -> list[str]:
 async def test_the_true_calls_of_bfcl_earn_the_reward_and_others_do_not(
     category: str, run: Callable[..., Any]
 ) -> None:
-    from turnwise.rollouts.foreign.bfcl import _entries
+    from turnwise.compat.bfcl import _entries
 
     name = f"bfcl:{category}"
     rows = made(name, "eval")

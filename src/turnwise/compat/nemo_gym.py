@@ -1,0 +1,220 @@
+"""Environments of NeMo-Gym's resource servers, over HTTP; NeMo-Gym itself is not imported.
+
+A row of NeMo-Gym's data has `responses_create_params` (input and tools, as OpenAI's Responses API
+takes them) and whatever the server's verifier needs. The server keeps a session by a cookie:
+
+    setup       POST /seed_session, with the row
+    tools       POST /NAME, with the arguments
+    reward      POST /verify, with the row and the conversation as a response
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import ClassVar
+
+import aiohttp
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from turnwise.core.json_types import JsonObject
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import IDENTITY, AnswerError, Number, read_answer, read_body
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.rollouts.environment import Environment, EnvironmentType, finite_number
+from turnwise.rollouts.environment_answers import REPLY
+from turnwise.rollouts.problems import Row
+from turnwise.tools import Tool
+from turnwise.trajectory import Message, Trajectory
+
+CONNECT_SECONDS = 10.0
+"""Deadline for opening a connection; the calls have those of environments and tools."""
+_ERROR_CHARS = 500
+_TEXTS = ("input_text", "output_text", "text")
+_METRICS = 100
+"""Maximum number of metrics of a verifier that are kept."""
+_NAME_CHARS = 100
+
+
+@with_config(extra="allow")
+class _Verified(TypedDict):
+    """Answer to `verify`; numbers beside the reward are metrics."""
+
+    reward: Number
+
+
+_SEEDED: TypeAdapter[object] = TypeAdapter(object)
+_VERIFIED = TypeAdapter(_Verified)
+
+
+class NemoGymError(Exception):
+    """A request that the server refused, with its own words."""
+
+
+class NemoGym(Environment):
+    """A session of a NeMo-Gym resource server.
+
+    Attributes:
+        url: The server's address, `http://host:port`.
+
+    Example:
+        class Counter(turnwise.NemoGym):
+            url = "http://localhost:8001"
+    """
+
+    url: ClassVar[str] = ""
+
+    def __init__(self, row: Row, url: str = "") -> None:
+        parameters = row.get("responses_create_params")
+        if not isinstance(parameters, dict):
+            raise InputError("a row of NeMo-Gym's data has responses_create_params")
+        self.problem = read_input(parameters)
+        self.tools = [self._tool(tool) for tool in parameters.get("tools") or ()]
+        self._row, self._parameters = row, parameters
+        self._url = (url or self.url).rstrip("/")
+        self._http: aiohttp.ClientSession | None = None
+        self._seen: dict[str, float] = {}
+
+    async def setup(self) -> None:
+        """Begin a session with the row."""
+        self._http = aiohttp.ClientSession(
+            cookie_jar=aiohttp.CookieJar(unsafe=True),  # of addresses without a name too
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
+        )
+        seeded = await self._post("seed_session", self._row)
+        with self._reading():
+            answer = read_answer(seeded, _SEEDED) if seeded else None
+        if isinstance(answer, dict) and answer.get("mcp"):
+            raise InputError(f"{self._url} offers its tools over MCP only, which is not supported")
+
+    async def reward(self, trajectory: Trajectory) -> float:
+        """Return the verifier's reward of the conversation."""
+        messages = trajectory.messages[len(self.problem) :]
+        response = to_response(messages, self._parameters)
+        body = await self._post("verify", {**self._row, "response": response})
+        with self._reading():
+            answer = read_answer(body, _VERIFIED)
+        numbers = {
+            key: number
+            for key, value in answer.items()
+            if key not in self._row and key != "reward" and len(key) <= _NAME_CHARS
+            if isinstance(value, int | float) and (number := finite_number(value)) is not None
+        }
+        self._seen = dict(islice(numbers.items(), _METRICS))
+        return answer["reward"]
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the numbers that the verifier gave beside the reward."""
+        return self._seen
+
+    async def close(self) -> None:
+        """Close the connections; the server forgets sessions by itself."""
+        if self._http is not None:
+            await self._http.close()
+
+    def _tool(self, described: JsonObject) -> Tool:
+        name = described.get("name")
+        if described.get("type") != "function" or not isinstance(name, str):
+            raise InputError(f"only tools of type function are supported, not {described!r:.80}")
+
+        async def call(arguments: JsonObject) -> str:
+            return (await self._post(name, arguments)).decode(errors="replace")
+
+        parameters = described.get("parameters") or {"type": "object", "properties": {}}
+        return Tool(name, str(described.get("description") or ""), parameters, call)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except AnswerError as error:
+            said = f"the NeMo-Gym server at {self._url} {error}"
+            raise TrajectoryError(REPLY, said) from None
+
+    async def _post(self, path: str, body: JsonObject) -> bytes:
+        if self._http is None:
+            raise NemoGymError("the session is not open")
+        url, headers = f"{self._url}/{path}", IDENTITY | trace_headers()
+        try:
+            async with self._http.post(url, json=body, headers=headers) as response:
+                with self._reading():
+                    said = await read_body(response)
+        except (aiohttp.ClientError, OSError) as error:
+            raise NemoGymError(f"{url}: {error}") from error
+        if response.status >= 400:
+            text = said[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
+            raise NemoGymError(f"{path} answered {response.status}: {text}")
+        return said
+
+
+def at(url: str) -> EnvironmentType:
+    """Return the environment of a server: `environment: nemo_gym:http://host:port`."""
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"a NeMo-Gym server's address must be like http://host:port, not {url!r}")
+    return partial(NemoGym, url=url)
+
+
+def read_input(parameters: Mapping[str, object]) -> list[Message]:
+    """Return the input of a Responses request, which may only hold texts, as messages."""
+    given = parameters.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise InputError("responses_create_params.input must be a text or a list of messages")
+    messages: list[Message] = []
+    if instructions := parameters.get("instructions"):
+        messages.append({"role": "system", "content": str(instructions)})
+    for item in items:
+        if not isinstance(item, dict) or item.get("type", "message") != "message":
+            raise InputError(f"responses_create_params.input has more than messages: {item!r:.80}")
+        content = item.get("content")
+        if not isinstance(content, str):
+            parts = content if isinstance(content, list) else [content]
+            texts = [p["text"] for p in parts if isinstance(p, dict) and p.get("type") in _TEXTS]
+            if len(texts) < len(parts):
+                raise InputError(
+                    f"responses_create_params.input has more than text: {content!r:.80}"
+                )
+            content = "".join(map(str, texts))
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        messages.append({"role": role, "content": content})
+    return messages
+
+
+def to_response(messages: Sequence[Message], parameters: Mapping[str, object]) -> JsonObject:
+    """Return the model's turns and the tools' results as an object of the Responses API."""
+    output: list[JsonObject] = []
+    for number, message in enumerate(messages):
+        text = str(message.get("content") or "")
+        if message["role"] == "tool":
+            output.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message.get("tool_call_id"),
+                    "output": text,
+                }
+            )
+        elif message["role"] == "assistant":
+            if text:
+                content = [{"type": "output_text", "text": text, "annotations": []}]
+                said = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+                output.append({**said, "status": "completed", "content": content})
+            for call in message.get("tool_calls") or ():
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                called = {"type": "function_call", "call_id": call["id"]}
+                output.append({**called, "name": name, "arguments": arguments})
+    return {
+        "id": "resp_turnwise",
+        "created_at": time.time(),
+        "model": str(parameters.get("model") or "turnwise"),
+        "object": "response",
+        "output": output,
+        "parallel_tool_calls": parameters.get("parallel_tool_calls", True),
+        "tool_choice": parameters.get("tool_choice", "auto"),
+        "tools": parameters.get("tools") or [],
+        "status": "completed",
+    }

@@ -1,0 +1,247 @@
+"""NeMo-RL's generation worker: batches of tensors in and out, one Ray call each."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import cached_property
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
+
+import torch
+
+from turnwise.config import SamplingConfig
+from turnwise.engine.protocol import Request, generate
+from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.serving.engine_worker import EngineWorker
+
+if TYPE_CHECKING:
+    from turnwise.trajectory import ChatTemplate
+
+_Row = TypeVar("_Row")
+
+
+class _Stops(TypedDict):
+    stop_strings: NotRequired[Sequence[Sequence[str] | None]]
+    """Stop strings of each prompt, in addition to the configuration's."""
+
+
+class TensorBatch(_Stops):
+    """`B` prompts as tensors."""
+
+    input_ids: torch.Tensor
+    """Token ids [B, T], right-padded."""
+    input_lengths: torch.Tensor
+    """Lengths [B] of the prompts."""
+
+
+class TextBatch(_Stops):
+    """`B` prompts as texts."""
+
+    prompts: Sequence[str]
+
+
+class TextRow(TypedDict):
+    """The completion of one text."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token in nats."""
+    truncated: bool
+    """Whether max_tokens or the context cut the completion off."""
+
+
+class VllmAsyncGenerationWorker(EngineWorker):
+    """Hosts one `VllmEngine`; an actor's class.
+
+    Example:
+        worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
+        await worker.post_init_async.remote()
+        batch = {"input_ids": torch.tensor([[5, 6, 7]]), "input_lengths": torch.tensor([3])}
+        async for reply in worker.generate_async.remote(batch):
+            index, row = await reply
+    """
+
+    async def generate_async(
+        self, data: TensorBatch, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Sample one completion for each row, and yield each as soon as it is ready.
+
+        A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
+        fails, the others are still yielded, and the error is raised at the end. `greedy` is
+        temperature 0 instead of the configuration's.
+
+        Yields:
+            The row's index, and a dictionary of tensors: `output_ids` [1, W] (prompt and
+            completion, right-padded to T + max_tokens), `logprobs` [1, W] (nats; 0 on prompt and
+            padding), `weight_versions` [1, W] (-1 on prompt and padding), `generation_lengths`
+            [1], `unpadded_sequence_lengths` [1], `truncated` [1] (cut by max_tokens or by the
+            context, or without room to begin).
+        """
+        input_ids_BT, lengths_B = data.get("input_ids"), data.get("input_lengths")
+        if not (isinstance(input_ids_BT, torch.Tensor) and isinstance(lengths_B, torch.Tensor)):
+            raise InputError("generate_async needs the tensors input_ids [B, T], input_lengths [B]")
+        if input_ids_BT.ndim != 2 or lengths_B.shape != input_ids_BT.shape[:1]:
+            raise InputError(
+                "generate_async needs input_ids [B, T] and input_lengths [B], not "
+                f"{list(input_ids_BT.shape)} and {list(lengths_B.shape)}"
+            )
+        width = input_ids_BT.shape[1]
+        if not all(0 < length <= width for length in lengths_B.tolist()):
+            raise InputError(f"input_lengths must be between 1 and {width}")
+        stops = _stop_strings(data.get("stop_strings"), len(lengths_B))
+
+        async def one(index: int) -> dict[str, torch.Tensor]:
+            prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()
+            return await self._complete(prompt, self._sampling(greedy, stops[index]), width)
+
+        async with aclosing(as_ready(one, len(lengths_B))) as ready:
+            async for row in ready:
+                yield row
+
+    def _sampling(self, greedy: bool, stop: Sequence[str] | None) -> SamplingConfig:
+        changes: dict[str, object] = {"temperature": 0.0} if greedy else {}
+        if stop:
+            changes["stop"] = [*self._config.sampling.stop, *stop]
+        return self._config.sampling.model_copy(update=changes)
+
+    async def _complete(
+        self, prompt: list[int], sampling: SamplingConfig, width: int
+    ) -> dict[str, torch.Tensor]:
+        total = width + sampling.max_tokens
+        room = self._config.model.max_length - len(prompt)
+        output_ids_1W = torch.zeros(1, total, dtype=torch.long)
+        output_ids_1W[0, : len(prompt)] = torch.tensor(prompt)
+        logprobs_1W = torch.zeros(1, total)
+        versions_1W = torch.full((1, total), -1, dtype=torch.long)
+        start = end = len(prompt)
+        truncated = True
+        if room > 0:
+            name = f"{self._name}-{os.urandom(8).hex()}"
+            completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
+            end += len(completion.token_ids)
+            output_ids_1W[0, start:end] = torch.tensor(completion.token_ids, dtype=torch.long)
+            logprobs_1W[0, start:end] = torch.tensor(completion.logprobs)
+            versions_1W[0, start:end] = torch.tensor(completion.weight_versions, dtype=torch.long)
+            truncated = completion.finish_reason != "stop"
+        return {
+            "output_ids": output_ids_1W,
+            "logprobs": logprobs_1W,
+            "weight_versions": versions_1W,
+            "generation_lengths": torch.tensor([end - start]),
+            "unpadded_sequence_lengths": torch.tensor([end]),
+            "truncated": torch.tensor([truncated]),
+        }
+
+    async def generate_text_async(
+        self, data: TextBatch, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, TextRow]]:
+        """Complete texts; yield each row's index and completion as soon as it is ready.
+
+        The texts are encoded as vLLM encodes prompts, with the tokenizer's BOS.
+        """
+        template, prompts = self._template, data["prompts"]
+        stops = _stop_strings(data.get("stop_strings"), len(prompts))
+
+        async def one(index: int) -> TextRow:
+            prompt = template.encode(prompts[index], add_special_tokens=True)
+            output = await self._complete(prompt, self._sampling(greedy, stops[index]), len(prompt))
+            start, end = len(prompt), int(output["unpadded_sequence_lengths"])
+            token_ids = output["output_ids"][0, start:end].tolist()
+            return {
+                "text": template.decode(token_ids),
+                "token_ids": token_ids,
+                "logprobs": output["logprobs"][0, start:end].tolist(),
+                "truncated": bool(output["truncated"]),
+            }
+
+        async with aclosing(as_ready(one, len(prompts))) as ready:
+            async for row in ready:
+                yield row
+
+    async def prepare_refit_info_async(
+        self, state_dict_info: Mapping[str, tuple[Sequence[int], str | torch.dtype]]
+    ) -> None:
+        """Declare the tensors that every update must bring: shape and torch type, by name."""
+        await self._engine.prepare_refit_info(state_dict_info)
+
+    async def init_collective_async(
+        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
+    ) -> None:
+        """Join the trainer's process group (gloo on a CPU, NCCL on GPUs) with the ranks from
+        `train_world_size + rank_prefix` on."""
+        await self._engine.init_collective(rank_prefix, ip, port, world_size, train_world_size)
+
+    async def update_weights_via_ipc_zmq_async(self) -> bool:
+        """Load the weights that an `IpcSender` on this device sends; returns True."""
+        await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
+        return True
+
+    async def update_weights_from_collective_async(self) -> bool:
+        """Load the weights that the trainer broadcasts; returns True."""
+        in_flight = self._config.weights.in_flight
+        await self._engine.receive_weights("collective", in_flight=in_flight)
+        return True
+
+    async def reset_prefix_cache_async(self) -> None:
+        """Drop all cached prefixes."""
+        await self._engine.reset_prefix_cache()
+
+    async def sleep_async(self) -> None:
+        """Abort running requests, and free memory if the platform can; new requests wait."""
+        await self._engine.sleep()
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> None:
+        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes everything."""
+        await self._engine.wake_up(tags)
+
+    async def report_device_id_async(self) -> list[str]:
+        """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
+        return await self._engine.device_ids()
+
+    @cached_property
+    def _template(self) -> "ChatTemplate":
+        from turnwise.chat.template import load_template, read_tokenizer
+
+        return load_template(self._config, read_tokenizer(self._config.model))
+
+
+def _stop_strings(
+    stops: Sequence[Sequence[str] | None] | None, count: int
+) -> list[list[str] | None]:
+    """Return each row's stop strings: a list, or None."""
+    if stops is None:
+        return [None] * count
+    if len(stops) != count or any(isinstance(stop, str) for stop in stops):
+        raise InputError(f"stop_strings needs {count} lists of strings, one for each row")
+    return [list(stop) if stop is not None else None for stop in stops]
+
+
+async def as_ready(
+    one: Callable[[int], Awaitable[_Row]], count: int
+) -> AsyncGenerator[tuple[int, _Row], None]:
+    """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish; raise
+    the first row's error at the end."""
+
+    async def settled(index: int) -> tuple[int, _Row | Exception]:
+        try:
+            return index, await one(index)
+        except Exception as error:
+            return index, error
+
+    failed: dict[int, Exception] = {}
+    tasks = [asyncio.create_task(settled(index)) for index in range(count)]
+    try:
+        for ready in asyncio.as_completed(tasks):
+            index, result = await ready
+            if isinstance(result, Exception):
+                failed[index] = result
+            else:
+                yield index, result
+    finally:
+        for task in tasks:
+            task.cancel()
+    if failed:
+        index, error = min(failed.items())
+        kind = type(error) if isinstance(error, TurnwiseError) else EngineError
+        raise kind(f"{len(failed)} of {count} rows failed; row {index}: {error}") from error

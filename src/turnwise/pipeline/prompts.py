@@ -1,0 +1,208 @@
+"""A program's prompts as problems: texts, messages, token ids, and rows of the environment.
+
+All but rows are answered in one turn, by an environment and a loop of their own.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, describe_error
+from turnwise.rollouts import Problem, RolloutContext
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.trajectory import ChatTemplate, Message, Trajectory
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
+"""A text, messages, token ids with their text, or a row of the environment."""
+
+
+class Conversation:
+    """The environment of a prompt without one: its messages, no tools, and 0 as reward.
+
+    Args:
+        row: `messages`, or `prompt`, the text of a user's message.
+
+    Raises:
+        InputError: when it has neither.
+    """
+
+    problem: Sequence[Message]
+    tools: Sequence[Callable[..., object]] = ()
+
+    def __init__(self, row: JsonObject) -> None:
+        if "messages" in row:
+            self.problem = row["messages"]
+        elif isinstance(row.get("prompt"), str):
+            self.problem = [{"role": "user", "content": row["prompt"]}]
+        else:
+            raise InputError(
+                "without an environment a row needs prompt, a text, or messages; set environment "
+                "to read rows of another kind"
+            )
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return 0.0
+
+
+class ConversationProblem(Problem):
+    """A problem whose row holds `messages`, for people, and the engine's `input_ids`."""
+
+    __slots__ = ()
+
+
+class TokenProblem(ConversationProblem):
+    """A problem whose ids the program gave, with their text in `prompt`."""
+
+    __slots__ = ()
+
+
+class PromptLoop(SingleTurnLoop):
+    """A loop that answers exactly the row's `input_ids`."""
+
+    async def prompt(self, context: RolloutContext) -> list[int]:
+        return list(context.row["input_ids"])
+
+
+class PromptFields(NamedTuple):
+    """Names of the fields of a prompt that is a mapping."""
+
+    token_ids: str
+    text: str
+    """Field of the text of the token ids."""
+    message: str | None
+    """Field of a text or messages without ids; None means that a mapping without ids is a row."""
+
+
+class ProblemBuilder:
+    """Makes problems from the prompts of a batch, and counts those that are cut or left out.
+
+    Every prompt that is empty or cannot be used raises an `InputError` that names it.
+
+    Args:
+        name: Prefix of the problems' names.
+        limit: Maximum number of tokens of a text or of token ids; longer ones are cut at the end.
+    """
+
+    def __init__(
+        self, name: str, config: Config, template: ChatTemplate, fields: PromptFields, limit: int
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._template = template
+        self._fields = fields
+        self._limit = limit
+        self._cut = 0
+        self._left_out = 0
+
+    def build(self, prompts: Sequence[Prompt]) -> list[Problem]:
+        """Make problems from prompts of any kind; leave out messages that are too long."""
+        made = [self._problem(f"{self._name}:{n}", prompt) for n, prompt in enumerate(prompts, 1)]
+        return [problem for problem in made if problem is not None]
+
+    def build_token_prompts(
+        self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]]
+    ) -> list[Problem]:
+        """Make problems from token ids with a text each; None means the decoded ids."""
+        pairs = enumerate(zip(texts, token_ids, strict=True), 1)
+        return [self._tokens(f"{self._name}:{n}", {}, text, ids) for n, (text, ids) in pairs]
+
+    def warn(self, total: int) -> None:
+        """Log how many of all prompts were cut or left out."""
+        if self._cut:
+            logger.warning(
+                "%d of %d prompts of %s are cut to %d tokens",
+                *(self._cut, total, self._name, self._limit),
+            )
+        if self._left_out:
+            logger.warning(
+                "%d of %d prompts of %s are longer than data.max_prompt_tokens and left out",
+                *(self._left_out, total, self._name),
+            )
+
+    def _problem(self, name: str, prompt: object) -> Problem | None:
+        """Return the problem of one prompt; None if it is left out."""
+        fields = self._fields
+        if isinstance(prompt, str | Sequence | Mapping) and not prompt:
+            raise InputError(f"{name}: the prompt is empty")
+        row = prompt if isinstance(prompt, Mapping) else {}
+        if fields.token_ids in row:
+            return self._tokens(name, row, row.get(fields.text), row[fields.token_ids])
+        if row and fields.message not in row:
+            return Problem(name, dict(row))
+        said = row[fields.message] if row else prompt
+        if isinstance(said, str):
+            return self._text(name, row, said)
+        if (
+            not isinstance(said, Sequence)
+            or not said
+            or not all(isinstance(m, Mapping) and "role" in m for m in said)
+        ):
+            raise InputError(
+                f"{name}: a prompt must be a text, a list of messages, token ids under "
+                f"{fields.token_ids}, or a row, not {repr(said)[:80]}"
+            )
+        messages = [dict(message) for message in said]
+        token_ids = self._render(name, messages)
+        longest, room = self._config.data.max_prompt_tokens, self._config.model.max_length
+        if longest is not None and len(token_ids) > longest:
+            self._left_out += 1
+            return None
+        if len(token_ids) >= room:
+            raise InputError(
+                f"{name}: its prompt of {len(token_ids)} tokens does not fit the context of "
+                f"{room}; raise model.max_length, or leave such prompts out with "
+                "data.max_prompt_tokens"
+            )
+        return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
+
+    def _text(self, name: str, row: Mapping[str, object], text: str) -> Problem:
+        """Return the problem of a user's message, cut until the conversation fits the limit."""
+        if not text.strip():
+            raise InputError(f"{name}: the prompt is empty")
+        messages: list[Message] = [{"role": "user", "content": text}]
+        token_ids = self._render(name, messages)
+        own, kept = list[int](), 0
+        if len(token_ids) > self._limit:
+            self._cut += 1
+            own = self._template.encode(text)
+            kept = len(own)
+        while (over := len(token_ids) - self._limit) > 0:
+            kept -= over
+            if kept <= 0:
+                raise InputError(
+                    f"{name}: the chat template alone leaves no room for a text in {self._limit} "
+                    "tokens; raise data.max_prompt_tokens or model.max_length"
+                )
+            messages = [{"role": "user", "content": self._template.decode_all(own[:kept])}]
+            token_ids = self._render(name, messages)
+        return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
+
+    def _tokens(self, name: str, row: Mapping[str, object], text: object, given: object) -> Problem:
+        """Return the problem of token ids (a tensor, too), cut at the limit."""
+        token_ids = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(token_ids, Sequence) or not all(
+            isinstance(token, int) and token >= 0 for token in token_ids
+        ):
+            raise InputError(f"{name}: token ids must be whole numbers, not {repr(given)[:80]}")
+        if not token_ids:
+            raise InputError(f"{name}: the prompt is empty")
+        self._cut += len(token_ids) > self._limit
+        token_ids = list(token_ids[: self._limit])
+        text = self._template.decode_all(token_ids) if text is None else text
+        messages = [{"role": "user", "content": text}]
+        own = {"prompt": text, "messages": messages, "input_ids": token_ids}
+        return TokenProblem(name, {**row, **own})
+
+    def _render(self, name: str, messages: list[Message]) -> list[int]:
+        try:
+            return self._template.render(messages)
+        except InputError as error:  # there is no template
+            raise InputError(f"{name}: {error}") from error
+        except Exception as error:  # a template may raise anything
+            raise InputError(
+                f"{name}: the chat template refuses the prompt: {describe_error(error)}"
+            ) from error
