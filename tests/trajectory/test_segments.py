@@ -16,8 +16,8 @@ from tokenizers import (
 )
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template
-from turnwise.trajectory import segments
-from turnwise.trajectory.segments import SegmentEncoder, segment_starts
+from turnwise.trajectory import chat_template as templates
+from turnwise.trajectory.chat_template import SegmentEncoder, segment_starts
 
 WORDS = ["What", " is", " 2", "+", "\n", "  ", " ", "é", "▁", "<", "<|", "|>", "im_start", "a<b"]
 MARKERS = ["<|im_start|>", "<|im_end|>", "<think>", "[INST]"]
@@ -111,20 +111,20 @@ def test_fixed_parts_are_encoded_once_and_the_oldest_are_dropped() -> None:
     segmented = SegmentEncoder(encoder(made), starts, cached_characters=100)
     for number in range(10):
         segmented(f"{fixed}\n<|im_start|>{number}")
-    assert segmented.encoded == 3 + 9
-    assert sum(map(len, segmented._cached)) <= 100
+    assert segmented.cache.made == 3 + 9
+    assert sum(map(len, segmented.cache._entries)) <= 100  # type: ignore[arg-type]
 
 
 def test_many_short_segments_are_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes memory besides its text and ids."""
-    monkeypatch.setattr(segments, "_CACHED_SEGMENTS", 10)
+    monkeypatch.setattr(templates, "CACHED_ENTRIES", 10)
     made = backend("bytes")
     starts = segment_starts(made.get_added_tokens_decoder())
     assert starts is not None
     segmented = SegmentEncoder(encoder(made), starts)
     for number in range(20):
         segmented(f"<|im_start|>{number}")
-    assert len(segmented._cached) == 10
+    assert len(segmented.cache) == 10
 
 
 def test_threads_share_an_encoder() -> None:

@@ -10,7 +10,7 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message
-from turnwise.trajectory.seam import find_seam
+from turnwise.trajectory.bridge import find_seam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

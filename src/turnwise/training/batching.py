@@ -187,7 +187,7 @@ class MicroBatch:
     tokens: int
     """Tokens without padding."""
     experts_BTR: torch.Tensor | None = None
-    """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
+    """Recorded choice of experts of each token: rows of `Turn.experts`, after a byte that
     is 1 where there is one; None if no token has one."""
     prefixes: SharedPrefixes | None = None
     old_logprobs_N: torch.Tensor | None = None

@@ -7,29 +7,15 @@ token of every sample with the engine's record. Reports can be added to get one 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory.ids import checksums, fingerprint
-from turnwise.trajectory.trajectory import (
-    Branch,
-    Trajectory,
-    Turn,
-)
+from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
 
 
 @dataclass(slots=True)
 class ExactnessReport:
-    """Counts of sampled, trained and exact tokens; reports of several trajectories can be added.
-
-    Example:
-        >>> report = ExactnessReport()
-        >>> for trajectory in group.trajectories:
-        ...     report += audit(trajectory)
-        >>> print(report)
-        exact      100 % of 7 trained tokens; 7 sampled
-                   4 turns, 1 bridged, forked: 1 retry, 1 new_conversation
-    """
+    """Counts of sampled, trained and exact tokens; reports of several trajectories can be added."""
 
     trajectories: int = 0
     turns: int = 0
@@ -50,16 +36,12 @@ class ExactnessReport:
     """Description of the first difference; None if there is none."""
 
     def __iadd__(self, other: "ExactnessReport") -> "ExactnessReport":
-        self.trajectories += other.trajectories
-        self.turns += other.turns
-        self.bridged += other.bridged
-        self.forked += other.forked
-        self.tokens_sampled += other.tokens_sampled
-        self.tokens_trained += other.tokens_trained
-        self.tokens_exact += other.tokens_exact
-        self.masked += other.masked
-        self.violations += other.violations
-        self.first_violation = self.first_violation or other.first_violation
+        first = self.first_violation or other.first_violation
+        for item in fields(self):
+            if item.name != "first_violation":
+                ours, theirs = getattr(self, item.name), getattr(other, item.name)
+                setattr(self, item.name, ours + theirs)
+        self.first_violation = first
         return self
 
     @property
@@ -69,37 +51,33 @@ class ExactnessReport:
 
     def to_dict(self) -> JsonObject:
         """Return all fields and `exact_percent` as plain values, for metrics and checkpoints."""
-        return {
-            "exact_percent": self.percent,
-            "tokens_trained": self.tokens_trained,
-            "tokens_exact": self.tokens_exact,
-            "tokens_sampled": self.tokens_sampled,
-            "masked": dict(sorted(self.masked.items())),
-            "trajectories": self.trajectories,
-            "turns": self.turns,
-            "bridged": self.bridged,
-            "forked": dict(sorted(self.forked.items())),
-            "violations": self.violations,
-            "first_violation": self.first_violation,
-        }
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        counters = {key: dict(sorted(values[key].items())) for key in ("masked", "forked")}
+        return {"exact_percent": self.percent, **values, **counters}
 
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "ExactnessReport":
         """Build a report from the values that `to_dict` returned."""
-        known = {key: value for key, value in tree.items() if key != "exact_percent"}
-        counters = {key: Counter(known[key]) for key in ("masked", "forked")}
-        return cls(**{**known, **counters})
+        values = {key: value for key, value in tree.items() if key != "exact_percent"}
+        counters = {key: Counter(values[key]) for key in ("masked", "forked")}
+        return cls(**{**values, **counters})
 
     def __str__(self) -> str:
         """Return two lines for people, or three if there is a violation."""
-        trained = f"{_percent(self.percent)} of {self.tokens_trained:,} trained tokens"
+        # Rounded down, so that 100 % means all.
+        percent = "100" if self.percent == 100.0 else f"{math.floor(self.percent * 100) / 100:.2f}"
+        trained = f"{percent} % of {self.tokens_trained:,} trained tokens"
         if not self.tokens_trained:
             trained = "no token was trained"
+        masked, forked = (
+            ", ".join(f"{n:,} {why}" for why, n in counts.items())
+            for counts in (self.masked, self.forked)
+        )
         lines = [
             f"exact      {trained}; {self.tokens_sampled:,} sampled"
-            f"{_counts(', not trained', self.masked)}",
-            f"           {self.turns:,} turns, {self.bridged:,} bridged"
-            f"{_counts(', forked', self.forked) or ', none forked'}",
+            + (f", not trained: {masked}" if masked else ""),
+            f"           {self.turns:,} turns, {self.bridged:,} bridged, "
+            + (f"forked: {forked}" if forked else "none forked"),
         ]
         if self.first_violation is not None:
             lines.append(f"           {self.violations} violations; first: {self.first_violation}")
@@ -167,15 +145,18 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             return
         available = 0 if turn.parent is None else turns[turn.parent].path_length
         if not 0 <= turn.prefix_length <= available:
-            yield (
-                f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
-            )
+            yield f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
             return
         lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
         if len(set(lengths)) != 1:
             yield f"turn {index}: tokens, log-probs and versions are {lengths}"
             return
-        before = _total_before(turns, turn, totals)
+        before = 0  # the sum of the ids that its prompt takes over
+        if _continues(turns, turn):
+            before = totals[turn.parent or 0]
+        elif turn.parent is not None:
+            path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
+            before = sum(path[: turn.prefix_length])
         totals.append(before + turn.sums[0])
         yield from (
             [*_check_ids(index, turn)]
@@ -184,17 +165,15 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
         )
 
 
-def _check_values(index: int, turn: Turn, version_before: int) -> Iterator[str]:
+def _check_values(index: int, turn: Turn, before: int) -> Iterator[str]:
+    """Check log-probs, and weight versions, of which `before` is that of the token before."""
     for position, logprob in enumerate(turn.logprobs):
         if not (math.isfinite(logprob) and logprob <= 1e-4):
             yield f"turn {index}: sampled token {position} has log-prob {logprob}"
-    before = version_before
     for position, version in enumerate(turn.weight_versions):
         if version < before:
-            yield (
-                f"turn {index}: sampled token {position} has weight version {version} after "
-                f"{before}"
-            )
+            where = f"turn {index}: sampled token {position}"
+            yield f"{where} has weight version {version} after {before}"
         before = version
 
 
@@ -208,14 +187,10 @@ def _check_ids(index: int, turn: Turn) -> Iterator[str]:
     if not 0 <= position < len(ids):
         yield f"turn {index}: several of its {len(ids)} token ids are not those recorded"
         return
-    kind = "sampled"
-    at = position - len(turn.added_token_ids)
-    if at < 0:
-        kind, at = "added", position
-    yield (
-        f"turn {index}: {kind} token {at} is {ids[position]}, where {ids[position] - change} "
-        "was recorded"
-    )
+    sampled = position - len(turn.added_token_ids)
+    where = f"sampled token {sampled}" if sampled >= 0 else f"added token {position}"
+    right = ids[position] - change
+    yield f"turn {index}: {where} is {ids[position]}, where {right} was recorded"
 
 
 def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
@@ -229,16 +204,6 @@ def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
         )
     elif sampled != turn.record[2]:
         yield f"turn {index}: its sampled tokens, log-probs or versions are not those recorded"
-
-
-def _total_before(turns: Sequence[Turn], turn: Turn, totals: Sequence[int]) -> int:
-    """Return the sum of the ids that a turn's prompt takes over from its parent's path."""
-    if turn.parent is None:
-        return 0
-    if _continues(turns, turn):
-        return totals[turn.parent]
-    path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
-    return sum(path[: turn.prefix_length])
 
 
 def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
@@ -303,32 +268,27 @@ def _check_sample(
             known.update(range(end - first))
             exact += 0 if problems else end - first
         for position in () if whole else range(start, end):
-            origin = _Origin(index, position - first, ids[position - start])
-            problem = _check_token(turn, origin, sample, position, known)
-            problems += [problem] if problem else []
+            origin = index, position - first, ids[position - start]
+            if problem := _check_token(turn, origin, sample, position, known):
+                problems.append(problem)
             exact += bool(sample.response_mask[position]) and not problems
         start = end
     return exact, problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The recorded token that a sample's token was made from."""
-
-    turn: int
-    sampled: int
-    """Position among the turn's sampled tokens; negative for a token of the prompt."""
-    token: int
-
-
 def _check_token(
-    turn: Turn, origin: _Origin, sample: Branch, position: int, trained: set[int]
+    turn: Turn, origin: tuple[int, int, int], sample: Branch, position: int, trained: set[int]
 ) -> str | None:
-    """Return a sentence about the first difference of one token; None if it is exact."""
-    token, sampled = sample.token_ids[position], origin.sampled
-    if token != origin.token:
+    """Return a sentence about the first difference of one token; None if it is exact.
+
+    Args:
+        origin: Its turn, its position among the sampled tokens of that (negative for a token of the
+            prompt), and its id there.
+    """
+    token, (index, sampled, recorded_id) = sample.token_ids[position], origin
+    if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"
-        return f"token {position} is {token}, where turn {origin.turn} {source} {origin.token}"
+        return f"token {position} is {token}, where turn {index} {source} {recorded_id}"
     if not sample.response_mask[position]:
         return None
     if sampled < 0:
@@ -337,21 +297,9 @@ def _check_token(
         return f"token {position} ({token}) is trained twice"
     trained.add(sampled)
     for name, ours, recorded in (
-        ("log-prob", sample.logprobs, turn.logprobs),
-        ("weight version", sample.weight_versions, turn.weight_versions),
+        ("log-prob", sample.logprobs[position], turn.logprobs[sampled]),
+        ("weight version", sample.weight_versions[position], turn.weight_versions[sampled]),
     ):
-        if ours[position] != recorded[sampled]:
-            return (
-                f"token {position} ({token}) has {name} {ours[position]}, where "
-                f"{recorded[sampled]} was sampled"
-            )
+        if ours != recorded:
+            return f"token {position} ({token}) has {name} {ours}, where {recorded} was sampled"
     return None
-
-
-def _counts(title: str, counts: Counter[str]) -> str:
-    return f"{title}: " + ", ".join(f"{n:,} {why}" for why, n in counts.items()) if counts else ""
-
-
-def _percent(value: float) -> str:
-    """Format a percentage rounded down, so that 100 % means all."""
-    return "100 %" if value == 100.0 else f"{math.floor(value * 100) / 100:.2f} %"

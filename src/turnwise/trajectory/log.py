@@ -1,41 +1,62 @@
-"""A file of trajectories that grows group by group, and is read back one trajectory at a time."""
+"""Files of trajectories, one a line: whole ones, and logs that grow group by group."""
 
+import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
-
-import numpy as np
 
 from turnwise.errors import translate_unwritable
 from turnwise.trajectory.trajectory import Trajectory
 
 
+def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write one trajectory a line; the file appears whole or not at all.
+
+    Raises:
+        TurnwiseError: when it cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    with translate_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for trajectory in trajectories:
+                file.write(trajectory.to_json() + "\n")
+        temporary.replace(path)
+
+
+def read_jsonl(path: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file; a last line that was never completed is left out.
+
+    Example:
+        for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
+            print(trajectory.problem_id, trajectory.reward)
+    """
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                trajectory = Trajectory.from_json(line)
+            except json.JSONDecodeError:
+                if line.endswith("\n") or not line.startswith("{"):
+                    raise
+                return  # the program ended while it wrote the line, as in an evaluation
+            yield trajectory
+
+
 class TrajectoryLog(Sequence[Trajectory]):
-    """The trajectories of a JSON Lines file, in the order of their places; 16 bytes of memory each.
+    """The trajectories of a JSON Lines file, in the order of their places; 24 bytes of memory each.
 
     The file has them in the order in which they were appended. An existing file is replaced by
     the first append.
-
-    Example:
-        >>> log = TrajectoryLog(Path("eval.jsonl"))
-        >>> log.append(1, [Trajectory("rows:2")])
-        >>> log.append(0, [Trajectory("rows:1")])
-        >>> [trajectory.problem_id for trajectory in log]
-        ['rows:1', 'rows:2']
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = False
-        self._starts, self._places = array("Q"), array("Q")
-        self._sorted = np.zeros(0, dtype=np.int64)
+        self._starts, self._places, self._sorted = array("Q"), array("Q"), array("Q")
 
     def append(self, place: int, trajectories: Sequence[Trajectory]) -> None:
-        """Append the trajectories of one problem.
-
-        Args:
-            place: The problem's position among all.
+        """Append the trajectories of one problem, whose position among all is `place`.
 
         Raises:
             TurnwiseError: when they cannot be written.
@@ -63,20 +84,20 @@ class TrajectoryLog(Sequence[Trajectory]):
     def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
         if isinstance(index, slice):
             return list(self._read(self._order[index]))
-        (trajectory,) = self._read(self._order[[index]])
+        (trajectory,) = self._read([self._order[index]])
         return trajectory
 
     def __iter__(self) -> Iterator[Trajectory]:
         return self._read(self._order)
 
     @property
-    def _order(self) -> "np.ndarray":
+    def _order(self) -> "array[int]":
         """Positions of the trajectories in the file, in the order of their places."""
         if len(self._sorted) < len(self):
-            self._sorted = np.argsort(np.array(self._places), kind="stable")
+            self._sorted = array("Q", sorted(range(len(self)), key=self._places.__getitem__))
         return self._sorted
 
-    def _read(self, numbers: "np.ndarray") -> Iterator[Trajectory]:
+    def _read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
         if not len(numbers):
             return
         with self.path.open("rb") as file:

@@ -10,14 +10,15 @@ as it was. A trace of another program has none of them.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import compress, groupby
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
+from turnwise.trajectory.log import read_jsonl, write_jsonl
+from turnwise.trajectory.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
@@ -26,8 +27,6 @@ _OF_TRAJECTORY = tuple(
     for item in fields(Trajectory)
     if item.name != "turns" and not item.name.startswith("_")
 )
-
-
 _OF_TURNS = tuple(name for name in _OF_TRAJECTORY if name.startswith("turn_"))
 """Fields with an entry for each turn, if they are not empty."""
 
@@ -40,45 +39,32 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
 
     Raises:
         InputError: when the trajectory has no turn.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> to_training_trace(trajectory)["turns"][0]["loss_mask"]
-        [0, 0, 1, 1]
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
-    turns = [_to_turn(trajectory, index) for index in range(len(trajectory.turns))]
+    turns: list[JsonObject] = []
+    for index, turn in enumerate(trajectory.turns):
+        prompt = trajectory.prompt_token_ids(index)
+        names = ("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs")
+        ours: JsonObject = {name: getattr(turn, name) for name in names}
+        ours["record"] = list(turn.record)
+        if any(logprob > 0 for logprob in turn.logprobs):
+            ours["logprobs"] = turn.logprobs
+        turns.append(
+            {
+                "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
+                "prompt_token_ids": prompt,
+                "completion_token_ids": turn.completion_token_ids,
+                "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
+                "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
+                "request": {"messages": turn.messages} if turn.messages else {},
+                "response": {},
+                "metadata": {_OURS: ours},
+            }
+        )
     kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
     turns[0]["metadata"][_OURS]["trajectory"] = kept | {"events": dict(trajectory.events)}
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
-
-
-def _to_turn(trajectory: Trajectory, index: int) -> JsonObject:
-    turn = trajectory.turns[index]
-    prompt = trajectory.prompt_token_ids(index)
-    sampled = len(turn.completion_token_ids)
-    ours: JsonObject = {
-        "weight_versions": turn.weight_versions,
-        "finish_reason": turn.finish_reason,
-        "fork_reason": turn.fork_reason,
-        "adapter": turn.adapter,
-        "added_logprobs": turn.added_logprobs,
-        "record": list(turn.record),
-    }
-    if any(logprob > 0 for logprob in turn.logprobs):
-        ours["logprobs"] = turn.logprobs
-    return {
-        "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
-        "prompt_token_ids": prompt,
-        "completion_token_ids": turn.completion_token_ids,
-        "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
-        "loss_mask": [0] * len(prompt) + [1] * sampled,
-        "request": {"messages": turn.messages} if turn.messages else {},
-        "response": {},
-        "metadata": {_OURS: ours},
-    }
 
 
 def from_training_trace(
@@ -95,12 +81,6 @@ def from_training_trace(
 
     Raises:
         InputError: naming the first call that is malformed, or that was changed after its export.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> from_training_trace(to_training_trace(trajectory)) == trajectory
-        True
     """
     turns = trace.get("turns")
     if trace.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION or not isinstance(turns, list):
@@ -142,7 +122,9 @@ def _add_turn(
     logprobs = ours.get("logprobs") or turn.get("per_token_logps")
     versions = ours.get("weight_versions", [version] * len(completion))
     mask = turn.get("loss_mask")
-    if not isinstance(logprobs, list) or not all(map(_is_number, logprobs)):
+    if not isinstance(logprobs, list) or any(
+        type(logprob) not in (int, float) or not math.isfinite(logprob) for logprob in logprobs
+    ):
         raise InputError(f"{where}: per_token_logps must be finite numbers")
     if len(logprobs) != len(completion) or len(versions) != len(completion):
         raise InputError(f"{where}: a log-prob and a version belong to each completion token")
@@ -191,10 +173,6 @@ def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
     return ids
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def export_traces(source: Path, target: Path) -> int:
     """Write the trajectories of a JSON Lines file as training traces, one a line.
 
@@ -203,28 +181,21 @@ def export_traces(source: Path, target: Path) -> int:
 
     Raises:
         InputError: when the source cannot be read.
-
-    Example:
-        export_traces(Path("runs/demo/trajectories/step-0001.jsonl"), Path("traces.jsonl"))
     """
-    lines = [
-        json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
-        for trajectory in _read(source)
-        if trajectory.turns
-    ]
-    with translate_unwritable(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return len(lines)
-
-
-def _read(source: Path) -> Iterator[Trajectory]:
     try:
-        yield from read_jsonl(source)
+        lines = [
+            json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
+            for trajectory in read_jsonl(source)
+            if trajectory.turns
+        ]
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{source} holds no trajectories: {error!r}") from error
+    with translate_unwritable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return len(lines)
 
 
 def import_traces(source: Path, target: Path) -> int:
@@ -235,9 +206,6 @@ def import_traces(source: Path, target: Path) -> int:
 
     Raises:
         InputError: naming the first line that is no training trace.
-
-    Example:
-        import_traces(Path("traces.jsonl"), Path("trajectories.jsonl"))
     """
     trajectories = []
     try:

@@ -4,21 +4,25 @@ It is a tree of turns. A turn is built from the ids that the engine received and
 is found by comparing ids, and it stores only the ids that it adds. Usually the
 tree is a line; sub-agents, retries and edited histories make branches. Each branch is a training
 sample, in which tokens that an earlier branch trains are context. Messages are also stored, for
-people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines; its
-only file format is JSON Lines.
+people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines.
+
+The experts of a mixture that computed each token are kept as the engine reports them. A *row* is
+the choice of one token: the numbers of its experts in each layer, in bytes. All rows of a model have
+one length; nothing here reads them. A request has a row for each id of its prompt and completion but
+the last, which no layer has computed yet: the next turn of the conversation has that row.
 """
 
+import base64
 import json
+import zlib
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Literal
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import TrajectoryError, translate_unwritable
-from turnwise.trajectory.experts import as_text, from_text, rows_after, rows_of_path
-from turnwise.trajectory.ids import checksums, common_prefix, fingerprint
+from turnwise.errors import TrajectoryError
 
 MAX_REWARD = 1e6
 """Largest absolute reward, so that squares and sums of rewards cannot overflow."""
@@ -34,11 +38,6 @@ class Turn:
 
     Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
     of its parent's path, then `added_token_ids`, then `completion_token_ids`.
-
-    Example:
-        >>> turn = Turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> turn.path_length
-        4
     """
 
     added_token_ids: list[int]
@@ -51,8 +50,8 @@ class Turn:
     finish_reason: str
     """The engine's reason: stop, length ..."""
     added_logprobs: list[float | None] | None = None
-    """Log-probs of the added ids, None for the first token of a sequence; None as a whole if
-    they were not requested."""
+    """Those of the added ids, None for the first token of a sequence; None as a whole if they were
+    not requested."""
     parent: int | None = None
     """Index of the turn whose path this one begins with; None if it shares no id with any."""
     prefix_length: int = 0
@@ -68,15 +67,12 @@ class Turn:
     adapter: str = ""
     """Name in `serving.adapters` of the adapter that sampled; "" for the policy."""
     experts: bytes = b""
-    """A row of `experts.py` for each position from the last one of the parent's path on, but for
-    the last one of this path; empty if the engine returned none."""
+    """A row for each position from the last one of the parent's path on, except for the last one of
+    this path; empty if the engine returned none."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            "completion_token_ids": len(self.completion_token_ids),
-            "logprobs": len(self.logprobs),
-            "weight_versions": len(self.weight_versions),
-        }
+        names = ("completion_token_ids", "logprobs", "weight_versions")
+        lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1:
             raise TrajectoryError("inconsistent_turn", f"a turn's lengths differ: {lengths}")
 
@@ -90,13 +86,6 @@ class Branch:
     """A path from the conversation's start to the end of a turn that no other continues.
 
     Lists of `T` entries, one for each token.
-
-    Example:
-        >>> trajectory = Trajectory("math:1")
-        >>> _ = trajectory.add_turn([11, 12], [7, 2], [-0.5, -0.1], [3, 3], "stop")
-        >>> branch = trajectory.branches()[0]
-        >>> branch.token_ids, branch.response_mask
-        ([11, 12, 7, 2], [0, 0, 1, 1])
     """
 
     leaf: int
@@ -111,7 +100,7 @@ class Branch:
     turns: list[int] = field(default_factory=list)
     """Index of the turn that sampled each token; -1 where the response mask is 0."""
     experts: bytes = b""
-    """T - 1 rows of `experts.py`; empty if the engine returned none for some turn."""
+    """T - 1 rows; empty if the engine returned none for some turn."""
 
 
 @dataclass(slots=True)
@@ -197,6 +186,7 @@ class Trajectory:
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
+        row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         turn = Turn(
             added_token_ids=added,
             completion_token_ids=completion_token_ids,
@@ -211,7 +201,7 @@ class Trajectory:
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
             adapter=adapter,
-            experts=rows_after(experts, len(prompt) + len(completion_token_ids), shared),
+            experts=experts[row * max(0, shared - 1) :],
         )
         self.turns.append(turn)
         prompt += completion_token_ids
@@ -287,10 +277,7 @@ class Trajectory:
     def _branch(self, leaf: int, trained: dict[int, int]) -> Branch:
         """Build one branch; `trained` counts, by turn, the sampled tokens of earlier branches."""
         path = self._path(leaf)
-        own = [(self.turns[index], length) for index, length in path]
-        experts = rows_of_path(
-            (t.experts, t.prefix_length, t.path_length - t.prefix_length, n) for t, n in own
-        )
+        experts = _rows_of_path((self.turns[index], length) for index, length in path)
         branch = Branch(leaf, [], [], [], [], experts=experts)
         for index, length in path:
             turn = self.turns[index]
@@ -325,7 +312,11 @@ class Trajectory:
 
     def to_json(self) -> str:
         """Return one line of JSON that `from_json` reads back without loss."""
-        tree = _shallow_dict(self) | {"turns": [_turn_dict(turn) for turn in self.turns]}
+        tree = _shallow_dict(self)
+        tree["turns"] = [_shallow_dict(turn) for turn in self.turns]
+        for turn in tree["turns"]:
+            if rows := turn.pop("experts"):
+                turn["experts"] = base64.b64encode(rows).decode()
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -340,7 +331,7 @@ class Trajectory:
             Turn(
                 **turn
                 | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])}
-                | {"experts": from_text(turn.get("experts", ""))}
+                | {"experts": base64.b64decode(turn.get("experts", ""))}
             )
             for turn in tree.pop("turns")
         ]
@@ -359,50 +350,57 @@ class Trajectory:
 
 def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
     """Return a dataclass as a dictionary of its public fields (`asdict` would copy every list)."""
-    return {
-        item.name: getattr(record, item.name)
-        for item in fields(record)
-        if not item.name.startswith("_")
-    }
+    names = (item.name for item in fields(record))
+    return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
 
-def _turn_dict(turn: Turn) -> JsonObject:
-    tree = _shallow_dict(turn)
-    rows = tree.pop("experts")
-    return {**tree, "experts": as_text(rows)} if rows else tree
+def _row_size(rows: bytes, count: int) -> int:
+    return len(rows) // count if count else 0
 
 
-def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line; the file appears whole or not at all.
+def _rows_of_path(turns: Iterable[tuple[Turn, int]]) -> bytes:
+    """Return a row for each id of a path but the last; empty if a turn has none.
 
-    Raises:
-        TurnwiseError: when it cannot be written.
-
-    Example:
-        write_jsonl(Path("trajectories.jsonl"), group.trajectories)
+    Args:
+        turns: The turns of the path, each with the number of its own ids on the path.
     """
-    temporary = path.with_suffix(".tmp")
-    with translate_unwritable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            for trajectory in trajectories:
-                file.write(trajectory.to_json() + "\n")
-        temporary.replace(path)
+    parts = []
+    for turn, length in turns:
+        first = int(turn.prefix_length == 0)  # no row of an earlier path
+        count = turn.path_length - turn.prefix_length - first
+        if not turn.experts and count > 0:
+            return b""
+        parts.append(turn.experts[: _row_size(turn.experts, count) * (length - first)])
+    return b"".join(parts)
 
 
-def read_jsonl(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file; a last line that was never completed is left out.
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of ids or characters."""
+    length, step = 0, 64
+    limit = min(len(a), len(b))
+    while length < limit:
+        step = min(step, limit - length)
+        if a[length : length + step] == b[length : length + step]:
+            length, step = length + step, step * 2
+        elif step == 1:
+            break
+        else:
+            step //= 2
+    return length
 
-    Example:
-        for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
-            print(trajectory.problem_id, trajectory.reward)
-    """
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                trajectory = Trajectory.from_json(line)
-            except json.JSONDecodeError:
-                if line.endswith("\n") or not line.startswith("{"):
-                    raise
-                return  # the program ended while it wrote the line, as in an evaluation
-            yield trajectory
+
+def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
+    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
+    return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
+
+
+def fingerprint(
+    prompt_token_ids: Sequence[int],
+    completion_token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    weight_versions: Sequence[int],
+) -> tuple[int, int, int]:
+    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
+    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
+    sampled += array("d", logprobs).tobytes()
+    return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
