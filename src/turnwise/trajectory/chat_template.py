@@ -309,7 +309,11 @@ class IdCache:
     def get(
         self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
     ) -> "array[int]":
-        """Return the ids of a key, made on first use; their size is their number if not given."""
+        """Return the ids of a key, made on first use; those of the key None are never kept.
+
+        Args:
+            size: Part of the room that they take; their number if not given.
+        """
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -318,7 +322,7 @@ class IdCache:
         size = len(ids) if size is None else size
         with self._lock:
             self.made += 1
-            if key not in self._entries:
+            if key is not None and key not in self._entries:
                 self._entries[key] = ids, size
                 self._room -= size
                 while self._room < 0 or len(self._entries) > CACHED_ENTRIES:

@@ -7,9 +7,9 @@ sample, in which tokens that an earlier branch trains are context. Messages are 
 people and rewards, but no id is ever made from them. Does not depend on tokenizers or engines.
 
 The experts of a mixture that computed each token are kept as the engine reports them. A *row* is
-the choice of one token: the numbers of its experts in each layer, in bytes. All rows of a model have
-one length; nothing here reads them. A request has a row for each id of its prompt and completion but
-the last, which no layer has computed yet: the next turn of the conversation has that row.
+the choice of one token: the numbers of its experts in each layer, in bytes. All rows of a model
+have one length; nothing here reads them. A request has a row for each id of its prompt and
+completion but the last, which no layer has computed yet: the next turn of the conversation has it.
 """
 
 import base64
