@@ -2,8 +2,9 @@
 
 import pytest
 
+from turnwise.config.tools import CodeToolConfig as Limits
 from turnwise.errors import InputError
-from turnwise.tools.sandbox.backends import Backend, Limits
+from turnwise.tools.sandbox.backends import Backend
 from turnwise.tools.sandbox.session import Session, choose
 
 BACKENDS = ("first", pytest.param("second", marks=pytest.mark.slow))

@@ -280,7 +280,7 @@ async def test_warm_servers_wait_for_trajectories(children: Callable[[], list[in
 
 
 def warm(server: MCPServer) -> int:
-    from turnwise.tools.mcp_pool import pool_of
+    from turnwise.tools.mcp import pool_of
 
     return len(pool_of(server.config)._warm)
 

@@ -65,8 +65,8 @@ class Connection:
     """
 
     def __init__(self, config: McpConfig, session: str) -> None:
-        self.session = session
-        self._config = config
+        self.name = self.name_of(config)
+        self._session, self._config = session, config
         self._process: ServerProcess | None = None
         self._owner: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
@@ -79,11 +79,6 @@ class Connection:
         if config.url:
             return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
         return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
-
-    @property
-    def name(self) -> str:
-        """The server's name in errors."""
-        return self.name_of(self._config)
 
     async def open(self) -> None:
         """Start and greet the server.
@@ -102,7 +97,15 @@ class Connection:
                 async with deadline(self._config.start_timeout, f"{self.name} did not start"):
                     await asyncio.wait(either, return_when="FIRST_COMPLETED")
             if not self._ready.done():
-                raise self._start_error()
+                error = None if self._owner.cancelled() else self._owner.exception()
+                while isinstance(error, BaseExceptionGroup):  # of the SDK's task groups
+                    error = error.exceptions[0]
+                if isinstance(error, InputError):
+                    raise error
+                why = (
+                    "it ended" if error is None else f"{type(error).__name__}: {first_line(error)}"
+                )
+                raise McpError(f"{self.name} did not start: {self._end or why}")
         except BaseException:
             await self.close()
             raise
@@ -134,7 +137,7 @@ class Connection:
 
         headers = _expanded(config.headers, "headers")
         if config.session_header:
-            headers[config.session_header] = self.session
+            headers[config.session_header] = self._session
         async with (
             http_client(headers) as client,
             streamable_http_client(
@@ -143,21 +146,10 @@ class Connection:
         ):
             yield streams
 
-    def _start_error(self) -> TurnwiseError:
-        assert self._owner is not None
-        error = None if self._owner.cancelled() else self._owner.exception()
-        while isinstance(error, BaseExceptionGroup):  # of the SDK's task groups
-            error = error.exceptions[0]
-        if isinstance(error, InputError):
-            return error
-        why = self._process.why if self._process is not None else ""
-        if not why:
-            why = "it ended" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        return McpError(f"{self.name} did not start: {why}")
-
     @property
-    def _client(self) -> "Client":
-        return self._ready.result()
+    def _end(self) -> str:
+        """Reason of the process's end; "" while it runs, and for a server with a URL."""
+        return self._process.why if self._process is not None else ""
 
     async def usable(self) -> bool:
         """Return whether it can be used; asks the server, if it left a call unanswered."""
@@ -193,26 +185,19 @@ class Connection:
             params = mcp_types.PaginatedRequestParams(cursor=cursor)
             request = mcp_types.ListToolsRequest(params=params)
             page = await self._request(request, mcp_types.ListToolsResult)
-            tools += (self._read(tool) for tool in page.tools)
+            for tool in page.tools:
+                about = f"{self.name} lists the tool {tool.name!r:.80}, whose schema"
+                if tool.input_schema.get("type") != "object":
+                    raise McpError(f"{about} is of no object")
+                if remote := _remote_reference(tool.input_schema):
+                    raise McpError(f"{about} refers to {remote:.80}")
+                tools.append(Listed(tool.name, tool.description or "", tool.input_schema))
             cursor = page.next_cursor
             if cursor is None or len(tools) > _MAX_TOOLS:
                 break
         if cursor is not None or len(tools) > _MAX_TOOLS:
             raise McpError(f"{self.name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
         return tools
-
-    def _read(self, tool: Any) -> Listed:
-        """Check one listed tool."""
-        parameters = tool.input_schema
-        if parameters.get("type") != "object":
-            raise McpError(
-                f"{self.name} lists the tool {tool.name!r:.80}, whose schema is of no object"
-            )
-        if remote := _remote_reference(parameters):
-            raise McpError(
-                f"{self.name} lists the tool {tool.name!r:.80}, whose schema refers to {remote:.80}"
-            )
-        return Listed(tool.name, tool.description or "", parameters)
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
         """Call a tool, and return its result as text.
@@ -241,11 +226,10 @@ class Connection:
         from mcp_types import CONNECTION_CLOSED
 
         assert self._owner is not None
-        asking = asyncio.ensure_future(self._client.session.send_request(request, kind))
+        asking = asyncio.ensure_future(self._ready.result().session.send_request(request, kind))
         try:
             await asyncio.wait([asking, self._owner], return_when="FIRST_COMPLETED")
             if not asking.done():
-                self._failed = True
                 raise self._lost()
             return asking.result()
         except asyncio.CancelledError:
@@ -255,20 +239,18 @@ class Connection:
             raise
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message in _GONE:
-                self._failed = True
                 raise self._lost(error.message) from error
             raise McpError(error.message[:_LONGEST]) from error
         except ValidationError as error:
             raise McpError(f"{self.name} gave an invalid answer: {first_line(error)}") from error
         except Exception as error:
-            self._failed = True
             raise self._lost(first_line(error)) from error
         finally:
             asking.cancel()
 
     def _lost(self, message: str = "") -> McpError:
-        why = self._process.why if self._process is not None else ""
-        why = why or f"closed the connection ({message[:_LONGEST] or 'it failed'})"
+        self._failed = True
+        why = self._end or f"closed the connection ({message[:_LONGEST] or 'it failed'})"
         return McpError(f"{self.name} {why}; it can be called again")
 
     async def close(self) -> None:
@@ -314,24 +296,19 @@ def _remote_reference(schema: object) -> str:
             if found := _remote_reference(value):
                 return found
     elif isinstance(schema, Sequence) and not isinstance(schema, str):
-        for value in schema:
-            if found := _remote_reference(value):
-                return found
+        return next(filter(None, map(_remote_reference, schema)), "")
     return ""
 
 
 def _text(result: Any) -> str:
     """Return a result's texts, one per line; other parts are named as left out."""
-    parts = []
+    parts: list[str] = []
     for block in result.content:
-        if block.type == "text":
-            parts.append(block.text)
-        elif block.type == "resource" and hasattr(block.resource, "text"):
-            parts.append(block.resource.text)
-        elif block.type == "resource_link":
+        if block.type == "resource_link":
             parts.append(f"[link: {block.uri}]")
         else:
-            parts.append(f"[{block.type} left out]")
+            holder = block.resource if block.type == "resource" else block
+            parts.append(getattr(holder, "text", f"[{block.type} left out]"))
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)

@@ -8,9 +8,11 @@ few seconds at most.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import TypeAlias
 
 import anyio
 import httpx2
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
@@ -25,6 +27,7 @@ from turnwise.core.untrusted import (
     values_in,
 )
 
+_Received: TypeAlias = SessionMessage | Exception
 MAX_UNASKED = 10_000
 """Maximum number of lines between two answers: notifications, and lines that are no messages."""
 _CONNECT_SECONDS = 30.0
@@ -35,12 +38,7 @@ _KILL_SECONDS = 2.0
 
 
 class ServerProcess:
-    """A server's process.
-
-    Args:
-        command: Program and arguments.
-        env: Variables besides those that are always inherited.
-    """
+    """A server's process; `env` has its variables besides those that are always inherited."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         self._command, self._env, self._cwd = command, env, cwd
@@ -65,10 +63,7 @@ class ServerProcess:
     async def streams(
         self,
     ) -> AsyncIterator[
-        tuple[
-            "anyio.streams.memory.MemoryObjectReceiveStream[SessionMessage | Exception]",
-            "anyio.streams.memory.MemoryObjectSendStream[SessionMessage]",
-        ]
+        tuple[MemoryObjectReceiveStream[_Received], MemoryObjectSendStream[SessionMessage]]
     ]:
         """Start the process and open its streams of messages; it has ended afterwards.
 
@@ -77,13 +72,14 @@ class ServerProcess:
         """
         environment = {**get_default_environment(), **self._env}
         self._child = child = await Child.start(self._command, environment, cwd=self._cwd)
-        received, reading = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        received, reading = anyio.create_memory_object_stream[_Received](0)
         writing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
 
         async def read() -> None:
             async with received:
                 try:
-                    await self._read(child, received)
+                    with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                        await self._read(child, received)
                 finally:
                     self.ended = True
 
@@ -110,11 +106,7 @@ class ServerProcess:
                 reading.close()
                 writing.close()
 
-    async def _read(
-        self,
-        child: Child,
-        received: "anyio.streams.memory.MemoryObjectSendStream[SessionMessage | Exception]",
-    ) -> None:
+    async def _read(self, child: Child, received: MemoryObjectSendStream[_Received]) -> None:
         unasked = 0
         while True:
             try:
@@ -136,10 +128,7 @@ class ServerProcess:
                 self._flooded = f"sent {MAX_UNASKED} lines that answer no request"
                 return
             if message is not None:
-                try:
-                    await received.send(SessionMessage(message))
-                except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    return
+                await received.send(SessionMessage(message))
 
 
 def http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:

@@ -21,11 +21,11 @@ import time
 from functools import lru_cache
 from typing import IO
 
+from turnwise.config.tools import CodeToolConfig
 from turnwise.core.child import kill_group
 from turnwise.errors import InputError
 from turnwise.tools.sandbox import keeper
-from turnwise.tools.sandbox.backends import MISSING, Backend, Limits, specify
-from turnwise.tools.sandbox.seccomp import known_architecture
+from turnwise.tools.sandbox.backends import MISSING, Backend, known_architecture, specify
 
 GRACE_SECONDS = 2.0
 """Time between the interruption of code that is late, inside the sandbox, and its end."""
@@ -34,7 +34,6 @@ _END_SECONDS = 10.0
 _MAX_CODE = 1 << 20
 _MAX_OUTPUT = 8000
 """Bytes of one call's output that are kept, half of them from its end."""
-_LOST = "variables and files are lost"
 _KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -53,31 +52,29 @@ def choose(wanted: str, interpreter: str | None = None) -> Backend:
     Raises:
         InputError: when none works; it says what to install.
     """
+    if wanted == "none":
+        return "none"
+    tried = []
+    names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
     with _choosing:
-        if wanted == "none":
-            return "none"
-        tried = []
-        names: tuple[Backend, ...] = ("sandlock", "bubblewrap")
         for name in names:
             if wanted in ("auto", name):
-                reason = _unusable(name, interpreter)
-                if not reason:
+                if not (reason := _unusable(name, interpreter)):
                     return name
                 tried.append(f"{name}: {reason}")
-        if not tried:
-            raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
-        raise InputError(f"{MISSING} ({'; '.join(tried)})")
+    if not tried:
+        raise InputError(f"sandbox must be auto, sandlock, bubblewrap or none, not {wanted!r}")
+    raise InputError(f"{MISSING} ({'; '.join(tried)})")
 
 
 def _unusable(backend: Backend, interpreter: str | None) -> str:
     """Return why a backend cannot be used here; "" if it can."""
     if not known_architecture():
         return "not available on this architecture"
-    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
+    sandlock, bwrap = importlib.util.find_spec("sandlock"), shutil.which("bwrap")
+    if (sandlock if backend == "sandlock" else bwrap) is None:
         return "not installed"
-    if backend == "bubblewrap" and shutil.which("bwrap") is None:
-        return "not installed"
-    session = Session(backend, Limits(interpreter=interpreter))
+    session = Session(backend, CodeToolConfig(interpreter=interpreter))
     try:
         answer = session.run("6 * 7")
     except InputError as error:
@@ -90,7 +87,7 @@ def _unusable(backend: Backend, interpreter: str | None) -> str:
 class Session:
     """One interpreter, started by the first call and again after it ended."""
 
-    def __init__(self, backend: Backend, limits: Limits, *, shell: bool = False) -> None:
+    def __init__(self, backend: Backend, limits: CodeToolConfig, *, shell: bool = False) -> None:
         self._backend = backend
         self._limits = limits
         self._shell = shell
@@ -106,24 +103,29 @@ class Session:
         Raises:
             InputError: when no interpreter starts.
         """
-        seconds = self._limits.seconds
+        seconds = self._limits.timeout
         if len(code) > _MAX_CODE:
             return f"[the code is longer than {_MAX_CODE} characters]"
         if not self._calls.acquire(timeout=seconds + GRACE_SECONDS):
             return "[the call before has not ended]"
         try:
-            process = self._running()
-            nonce = secrets.token_hex(16)
+            process, output, nonce = self._running(), _Output(), secrets.token_hex(16)
             code = code.encode("utf-8", "replace").decode()  # without lone surrogates
-            request = {"nonce": nonce, "code": code, "seconds": seconds}
-            output = _Output()
-            line = json.dumps(request).encode() + b"\n"
-            outcome = process.exchange(line, nonce.encode(), seconds + GRACE_SECONDS, output)
+            line = json.dumps({"nonce": nonce, "code": code, "seconds": seconds}) + "\n"
+            waits = seconds + GRACE_SECONDS
+            outcome = process.exchange(line.encode(), nonce.encode(), waits, output)
             text = output.text()
             if outcome != "answered":
                 self._process = None
-                end = self._describe(outcome, process.stop())
-                text = f"{text}\n{end}" if text else end
+                status = process.stop()
+                if status == keeper.OVER_MEMORY:
+                    why = f"stopped: more than {self._limits.memory} MiB of memory"
+                elif status == keeper.OVER_DISK:
+                    why = f"stopped: more than {self._limits.disk} MiB of files, or too many"
+                else:
+                    late = outcome == "late"
+                    why = f"stopped after {seconds:g} s" if late else "the interpreter ended"
+                text += ("\n" if text else "") + f"[{why}; variables and files are lost]"
             return text or "[no output]"
         finally:
             self._calls.release()
@@ -158,15 +160,6 @@ class Session:
                 raise InputError(f"{self._backend} did not start: {complaint}")
         return self._process
 
-    def _describe(self, outcome: str, code: int | None) -> str:
-        if code == keeper.OVER_MEMORY:
-            return f"[stopped: more than {self._limits.memory} MiB of memory; {_LOST}]"
-        if code == keeper.OVER_DISK:
-            return f"[stopped: more than {self._limits.disk} MiB of files, or too many; {_LOST}]"
-        if outcome == "late":
-            return f"[stopped after {self._limits.seconds:g} s; {_LOST}]"
-        return f"[the interpreter ended; {_LOST}]"
-
 
 class _Output:
     """The beginning and the end of a stream of any length."""
@@ -195,7 +188,7 @@ class _Output:
 class _Process:
     """A keeper with its sandbox, and the pipes to it."""
 
-    def __init__(self, backend: Backend, limits: Limits, shell: bool) -> None:
+    def __init__(self, backend: Backend, limits: CodeToolConfig, shell: bool) -> None:
         self.complaint = ""
         """The last that came in place of an answer: why a sandbox does not start."""
         lifeline, end = os.pipe()
@@ -216,10 +209,11 @@ class _Process:
             raise
         finally:
             os.close(lifeline)
-        pipes = self._keeper.stdin, self._keeper.stdout, self._keeper.stderr
-        self._requests, self._output, self._answers = (pipe.fileno() for pipe in pipes if pipe)
-        for pipe in (self._requests, self._output, self._answers):
-            os.set_blocking(pipe, False)
+        streams = self._keeper.stdin, self._keeper.stdout, self._keeper.stderr
+        self._pipes = [pipe for pipe in streams if pipe]
+        self._requests, self._output, self._answers = (pipe.fileno() for pipe in self._pipes)
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, request: bytes, answer: bytes, seconds: float, output: _Output) -> str:
         """Send a request and read until its answer: "answered", "ended" or "late"."""
@@ -233,7 +227,12 @@ class _Process:
         while (left := ends - time.monotonic()) > 0:
             for fd, _ in poll.poll(left * 1000):
                 if fd == self._requests:
-                    request = request[_write(fd, request) :]
+                    try:
+                        request = request[os.write(fd, request) :]
+                    except BlockingIOError:
+                        continue
+                    except BrokenPipeError:
+                        request = b""
                     if not request:
                         poll.unregister(fd)
                     continue
@@ -247,13 +246,10 @@ class _Process:
                     continue
                 said += part
                 self.complaint = said[-1000:].decode("utf-8", "replace").strip()
-                if answer in said:
+                if answer in said or not part:
                     self._drain(output)
-                    return "answered"
+                    return "answered" if answer in said else "ended"
                 said = said[-1000:]
-                if not part:
-                    self._drain(output)
-                    return "ended"
         return "late"
 
     def _drain(self, output: _Output) -> None:
@@ -279,10 +275,9 @@ class _Process:
             self._keeper.wait(_END_SECONDS)
             return None
         finally:
-            for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
-                if pipe:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 def _read(fd: int) -> bytes | None:
@@ -291,12 +286,3 @@ def _read(fd: int) -> bytes | None:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
         return None
-
-
-def _write(fd: int, data: bytes) -> int:
-    try:
-        return os.write(fd, data)
-    except BlockingIOError:
-        return 0
-    except BrokenPipeError:
-        return len(data)
