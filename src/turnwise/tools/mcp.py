@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from pydantic import ValidationError
 
@@ -36,23 +36,29 @@ _STARTING = 2 * (os.cpu_count() or 1)
 """Maximum number of servers that start at the same time."""
 
 
+class McpOptions(TypedDict, total=False):
+    """Options of `MCPServer`; `McpConfig` describes them."""
+
+    env: Mapping[str, str] | None
+    cwd: str | None
+    url: str | None
+    headers: Mapping[str, str] | None
+    session_header: str | None
+    shared: bool
+    warm: int
+    tools: Sequence[str] | None
+    prefix: str
+    start_timeout: float | None
+
+
 class MCPServer:
     """An MCP server whose tools the model may call.
 
     Args:
         command: Program to start, which speaks MCP over its standard input and output.
         args: Its arguments.
-        env: Its environment variables besides PATH, HOME and the like; `${NAME}` stands for a
-            variable of this process.
-        cwd: Its working directory.
-        url: URL of a running server, in place of a command (streamable HTTP).
-        headers: HTTP headers for the URL; `${NAME}` stands for a variable of this process.
-        session_header: Name of an HTTP header with its own value for each trajectory.
-        shared: Whether all trajectories use one process or MCP session.
-        warm: Number of processes that are started before a trajectory needs them.
-        tools: Names of the tools to offer; None offers all.
-        prefix: Text before each tool's name.
-        start_timeout: Deadline in seconds for the server to start and list its tools.
+        **options: The other keys of an entry `mcp` of `rollout.tools`, such as `url`, `env`,
+            `tools` and `shared`, with the same defaults.
 
     Raises:
         InputError: when the arguments contradict each other.
@@ -67,33 +73,13 @@ class MCPServer:
         self,
         command: str | None = None,
         args: Sequence[str] = (),
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        url: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        session_header: str | None = None,
-        shared: bool = False,
-        warm: int = 0,
-        tools: Sequence[str] | None = None,
-        prefix: str = "",
-        start_timeout: float | None = 60.0,
+        **options: Unpack[McpOptions],
     ) -> None:
+        given = {"command": command, "args": args, **options}
+        # No deadline for the start is None; all else that is None has its default.
+        keys = {k: v for k, v in given.items() if v is not None or k == "start_timeout"}
         try:
-            self.config = McpConfig(
-                command=command,
-                args=list(args),
-                env=dict(env or {}),
-                cwd=cwd,
-                url=url,
-                headers=dict(headers or {}),
-                session_header=session_header,
-                shared=shared,
-                warm=warm,
-                tools=None if tools is None else list(tools),
-                prefix=prefix,
-                start_timeout=start_timeout,  # type: ignore[arg-type]  # None sets no deadline
-            )
+            self.config = McpConfig.model_validate(keys)
         except ValidationError as error:
             mistakes = (e["msg"].removeprefix("Value error, ") for e in error.errors())
             raise InputError(f"MCPServer: {'; '.join(mistakes)}") from None
@@ -138,15 +124,10 @@ class McpToolset:
             self._line = pool.join(self._session)
             return await pool.listed(await self._line.connection())
 
-        tools = _offered(self._config, await _on_loop(listed()))
+        prefix, tools = self._config.prefix, _offered(self._config, await _on_loop(listed()))
         return [
-            Tool(
-                self._config.prefix + tool.name,
-                tool.description,
-                tool.parameters,
-                partial(self._call, tool.name),
-            )
-            for tool in tools
+            Tool(prefix + name, description, parameters, partial(self._call, name))
+            for name, description, parameters in tools
         ]
 
     async def _call(self, name: str, arguments: JsonObject) -> str:
@@ -189,11 +170,7 @@ def _offered(config: McpConfig, listed: Sequence[Listed]) -> list[Listed]:
 
 
 class Line:
-    """A connection that is replaced after it has failed.
-
-    Args:
-        make: Opens a connection.
-    """
+    """A connection, opened by `make`, that is replaced after it has failed."""
 
     def __init__(self, make: Callable[[], Awaitable[Connection]]) -> None:
         self._make = make

@@ -10,8 +10,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -48,8 +47,7 @@ class McpError(TurnwiseError):
     """An MCP server that failed, or the error that its tool returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(NamedTuple):
     """A tool as a server lists it."""
 
     name: str
@@ -58,11 +56,7 @@ class Listed:
 
 
 class Connection:
-    """A connection to one server.
-
-    Args:
-        session: Identifier of the trajectory, for `session_header`.
-    """
+    """A connection to one server; `session` identifies the trajectory, for `session_header`."""
 
     def __init__(self, config: McpConfig, session: str) -> None:
         self.name = self.name_of(config)

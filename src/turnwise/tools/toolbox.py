@@ -11,12 +11,12 @@ import contextlib
 import inspect
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -46,8 +46,7 @@ class ToolResult:
     """The tool's exception, for people and not for the model; None if there was none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Callable:
+class _Callable(NamedTuple):
     """A tool as the toolbox calls it."""
 
     schema: JsonObject
@@ -63,8 +62,7 @@ class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks. Type
-            hints and a docstring describe a function to the model.
+        tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
 
@@ -186,17 +184,15 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
 
 def _shown(value: object, longest: int) -> tuple[str, str]:
     """Return a tool's value as text of at most `longest` characters, and the number left out."""
-    if isinstance(value, str):
-        return encodable(value[:longest]), _rest(len(value) - longest)
+    parts: Iterable[str] = [value] if isinstance(value, str) else _JSON.iterencode(value)
     text, length = "", 0
     # In parts: a single call would block the interpreter, and so the event loop, until its end.
-    for part in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(value):
-        if length < longest:
-            text += part[: longest - length]
+    for part in parts:
+        text += part[: max(0, longest - length)]
         length += len(part)
-        if length > longest + _MAX_COUNTED:
+        if length > longest + _MAX_COUNTED and not isinstance(value, str):
             return encodable(text), f"at least {length - longest}"
-    return encodable(text), _rest(length - longest)
+    return encodable(text), str(length - longest) if length > longest else ""
 
 
 def _jsonable(value: object) -> object:
@@ -207,8 +203,7 @@ def _jsonable(value: object) -> object:
     return str(value)
 
 
-def _rest(count: int) -> str:
-    return str(count) if count > 0 else ""
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_jsonable)
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
@@ -223,15 +218,14 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
         )
     schema = function_schema(getattr(tool, "__func__", tool))
 
-    async def call_async(arguments_json: str) -> object:
-        arguments, keywords = schema.read(arguments_json)
-        answer = tool(*arguments, **keywords)
-        assert inspect.isawaitable(answer)
-        return await answer
-
     def call(arguments_json: str) -> object:
         arguments, keywords = schema.read(arguments_json)
         return tool(*arguments, **keywords)
+
+    async def call_async(arguments_json: str) -> object:
+        answer = call(arguments_json)
+        assert inspect.isawaitable(answer)
+        return await answer
 
     asynchronous = inspect.iscoroutinefunction(tool)
     return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
