@@ -1,4 +1,4 @@
-"""First prompts: rendered once for whoever begins with them (A13)."""
+"""First prompts: rendered once for whoever begins with them."""
 
 from collections.abc import Callable
 from typing import Any
