@@ -137,14 +137,15 @@ class McpToolset:
 
     async def close(self) -> None:
         """Disconnect, and end the process of a command; takes a few seconds at most."""
-        if self._pool is not None:
-            await asyncio.shield(_on_loop(self._close(self._pool)))
+        if (pool := self._pool) is None:
+            return
 
-    async def _close(self, pool: "Pool") -> None:
-        # On the loop: only there is it known whether a cancelled `open` had begun.
-        line, self._line = self._line, None
-        if line is not None:
-            await pool.leave(line)
+        async def leave() -> None:  # on the loop, which knows whether a cancelled `open` had begun
+            line, self._line = self._line, None
+            if line is not None:
+                await pool.leave(line)
+
+        await asyncio.shield(_on_loop(leave()))
 
 
 def _offered(config: McpConfig, listed: Sequence[Listed]) -> list[Listed]:
@@ -302,21 +303,21 @@ class Pool:
         return await self._connect(session)
 
     def _fill(self) -> None:
+        async def warm_up() -> None:
+            try:
+                connection = await self._connect("warm")
+            except TurnwiseError:
+                return  # a trajectory will meet the same error, and report it
+            finally:
+                self._filling -= 1
+            if self._users:
+                self._warm.append(connection)
+            else:
+                await connection.close()
+
         for _ in range(self._config.warm - len(self._warm) - self._filling):
             self._filling += 1
-            self._spawn(self._warm_up())
-
-    async def _warm_up(self) -> None:
-        try:
-            connection = await self._connect("warm")
-        except TurnwiseError:
-            return  # a trajectory will meet the same error, and report it
-        finally:
-            self._filling -= 1
-        if self._users:
-            self._warm.append(connection)
-        else:
-            await connection.close()
+            self._spawn(warm_up())
 
     async def _connect(self, session: str) -> Connection:
         connection = Connection(self._config, session)

@@ -141,10 +141,8 @@ class Toolbox:
         """Return an error for the model to read; `unseen` characters of it are already left out."""
         text = f"Error: {text}"
         left_out = max(0, len(text) - self._max_chars) + unseen
-        text = encodable(text[: self._max_chars])
-        if left_out:
-            text += f"\n[{left_out} more characters left out]"
-        return ToolResult(text, outcome, error)
+        more = f"\n[{left_out} more characters left out]" if left_out else ""
+        return ToolResult(encodable(text[: self._max_chars]) + more, outcome, error)
 
 
 def make_toolbox(tools: Sequence[ToolFunction | Tool], rollout: RolloutConfig) -> Toolbox:
@@ -233,10 +231,7 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
 def _with_schema(tool: Tool) -> _Callable:
     """Return a tool whose arguments are validated against its own JSON schema."""
-    try:
-        validator = _validator(json.dumps(tool.parameters))
-    except InputError as error:
-        raise InputError(f"tool {tool.name}: its parameters are no JSON schema: {error}") from error
+    validator = _validator(json.dumps(tool.parameters), tool.name)
 
     def checked(arguments_json: str) -> object:
         """Validate and call, in a thread: the schema is foreign, and may take its time."""
@@ -255,18 +250,14 @@ def _with_schema(tool: Tool) -> _Callable:
             raise ArgumentsError("; ".join(mistakes))
         return tool.call(arguments)
 
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-    }
-    schema = {"type": "function", "function": function}
+    names = ("name", "description", "parameters")
+    schema = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
     return _Callable(schema, checked, tool.in_order, tool.hidden)
 
 
 @lru_cache(maxsize=4096)
-def _validator(schema: str) -> Any:  # of a module without types
-    """Return a validator of a JSON schema; the same tools are offered to each trajectory."""
+def _validator(schema: str, name: str) -> Any:  # of a module without types
+    """Return a validator of a tool's JSON schema; each trajectory is offered the same tools."""
     import jsonschema  # a tenth of a second, and many runs have functions only
 
     parameters = json.loads(schema)
@@ -276,5 +267,6 @@ def _validator(schema: str) -> Any:  # of a module without types
         )
         kind.check_schema(parameters)
     except jsonschema.SchemaError as error:
-        raise InputError(error.message) from error
+        why = error.message
+        raise InputError(f"tool {name}: its parameters are no JSON schema: {why}") from error
     return kind(parameters)

@@ -116,8 +116,11 @@ class ChatTemplate:
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
         self.shows_tools: bool | None = None
         """Result of `check_tools`; None before a prompt with tools."""
-        self._control = _control_token_pattern(tokenizer) if escape_special_tokens else None
-        if escape_special_tokens:
+        self._control: re.Pattern[str] | None = None
+        if escape_special_tokens:  # of the added tokens, only those that control the model
+            added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+            control = {str(token) for token in added if token.special}
+            self._control = _any_of({*tokenizer.all_special_tokens, *control})
             text = "a".join(["", *tokenizer.all_special_tokens, ""])
             ids = self.encode(self.escape(text))
             if self.decode_all(ids) != text or {*ids} & {*tokenizer.all_special_ids}:
@@ -251,14 +254,6 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def _control_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Pattern of the tokens that control the model, without other added ones such as <think>."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return _any_of(
-        {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-    )
-
-
 def _encoder(
     tokenizer: Tokenizer, *, add_special_tokens: bool = False
 ) -> Callable[[str], list[int]]:
@@ -389,15 +384,12 @@ def segment_starts(added: Mapping[int, AddedToken]) -> re.Pattern[str] | None:
         longer = [other.content for other in raw if len(other.content) > len(token.content)]
         if (
             not token.lstrip
-            and not any(_begins_inside(token.content, other.content) for other in raw)
+            and not any(  # it may begin within another
+                other.content[index:].startswith(token.content[: len(other.content) - index])
+                for other in raw
+                for index in range(1, len(other.content))
+            )
             and all(text in starts for text in longer if text.startswith(token.content))
         ):
             starts.append(token.content)
     return _any_of(starts) if starts else None
-
-
-def _begins_inside(token: str, other: str) -> bool:
-    """Return whether a token may begin in a text within the occurrence of another."""
-    return any(
-        other[index:].startswith(token[: len(other) - index]) for index in range(1, len(other))
-    )

@@ -132,10 +132,16 @@ def _add_turn(
         raise InputError(f"{where}: loss_mask must cover prompt and completion")
     if any(mask[: len(prompt)]):
         raise InputError(f"{where}: loss_mask trains a token of the prompt")
-    trained = _trained(mask[len(prompt) :], where)
-    if completion and not trained:
+    mask = mask[len(prompt) :]
+    if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
+        raise InputError(f"{where}: loss_mask must hold 0 and 1")
+    pieces = [bit for bit, _ in groupby(mask)].count(1)
+    if pieces > 1:
+        raise InputError(f"{where}: loss_mask trains a completion in {pieces} pieces")
+    if completion and not pieces:
         return False
-    first, last = trained.start, trained.stop
+    first = mask.index(1) if pieces else 0
+    last = first + sum(mask)
     prompt = [*prompt, *completion[:first]]
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
@@ -150,20 +156,9 @@ def _add_turn(
         adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
-    whole = len(trained) == len(completion)
-    if whole and "record" in ours and tuple(ours["record"]) != made.record:
+    if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
         raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
     return True
-
-
-def _trained(mask: Sequence[int], where: str) -> range:
-    """Return the positions that a completion's mask trains, which must be in one piece."""
-    if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
-        raise InputError(f"{where}: loss_mask must hold 0 and 1")
-    pieces = [bit for bit, _ in groupby(mask)]
-    if pieces.count(1) > 1:
-        raise InputError(f"{where}: loss_mask trains a completion in {pieces.count(1)} pieces")
-    return range(mask.index(1), mask.index(1) + sum(mask)) if any(mask) else range(0)
 
 
 def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
