@@ -73,15 +73,13 @@ class ExactnessReport:
             ", ".join(f"{n:,} {why}" for why, n in counts.items())
             for counts in (self.masked, self.forked)
         )
-        lines = [
-            f"exact      {trained}; {self.tokens_sampled:,} sampled"
-            + (f", not trained: {masked}" if masked else ""),
-            f"           {self.turns:,} turns, {self.bridged:,} bridged, "
-            + (f"forked: {forked}" if forked else "none forked"),
-        ]
+        text = f"exact      {trained}; {self.tokens_sampled:,} sampled"
+        text += f", not trained: {masked}" if masked else ""
+        text += f"\n           {self.turns:,} turns, {self.bridged:,} bridged, "
+        text += f"forked: {forked}" if forked else "none forked"
         if self.first_violation is not None:
-            lines.append(f"           {self.violations} violations; first: {self.first_violation}")
-        return "\n".join(lines)
+            text += f"\n           {self.violations} violations; first: {self.first_violation}"
+        return text
 
 
 def audit(
@@ -97,7 +95,6 @@ def audit(
     finite and versions never decrease along a branch.
 
     Args:
-        trajectory: The record.
         samples: The training samples; None takes `trajectory.samples()`.
         masked: Reason why sampled tokens are in no sample; None makes such tokens a violation.
 

@@ -90,28 +90,19 @@ def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Too
 
 def _hidden_roles(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
     """Return the roles of messages with a content that the template leaves out."""
-    marks = [f"{_MARK} {index}." for index in range(len(messages))]
+    marked: list[Message] = [dict(message) for message in messages]
+    marks: list[tuple[str, str]] = []
+    for index, message in enumerate(marked):
+        if content := message.get("content"):
+            mark = f"{_MARK} {index}."
+            part = [{"type": "text", "text": mark}]
+            message["content"] = part if isinstance(content, list) else mark
+            marks.append((str(message["role"]), mark))
     try:
-        text = template.render_text(
-            [
-                {
-                    **message,
-                    "content": [{"type": "text", "text": mark}]
-                    if isinstance(message["content"], list)
-                    else mark,
-                }
-                if message.get("content")
-                else message
-                for message, mark in zip(messages, marks, strict=True)
-            ]
-        )
+        text = template.render_text(marked)
     except Exception:  # a template may raise anything, also for these contents only
         return []
-    return [
-        str(message["role"])
-        for message, mark in zip(messages, marks, strict=True)
-        if message.get("content") and mark not in text
-    ]
+    return [role for role, mark in marks if mark not in text]
 
 
 def _shows_results(template: ChatTemplate, tools: Tools | None) -> bool:

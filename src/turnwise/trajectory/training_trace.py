@@ -99,12 +99,11 @@ def from_training_trace(
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
         trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
+    number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):
-            if not isinstance(values, list) or len(values) != len(trained):
-                raise InputError(
-                    f"{name}: {field} must have an entry for each of {len(trained)} turns"
-                )
+            if not isinstance(values, list) or len(values) != number:
+                raise InputError(f"{name}: {field} must have an entry for each of {number} turns")
             kept = kept | {field: list(compress(values, trained))}
     for field, value in kept.items():
         if field not in _OF_TRAJECTORY:
@@ -169,10 +168,9 @@ def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
 
 
 def export_traces(source: Path, target: Path) -> int:
-    """Write the trajectories of a JSON Lines file as training traces, one a line.
+    """Write the trajectories of a JSON Lines file as training traces, and return their number.
 
-    Returns:
-        The number of traces; trajectories without a turn are left out.
+    Trajectories without a turn are left out.
 
     Raises:
         InputError: when the source cannot be read.
@@ -194,10 +192,7 @@ def export_traces(source: Path, target: Path) -> int:
 
 
 def import_traces(source: Path, target: Path) -> int:
-    """Write the training traces of a JSON Lines file as trajectories, one a line.
-
-    Returns:
-        The number of trajectories.
+    """Write the training traces of a JSON Lines file as trajectories, and return their number.
 
     Raises:
         InputError: naming the first line that is no training trace.

@@ -48,7 +48,6 @@ class Turn:
     weight_versions: list[int]
     """The weight version that sampled each token."""
     finish_reason: str
-    """The engine's reason: stop, length ..."""
     added_logprobs: list[float | None] | None = None
     """Those of the added ids, None for the first token of a sequence; None as a whole if they were
     not requested."""
@@ -121,7 +120,6 @@ class Trajectory:
     """Position within the group, from 0."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """The conversation, for people and rewards."""
     reward: float | None = None
     """Weighted sum of the reward's parts; None until the trajectory has been judged."""
     status: Status = "running"
@@ -139,7 +137,7 @@ class Trajectory:
     player_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     environment: str = ""
-    """Name of the environment, in a run with several; otherwise ""."""
+    """Its name, in a run with several."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
 
@@ -162,12 +160,10 @@ class Trajectory:
         Args:
             prompt_token_ids: The whole prompt.
             completion_token_ids: The sampled ids, with one log-prob and one version each.
-            finish_reason: The engine's reason: stop, length ...
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
                 `branched` if it continues a turn before that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
-            adapter: As in `Turn`.
             experts: A row for each id of prompt and completion but the last.
 
         Raises:
@@ -188,15 +184,15 @@ class Trajectory:
             fork_reason = "new_conversation" if continued is None else "branched"
         row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         turn = Turn(
-            added_token_ids=added,
-            completion_token_ids=completion_token_ids,
-            logprobs=logprobs,
-            weight_versions=weight_versions,
-            finish_reason=finish_reason,
-            added_logprobs=prompt_logprobs[shared:] if prompt_logprobs else None,
-            parent=parent,
-            prefix_length=shared,
-            fork_reason=fork_reason,
+            added,
+            completion_token_ids,
+            logprobs,
+            weight_versions,
+            finish_reason,
+            prompt_logprobs[shared:] if prompt_logprobs else None,
+            parent,
+            shared,
+            fork_reason,
             sums=checksums([*added, *completion_token_ids]),
             record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
             messages=list(messages),
@@ -261,10 +257,8 @@ class Trajectory:
     @property
     def final_text(self) -> str:
         """Text of the last assistant message, without special tokens; "" if there is none."""
-        for message in reversed(self.messages):
-            if message["role"] == "assistant":
-                return str(message.get("content") or "")
-        return ""
+        said = (m.get("content") for m in reversed(self.messages) if m["role"] == "assistant")
+        return str(next(said, None) or "")
 
     def _leaves(self) -> list[int]:
         continued = {
@@ -284,15 +278,12 @@ class Trajectory:
             added = turn.added_token_ids[:length]
             sampled = max(0, length - len(turn.added_token_ids))
             known = min(trained.get(index, 0), sampled)
-            branch.token_ids.extend(added)
-            branch.token_ids.extend(turn.completion_token_ids[:sampled])
-            unsampled = len(added) + known
-            branch.response_mask.extend([0] * unsampled + [1] * (sampled - known))
-            branch.logprobs.extend([0.0] * unsampled)
-            branch.logprobs.extend(turn.logprobs[known:sampled])
-            branch.weight_versions.extend([-1] * unsampled)
-            branch.weight_versions.extend(turn.weight_versions[known:sampled])
-            branch.turns.extend([-1] * unsampled + [index] * (sampled - known))
+            context = len(added) + known
+            branch.token_ids.extend([*added, *turn.completion_token_ids[:sampled]])
+            branch.response_mask.extend([0] * context + [1] * (sampled - known))
+            branch.logprobs.extend([0.0] * context + turn.logprobs[known:sampled])
+            branch.weight_versions.extend([-1] * context + turn.weight_versions[known:sampled])
+            branch.turns.extend([-1] * context + [index] * (sampled - known))
             trained[index] = max(trained.get(index, 0), sampled)
         return branch
 
