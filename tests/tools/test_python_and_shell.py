@@ -15,9 +15,8 @@ from turnwise.config import RolloutConfig, ToolConfig
 from turnwise.config.tools import CodeToolConfig as Limits
 from turnwise.errors import InputError
 from turnwise.rollouts.configured_tools import load_tools
-from turnwise.tools.code import CodeTool
+from turnwise.tools.code import CodeTool, Session, choose
 from turnwise.tools.sandbox import backends
-from turnwise.tools.sandbox.session import Session, choose
 from turnwise.tools.toolbox import Toolbox
 
 

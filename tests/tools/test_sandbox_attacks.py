@@ -19,7 +19,7 @@ import pytest
 from tests.tools import sandboxes
 from tests.tools.sandboxes import BACKENDS, session
 from turnwise.config.tools import CodeToolConfig as Limits
-from turnwise.tools.sandbox.session import Session
+from turnwise.tools.code import Session
 
 SECRET = "correct-horse-battery-staple"
 LIMITS = Limits(timeout=8.0, memory=128, disk=16, processes=16)
@@ -329,7 +329,7 @@ def test_an_attack_fails_and_the_next_call_is_answered(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_code_is_ended(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.tools.sandbox.session.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("turnwise.tools.code.GRACE_SECONDS", 0.5)
     code, expected = ENDLESS[name]
     opened = session(backend, SHORT)
     try:
@@ -382,7 +382,7 @@ def test_a_daemon_does_not_outlive_its_session(backend: str) -> None:
 DRIVER = """
 import sys, time
 from turnwise.config.tools import CodeToolConfig as Limits
-from turnwise.tools.sandbox.session import Session
+from turnwise.tools.code import Session
 session = Session(sys.argv[1], Limits())
 print(session.run(sys.argv[2]), flush=True)
 time.sleep(600)

@@ -3,9 +3,17 @@
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
-from turnwise.trajectory.log import read_jsonl, write_jsonl
 from turnwise.trajectory.prefix import replace_prefix_tokens
-from turnwise.trajectory.trajectory import MAX_REWARD, Branch, Message, Status, Trajectory, Turn
+from turnwise.trajectory.trajectory import (
+    MAX_REWARD,
+    Branch,
+    Message,
+    Status,
+    Trajectory,
+    Turn,
+    read_jsonl,
+    write_jsonl,
+)
 
 __all__ = [
     "MAX_REWARD",

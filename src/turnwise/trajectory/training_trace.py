@@ -17,8 +17,7 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.trajectory.log import read_jsonl, write_jsonl
-from turnwise.trajectory.trajectory import Trajectory
+from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
