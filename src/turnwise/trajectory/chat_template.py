@@ -274,7 +274,7 @@ def _encoder(
         starts = segment_starts(backend.get_added_tokens_decoder())
         if starts is None or add_special_tokens:
             return encode_fast
-        return SegmentEncoder(encode_fast, starts)
+        return by_segments(encode_fast, starts, IdCache(_CACHED_CHARACTERS))
     lock = threading.Lock()
 
     def encode(text: str) -> list[int]:
@@ -325,36 +325,27 @@ class IdCache:
         return ids
 
 
-class SegmentEncoder:
-    """Encodes texts by segments, and keeps the ids of those that were used last.
+def by_segments(
+    encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
+) -> Callable[[str], list[int]]:
+    """Return a function that encodes texts as `encode` does, by segments that a cache keeps.
 
     Args:
-        encode: Returns the ids of a text.
         starts: Pattern of the special tokens at which segments begin (`segment_starts`).
-        cached_characters: Characters of all cached segments together.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        starts: re.Pattern[str],
-        cached_characters: int = _CACHED_CHARACTERS,
-    ) -> None:
-        self._encode = encode
-        self._starts = starts
-        self.cache = IdCache(cached_characters)
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text: those that `encode` returns for it."""
-        edges = [found.start() for found in self._starts.finditer(text)]
+    def encode_segments(text: str) -> list[int]:
+        edges = [found.start() for found in starts.finditer(text)]
         if not edges:
-            return self._encode(text)
+            return encode(text)
         edges = [*([0] if edges[0] else []), *edges, len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(edges):
             part = text[start:end]
-            ids.extend(self.cache.get(part, partial(self._encode, part), len(part)))
+            ids.extend(cache.get(part, partial(encode, part), len(part)))
         return ids
+
+    return encode_segments
 
 
 class AddedToken(Protocol):
