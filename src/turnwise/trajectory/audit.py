@@ -155,52 +155,47 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
             before = sum(path[: turn.prefix_length])
         totals.append(before + turn.sums[0])
-        yield from (
-            [*_check_ids(index, turn)]
-            or [*_check_values(index, turn, _last_version(turns, turn))]
-            or [*_check_record(index, turn, before)]
-        )
+        for problem in _differences(turn, before, _last_version(turns, turn)):
+            yield f"turn {index}: {problem}"
 
 
-def _check_values(index: int, turn: Turn, before: int) -> Iterator[str]:
-    """Check log-probs, and weight versions, of which `before` is that of the token before."""
-    for position, logprob in enumerate(turn.logprobs):
-        if not (math.isfinite(logprob) and logprob <= 1e-4):
-            yield f"turn {index}: sampled token {position} has log-prob {logprob}"
-    for position, version in enumerate(turn.weight_versions):
-        if version < before:
-            where = f"turn {index}: sampled token {position}"
-            yield f"{where} has weight version {version} after {before}"
-        before = version
+def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
+    """Compare a stored turn with what was recorded of it.
 
-
-def _check_ids(index: int, turn: Turn) -> Iterator[str]:
+    Args:
+        total_before: Sum of the ids that its prompt takes over.
+        version: Weight version of the token sampled before it.
+    """
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
-    if not (change or moment):
-        return
-    position = moment // change - 1 if change and moment % change == 0 else -1
-    if not 0 <= position < len(ids):
-        yield f"turn {index}: several of its {len(ids)} token ids are not those recorded"
-        return
-    sampled = position - len(turn.added_token_ids)
-    where = f"sampled token {sampled}" if sampled >= 0 else f"added token {position}"
-    right = ids[position] - change
-    yield f"turn {index}: {where} is {ids[position]}, where {right} was recorded"
-
-
-def _check_record(index: int, turn: Turn, total_before: int) -> Iterator[str]:
-    """Compare the call of the engine that the stored turn describes with the recorded one."""
-    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    if change or moment:
+        position = moment // change - 1 if change and moment % change == 0 else -1
+        if not 0 <= position < len(ids):
+            return [f"several of its {len(ids)} token ids are not those recorded"]
+        at = position - len(turn.added_token_ids)
+        where = f"sampled token {at}" if at >= 0 else f"added token {position}"
+        right = ids[position] - change
+        return [f"{where} is {ids[position]}, where {right} was recorded"]
+    found = [
+        f"sampled token {position} has log-prob {logprob}"
+        for position, logprob in enumerate(turn.logprobs)
+        if not (math.isfinite(logprob) and logprob <= 1e-4)
+    ]
+    for position, after in enumerate(turn.weight_versions):
+        if after < version:
+            found.append(f"sampled token {position} has weight version {after} after {version}")
+        version = after
+    if found:
+        return found
     length = turn.prefix_length + len(turn.added_token_ids)
     if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
-        yield (
-            f"turn {index}: its prompt of {length} tokens is not the one of {turn.record[0]} that "
-            "the engine had"
-        )
-    elif sampled != turn.record[2]:
-        yield f"turn {index}: its sampled tokens, log-probs or versions are not those recorded"
+        engines = turn.record[0]
+        return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
+    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
+    if sampled != turn.record[2]:
+        return ["its sampled tokens, log-probs or versions are not those recorded"]
+    return []
 
 
 def _last_version(turns: Sequence[Turn], turn: Turn) -> int:
