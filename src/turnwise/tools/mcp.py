@@ -15,18 +15,23 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pydantic import ValidationError
 
 from turnwise.config import McpConfig
 from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import optional
 from turnwise.errors import DeadlineError, InputError, TurnwiseError
-from turnwise.tools.mcp_connection import Connection, Listed, McpError
-from turnwise.tools.tool import Tool
+from turnwise.tools.tool import McpError, Tool
+
+if TYPE_CHECKING:
+    from turnwise.tools.mcp_connection import Connection
 
 _T = TypeVar("_T")
+_Listed: TypeAlias = Sequence[tuple[str, str, JsonObject]]
+"""Name, description and parameters of the tools that a server lists."""
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 IDLE_SECONDS = 600.0
 """Time without a trajectory after which warm and shared connections end."""
@@ -120,7 +125,7 @@ class McpToolset:
         """
         self._pool = pool = pool_of(self._config)
 
-        async def listed() -> Sequence[Listed]:
+        async def listed() -> _Listed:
             self._line = pool.join(self._session)
             return await pool.listed(await self._line.connection())
 
@@ -132,7 +137,7 @@ class McpToolset:
 
     async def _call(self, name: str, arguments: JsonObject) -> str:
         if self._line is None:
-            raise McpError(f"{Connection.name_of(self._config)} is closed")
+            raise McpError(f"{_name_of(self._config)} is closed")
         return await _on_loop(self._line.call(name, arguments, self._session))
 
     async def close(self) -> None:
@@ -148,24 +153,31 @@ class McpToolset:
         await asyncio.shield(_on_loop(leave()))
 
 
-def _offered(config: McpConfig, listed: Sequence[Listed]) -> list[Listed]:
+def _name_of(config: McpConfig) -> str:
+    """Return a server's name in errors."""
+    if config.url:
+        return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
+    return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
+
+
+def _offered(config: McpConfig, listed: _Listed) -> _Listed:
     """Return the tools to offer.
 
     Raises:
         McpError: when the server lists an invalid or a repeated name, or not all allowed tools.
     """
-    server, tools = Connection.name_of(config), dict[str, Listed]()
+    server, tools = _name_of(config), dict[str, tuple[str, str, JsonObject]]()
     for tool in listed:
-        if config.tools is not None and tool.name not in config.tools:
+        if config.tools is not None and tool[0] not in config.tools:
             continue
-        name = config.prefix + tool.name
+        name = config.prefix + tool[0]
         if not _NAME.fullmatch(name):
             raise McpError(f"{server} lists a tool with the invalid name {name!r:.80}")
-        if tool.name in tools:
-            raise McpError(f"{server} lists two tools named {tool.name}")
-        tools[tool.name] = tool
+        if tool[0] in tools:
+            raise McpError(f"{server} lists two tools named {tool[0]}")
+        tools[tool[0]] = tool
     if missing := [name for name in config.tools or () if name not in tools]:
-        names = ", ".join(repr(tool.name)[:80] for tool in listed[:20]) or "none"
+        names = ", ".join(repr(name)[:80] for name, *_ in listed[:20]) or "none"
         raise McpError(f"{server} has no tool {', '.join(missing)}; it has: {names}")
     return [tools[name] for name in config.tools] if config.tools else list(tools.values())
 
@@ -173,7 +185,7 @@ def _offered(config: McpConfig, listed: Sequence[Listed]) -> list[Listed]:
 class Line:
     """A connection, opened by `make`, that is replaced after it has failed."""
 
-    def __init__(self, make: Callable[[], Awaitable[Connection]]) -> None:
+    def __init__(self, make: "Callable[[], Awaitable[Connection]]") -> None:
         self._make = make
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
@@ -181,7 +193,7 @@ class Line:
         self.users = 0
         """Number of trajectories that have it open."""
 
-    async def connection(self) -> Connection:
+    async def connection(self) -> "Connection":
         """Return the connection, or a new one if that cannot be used.
 
         A start continues when the call that needs it is late or cancelled: the next finds it done.
@@ -193,7 +205,7 @@ class Line:
             self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> "Connection":
         if self._connection is not None and not await self._connection.usable():
             await self._drop()
         if self._connection is None:
@@ -235,7 +247,7 @@ class Pool:
         self._filling = self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self._shared = Line(lambda: self._connect("shared"))
-        self._listed: list[Listed] | None = None
+        self._listed: _Listed | None = None
         self._listing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -262,7 +274,7 @@ class Pool:
         if line is not self._shared:
             await line.close()
 
-    async def listed(self, connection: Connection) -> Sequence[Listed]:
+    async def listed(self, connection: "Connection") -> _Listed:
         """Return the server's tools, which are asked for once.
 
         Raises:
@@ -271,7 +283,7 @@ class Pool:
         """
         async with self._listing:
             if self._listed is None:
-                missed = f"{connection.name} did not list tools"
+                missed = f"{_name_of(self._config)} did not list tools"
                 async with deadline(self._config.start_timeout, missed):
                     self._listed = await connection.list_tools()
             return self._listed
@@ -291,7 +303,7 @@ class Pool:
             self._idle.cancel()
             self._idle = None
 
-    async def _take(self, session: str) -> Connection:
+    async def _take(self, session: str) -> "Connection":
         """Return a warm connection, or open one; keeps `warm` of them ready."""
         while self._warm:
             connection = self._warm.pop(0)
@@ -319,8 +331,11 @@ class Pool:
             self._filling += 1
             self._spawn(warm_up())
 
-    async def _connect(self, session: str) -> Connection:
-        connection = Connection(self._config, session)
+    async def _connect(self, session: str) -> "Connection":
+        optional("mcp", "mcp", "an MCP server")
+        from turnwise.tools.mcp_connection import Connection  # a second to import
+
+        connection = Connection(_name_of(self._config), self._config, session)
         async with _the_loop().starting:
             await connection.open()
         return connection

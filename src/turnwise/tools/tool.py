@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from turnwise.core.json_types import JsonObject
+from turnwise.errors import TurnwiseError
 
 ToolFunction = Callable[..., object]
 """A function that the model may call, sync or async, with type hints."""
@@ -39,6 +40,10 @@ class Tool:
     hidden: bool = False
     """Leave it out of the descriptions that the chat template shows: the environment tells the
     model of it later."""
+
+
+class McpError(TurnwiseError):
+    """An MCP server that failed, or the error that its tool returned."""
 
 
 class Toolset(Protocol):
