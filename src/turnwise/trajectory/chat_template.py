@@ -18,9 +18,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TypeAlias
 
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.trajectory.trajectory import Message
 
@@ -32,35 +33,8 @@ CACHED_ENTRIES = 2**16
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
 _CACHED_CHARACTERS = 2**22
 """Characters of all cached segments; their ids take at most 4 bytes each."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that rendering and decoding need."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def all_special_ids(self) -> list[int]: ...
-    @property
-    def all_special_tokens(self) -> list[str]: ...
-    def get_added_vocab(self) -> dict[str, int]: ...
-    def apply_chat_template(
-        self,
-        conversation: list[Message],
-        *,
-        tools: list[JsonObject] | None,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        **kwargs: object,
-    ) -> object: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> object: ...
+Tokenizer: TypeAlias = Foreign
+"""A Hugging Face tokenizer."""
 
 
 class ChatTemplate:
@@ -348,16 +322,7 @@ def by_segments(
     return encode_segments
 
 
-class AddedToken(Protocol):
-    """The settings of a token that a tokenizer finds before it splits a text into words."""
-
-    content: str
-    lstrip: bool
-    single_word: bool
-    normalized: bool
-
-
-def segment_starts(added: Mapping[int, AddedToken]) -> re.Pattern[str] | None:
+def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
     """Return a pattern of the special tokens at which a text may be divided; None if there is none.
 
     Args:

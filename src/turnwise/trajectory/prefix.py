@@ -10,21 +10,14 @@ edited, is an error. `bridge` needs none of this.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
+from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.trajectory import common_prefix
 
 
-class PrefixTokenizer(Protocol):
-    """The part of a tokenizer that `replace_prefix_tokens` needs; `decode` is optional."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-
 def replace_prefix_tokens(
-    tokenizer: PrefixTokenizer,
+    tokenizer: Foreign,
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
