@@ -312,7 +312,7 @@ class ToolParser:
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:
-                # A parser of its own: some keep state of the texts that they read.
+                # A new parser: some keep state of the texts that they read.
                 found = self._type(self._tokenizer).extract_tool_calls(text, request)
             except Exception:  # a model's text may be anything, and parsers have their own errors
                 return ParsedText(text, [], malformed=True)

@@ -74,7 +74,7 @@ class CodeOptions(TypedDict, total=False):
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens a toolset of its own, with a sandbox of its own."""
+    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox."""
 
     def __init__(self, name: Literal["python", "shell"], options: CodeOptions) -> None:
         self.name = name

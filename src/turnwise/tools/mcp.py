@@ -1,7 +1,7 @@
 """MCP servers as toolsets: `MCPServer`, in an environment's `tools` or in `rollout.tools`.
 
 Each trajectory has its own connection, unless the server is shared. All connections live on one
-event loop in a thread of their own, so that neither user code nor the training loop holds them up.
+event loop in a separate thread, so that neither user code nor the training loop holds them up.
 There is one pool of connections for each configuration in a process, whoever made the `MCPServer`,
 and it lists the server's tools once. A call that fails with its connection is an error of that
 call; the next call connects again. Servers and their answers are not trusted: names, schemas and

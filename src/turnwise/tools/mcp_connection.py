@@ -394,18 +394,18 @@ def _http_client(headers: Mapping[str, str]) -> httpx2.AsyncClient:
 
     It waits for answers without a deadline; calls have their own.
     """
+
+    async def limit(response: httpx2.Response) -> None:
+        # The SDK limits events itself; streams of them have no end.
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _Limited(response.stream)
+
     return httpx2.AsyncClient(
         headers={**IDENTITY, **headers},
         timeout=httpx2.Timeout(_CONNECT_SECONDS, read=None),
-        event_hooks={"response": [_limit]},
+        event_hooks={"response": [limit]},
     )
-
-
-async def _limit(response: httpx2.Response) -> None:
-    # The SDK limits events itself; streams of them have no end.
-    if not response.headers.get("content-type", "").startswith("text/event-stream"):
-        assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _Limited(response.stream)
 
 
 class _Limited(httpx2.AsyncByteStream):

@@ -69,7 +69,7 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
 def from_training_trace(
     trace: JsonObject, *, name: str = "trace", weight_version: int = 0
 ) -> Trajectory:
-    """Return the trajectory of a training trace, of ours or of another program.
+    """Return the trajectory of a training trace, also from another program.
 
     A call whose loss mask trains no token is left out: later prompts hold its tokens as context.
     Tokens that the mask leaves out at the ends of a completion are context too.

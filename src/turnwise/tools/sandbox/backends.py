@@ -68,8 +68,8 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
     """
     executable, prefixes = _python(limits.interpreter)
     root = os.geteuid() == 0
-    # As root, every sandbox has a user of its own: root would own the system's files, and the
-    # kernel counts processes by user.
+    # As root, every sandbox has its own user: root would own the system's files, and the kernel
+    # counts processes by user.
     uid = (1 << 30) + secrets.randbelow(1 << 29) if root and backend != "none" else None
     bubblewrap, sandlock = backend == "bubblewrap", backend == "sandlock"
     inside: JsonObject = {
@@ -109,12 +109,9 @@ def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: 
     if bubblewrap:
         spec["command"] = [*_bubblewrap(prefixes, limits, root), *command]
     elif sandlock:
+        readable = filter(os.path.exists, (*_SYSTEM, *_SYSTEM_FILES, *_DEVICES))
         options = {
-            "fs_readable": [
-                *filter(os.path.exists, (*_SYSTEM, *_SYSTEM_FILES, *_DEVICES)),
-                *prefixes,
-                program,
-            ],
+            "fs_readable": [*readable, *prefixes, program],
             "fs_writable": [home, "/dev/null"],
             "cwd": home,
             "clean_env": True,
