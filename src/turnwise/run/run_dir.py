@@ -34,7 +34,7 @@ from turnwise.rollouts.group import Group, turn_times
 from turnwise.run.token_values import Columns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
-from turnwise.trajectory.log import TrajectoryLog
+from turnwise.trajectory.trajectory import TrajectoryLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
