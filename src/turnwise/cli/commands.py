@@ -263,13 +263,12 @@ async def view(
     if not runs and (export is not None or not demo):
         raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
     from turnwise.viewer import server
-    from turnwise.viewer.export import write_page
 
     folders = runs or []
     if export is None:
         await server.view(folders, port, print_text, demo=demo)
         return
-    await run_in_thread(write_page, folders[0], export, step, heldout, trajectory)
+    await run_in_thread(server.write_page, folders[0], export, step, heldout, trajectory)
     print_text(str(export))
 
 

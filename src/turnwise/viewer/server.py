@@ -1,8 +1,16 @@
-"""The viewer's HTTP server: run folders as JSON, the page that shows them, and who may see them."""
+"""The page that shows run folders: served over HTTP to who has the token, or as one file.
+
+The file shows a step, or a trajectory, without a server (`turnwise view --export`): it holds the
+page's scripts and styles and the answers that the page asks for. Nothing in it can load or send
+anything: its policy allows only its own scripts, by their hashes.
+"""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +19,7 @@ from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import uvicorn
 from fastapi import FastAPI, Query, Response
@@ -21,7 +29,9 @@ from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.observe.conversations import trajectory_file
+from turnwise.trajectory import Trajectory
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -38,6 +48,16 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+_LARGEST = 100 * 2**20
+"""Bytes of trajectories that one file may hold; browsers read more only slowly."""
+_MODULES = (
+    *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
+    *("trajectory.js", "steps.js", "app.js"),
+)
+"""The page's modules, each after those that it imports."""
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
@@ -223,3 +243,82 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def write_page(
+    folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
+) -> None:
+    """Write one page of a step of a run (None: the last), or of one trajectory, numbered from 0."""
+    [run] = open_runs([folder]).values()
+    file = trajectory_file(run.path, step, heldout).stem
+    try:
+        lines = run.index(file).ranges
+    except KeyError:
+        raise InputError(f"{run.path} has no trajectories named {file}") from None
+    chosen = range(len(lines)) if index is None else [index]
+    if index is not None and not 0 <= index < len(lines):
+        raise InputError(f"{file} has {len(lines)} trajectories, numbered from 0")
+    if (size := sum(lines[i][1] for i in chosen)) > _LARGEST:
+        raise InputError(
+            f"{file} has {size / 2**20:,.0f} MiB of trajectories, too many for one page: choose "
+            "one with --trajectory"
+        )
+    name = quote(run.name, safe="!~*'()")  # as the page encodes it
+    prefix = f"/api/runs/{name}"
+    described = run.describe() | {"files": {file: size}}
+    answers: JsonObject = {
+        "/api/runs": {"runs": [described]},
+        f"{prefix}/metrics": run.rows(),
+        f"{prefix}/alarms": run.alarms(),
+        f"{prefix}/config": run.config(public=True),
+        f"{prefix}/files/{file}": {"trajectories": run.index(file).summaries},
+        f"{prefix}/files/{file}/timeline": run.timeline(file),
+        "tokens": run.vocabulary(file, chosen),
+    }
+    for i in chosen:
+        line = run.line(file, i)
+        answers[f"{prefix}/files/{file}/{i}"] = parse(line)
+        for branch in Trajectory.from_json(line.decode()).branches():
+            compared = run.compare_with_template(file, i, branch.leaf)
+            answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
+        answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
+        answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
+    start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
+    with translate_unwritable(target):
+        target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")
+
+
+def _page(data: JsonObject) -> str:
+    files = static_files()
+    assert set(_MODULES) == {name for name in files if name.endswith(".js")}
+    # One script: imports are left out, as the names in all modules are unique.
+    script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
+    style = files["style.css"]
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    # "<" never appears in the data as such, so that no text can end the element.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    html = files["index.html"]
+    for old, new in (
+        (
+            '<link rel="stylesheet" href="/static/style.css">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            f"<style>{style}</style>",
+        ),
+        (
+            '<script type="module" src="/static/app.js"></script>',
+            f'<script type="application/json" id="embedded">{embedded}</script>\n'
+            f'<script type="module">{script}</script>',
+        ),
+        ('<link rel="icon" href="/static/icon.svg">', '<link rel="icon" href="data:,">'),
+    ):
+        before, found, after = html.partition(old)
+        assert found, f"index.html has no {old}"
+        html = before + new + after
+    return html
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
