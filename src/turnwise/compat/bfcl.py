@@ -44,12 +44,9 @@ class Bfcl(Environment):
 
     Args:
         row: `id` of the entry.
-        category: Name of a category, or `multi_turn` for all; "" uses the class's.
+        category: Name of a category, or `multi_turn` for all; "" uses the class attribute.
         train: Share of the entries that are for training; the others are held out. Entries of one
             number, which are variants of one scenario, are on the same side.
-
-    Attributes:
-        category: Name of the category, for subclasses.
 
     Example:
         class Base(turnwise.Bfcl):
@@ -70,11 +67,7 @@ class Bfcl(Environment):
 
     @classmethod
     def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
-        """Return the ids of a split's entries; without `train`, all are for evaluation.
-
-        Raises:
-            InputError: when the split has none.
-        """
+        """Return the ids of a split's entries; without `train`, all are for evaluation."""
         rows = list[Row]()
         for name in _categories(category or cls.category):
             ids = list(_entries(name))

@@ -57,15 +57,12 @@ class Gymnasium(Environment):
 
     Args:
         row: `seed` of the environment's `reset`.
-        id: Name of the environment; "" uses the class's.
+        id: Name of the environment; "" uses the class attribute.
         tool: Offer the actions as a tool, `act`, instead of reading them from answers.
         rules: Beginning of the problem; None uses the environment's own description.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of `gymnasium.make`, such as `max_episode_steps`, and of the
             environment.
-
-    Attributes:
-        id: Name of the environment, for subclasses, which may also change `describe`.
 
     Example:
         class Lake(turnwise.Gymnasium):

@@ -34,14 +34,11 @@ class ReasoningGym(Environment):
 
     Args:
         row: An entry of the dataset, with `question` and `answer`.
-        dataset: Name of the dataset; "" uses the class's.
+        dataset: Name of the dataset; "" uses the class attribute.
         curriculum: Levels of the dataset's curriculum by attribute, or one level for all.
         system_prompt: One of reasoning-gym's own by name (`default`, `simple`, `direct` ...), or a
             text; None for no system message.
         config: Further keys of the dataset's configuration, such as `size` and `seed`.
-
-    Attributes:
-        dataset: Name of the dataset, for subclasses.
 
     Example:
         class Sums(turnwise.ReasoningGym):
@@ -82,11 +79,7 @@ class ReasoningGym(Environment):
         system_prompt: str | None = "default",
         **config: object,
     ) -> Sequence[Row]:
-        """Return the dataset's entries; held-out ones have another seed, and no question twice.
-
-        Raises:
-            InputError: when every held-out question is one of training.
-        """
+        """Return the dataset's entries; held-out ones have another seed, and no question twice."""
         name = dataset or cls.dataset
         trained = list(_dataset(name, curriculum, config))
         if split != "eval":
@@ -111,9 +104,8 @@ class ReasoningGym(Environment):
     def score(self, text: str) -> float:
         """Return the dataset's score of a text with an answer, from 0 to 1."""
         answer = _package().utils.extract_answer(text)
-        return float(
-            self._data.score_answer(text.strip() if answer is None else answer, self.entry)
-        )
+        answer = text.strip() if answer is None else answer
+        return float(self._data.score_answer(answer, self.entry))
 
 
 def at(name: str) -> EnvironmentType:

@@ -39,13 +39,10 @@ class SkyRLGym(Environment):
 
     Args:
         row: `prompt` (messages), and further fields, which are the environment's `extras`.
-        name: Name of the environment; "" uses the class's.
+        name: Name of the environment; "" uses the class attribute.
         max_turns: Turns that the environment counts with; None leaves that to the row or the
             environment.
         config: Keys of the environment's own configuration, such as `search_url`.
-
-    Attributes:
-        name: Name of the environment, for subclasses.
 
     Example:
         class Math(turnwise.SkyRLGym):

@@ -50,16 +50,13 @@ class TextArena(Environment):
 
     Args:
         row: `seed` of the game.
-        game: Name of the game; "" uses the class's.
+        game: Name of the game; "" uses the class attribute.
         players: Number of players.
         opponent: Plays all seats but one: `random`, which picks one of the actions in the last
             line that offers some in quotes, or package.module:function(observation) -> action.
         seat: The policy's seat beside an opponent, from 0.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of the game.
-
-    Attributes:
-        game: Name of the game, for subclasses.
 
     Example:
         class Guess(turnwise.TextArena):

@@ -92,13 +92,13 @@ class TrlEnvironments:
 
     @property
     def rewards(self) -> bool:
-        """Whether an instance has a `get_reward`; makes the first instance of each factory."""
-        rewards = False
+        """Whether an instance has a `get_reward`; makes first instances to see it."""
         for name in self._factories:
             instance = self.take(name)
             self.give_back(name, instance)
-            rewards = rewards or hasattr(type(instance), "get_reward")
-        return rewards
+            if hasattr(type(instance), "get_reward"):
+                return True
+        return False
 
     def name_for(self, row: Row) -> object:
         """Return the name of a row's factory."""
