@@ -100,7 +100,7 @@ class GRPOTrainer:
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
         }
-        for name in filter(unsupported.get, unsupported):
+        for name in [name for name, value in unsupported.items() if value]:
             _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(
