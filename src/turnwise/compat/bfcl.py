@@ -126,7 +126,6 @@ class Bfcl(Environment):
         return float(self._valid)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict under the category's name."""
         return {self._category: float(self._valid)}
 
     def _tool(self, function: JsonObject, request: int) -> Tool:

@@ -165,7 +165,6 @@ class OpenEnv(Environment):
         return await self._session.state()
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the rewards of the steps, each for the turn that asked for it."""
         turns = [0.0] * len(trajectory.turns)
         final = 0.0
         for result in self._results:
@@ -176,11 +175,9 @@ class OpenEnv(Environment):
         return Rewards(final, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the number of steps."""
         return {"openenv_steps": sum(result.turn >= 0 for result in self._results)}
 
     async def close(self) -> None:
-        """End the session."""
         await self._session.close()
 
 
@@ -306,7 +303,6 @@ class OpenEnvSession:
         """Error of a connection that is lost, or brought a wrong answer; None before."""
 
     async def open(self) -> None:
-        """Connect."""
         self._client = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
         )

@@ -98,7 +98,6 @@ class ReasoningGym(Environment):
         return rows
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return the dataset's score of the last answer."""
         return self.score(trajectory.final_text)
 
     def score(self, text: str) -> float:
