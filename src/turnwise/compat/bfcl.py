@@ -81,7 +81,6 @@ class Bfcl(Environment):
         return rows
 
     def setup(self) -> None:
-        """Make the simulated systems in the state that the entry begins with."""
         backends = _module("constants.executable_backend_config")
         self._systems = dict[str, object]()
         for name in self._entry["involved_classes"]:
@@ -95,7 +94,6 @@ class Bfcl(Environment):
         self.tools = [self._tool(f, request) for request, each in by_request for f in each]
 
     def step(self, message: Message) -> Sequence[Message] | None:
-        """Follow with the user's next request, if there is one."""
         request = len(self._calls)
         if request == len(self._requests):
             return None
@@ -108,7 +106,6 @@ class Bfcl(Environment):
         return [{"role": "user", "content": form.format(functions=json.dumps(functions))}]
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return 1 if the checker finds nothing wrong, otherwise 0."""
         if len(self._calls) < len(self._answers):
             return 0.0
         checker = _module("eval_checker.multi_turn_eval.multi_turn_checker")

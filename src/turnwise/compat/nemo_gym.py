@@ -108,8 +108,7 @@ class NemoGym(Environment):
         return self._seen
 
     async def close(self) -> None:
-        """Close the connections; the server forgets sessions by itself."""
-        if self._http is not None:
+        if self._http is not None:  # the server forgets sessions by itself
             await self._http.close()
 
     def _tool(self, described: JsonObject) -> Tool:

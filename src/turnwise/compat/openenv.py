@@ -81,7 +81,6 @@ class OpenEnv(Environment):
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
-        """Connect, read the tools, and reset the environment with the row."""
         await self._session.open()
         first = await self._session.reset(self.reset_arguments(self._row))
         described = await self._session.tools()
@@ -150,7 +149,6 @@ class OpenEnv(Environment):
         return self.describe(result.observation)
 
     async def step(self, message: Message) -> str | None:
-        """Send the turn's action, and answer with its observation."""
         action = self.action(message)
         if action is None:
             return None
@@ -345,7 +343,6 @@ class OpenEnvSession:
         return self._results[-1]
 
     async def state(self) -> JsonObject:
-        """Return the environment's state."""
         return await self._ask("state", None, -1)
 
     async def tools(self) -> list[JsonObject] | None:

@@ -10,17 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from turnwise.compat.package import HELD_OUT, check_name
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from reasoning_gym.dataset import ProceduralDataset
 
 _EVERY = "*"
 """Name of all attributes of a curriculum together, as in reasoning-gym's own configurations."""
@@ -122,13 +119,13 @@ def _dataset(
     curriculum: int | Mapping[str, int] | None,
     config: Mapping[str, object],
     seed_offset: int = 0,
-) -> "ProceduralDataset":
+) -> Foreign:
     levels = {_EVERY: curriculum} if isinstance(curriculum, int) else dict(curriculum or {})
     return _made(name, json.dumps([levels, config], sort_keys=True), seed_offset)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, keys: str, seed_offset: int) -> "ProceduralDataset":
+def _made(name: str, keys: str, seed_offset: int) -> Foreign:
     """Make a dataset, which all environments with these keys share."""
     levels, config = json.loads(keys)
     factory = _package().factory

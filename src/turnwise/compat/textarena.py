@@ -105,7 +105,6 @@ class TextArena(Environment):
         self.players = {_name(player): self._read(player) for player in order}
 
     def step(self, message: Message) -> str | Move | None:
-        """Act as the answer says; return what is read next, with `players` by whom."""
         self._act(str(message.get("content") or ""))
         if self._plays_all:
             if self.done:
@@ -116,7 +115,6 @@ class TextArena(Environment):
         return None if self.done else self._read(self._seat)
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the game's rewards, with self-play each for its player."""
         if self._plays_all:
             given = {_name(player): reward for player, reward in self._rewards.items()}
             return Rewards(players={name: given.get(name, 0.0) for name in self.players})
