@@ -86,7 +86,7 @@ class Module:
 
 
 @dataclass(slots=True)
-class Progress:
+class PipelineProgress:
     """The state of a pipeline's training, as checkpoints keep it."""
 
     iteration: int = 0
@@ -105,7 +105,7 @@ class RunningPipeline:
     runtime: Runtime
     trainer: TrainerGroup
     step: TrainingStep
-    progress: Progress
+    progress: PipelineProgress
 
     async def train(self, groups: Sequence[Group]) -> JsonObject:
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
@@ -158,7 +158,7 @@ class RunningPipeline:
 
 @asynccontextmanager
 async def open_pipeline(
-    config: Config, folder: Path, progress: Progress, resume: Path | None
+    config: Config, folder: Path, progress: PipelineProgress, resume: Path | None
 ) -> AsyncIterator[RunningPipeline]:
     """Start the engines and the trainer, and bring its weights to the engines."""
     # Modules check theirs when they build them.
@@ -217,7 +217,7 @@ class Pipeline:
         self._modules: list[Module] = []
         self._thread: EventLoopThread[RunningPipeline] | None = None
         self._opened: RunningPipeline | None = None
-        self._progress = Progress()
+        self._progress = PipelineProgress()
         for module in modules:
             self._modules = self._with(module)
         self.config = self._shared(self._modules)
