@@ -53,14 +53,15 @@ _OPTIONAL = ("data.path",)
 class Module:
     """A model of a pipeline, with a name that is unique there; the base class of all modules."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: Settings | None = None) -> None:
         self.name = name
+        self._settings = settings or {}
         self._pipeline: Pipeline | None = None
 
     @property
     def settings(self) -> Settings:
         """Values that the module needs in the configuration, by dotted key."""
-        return {}
+        return self._settings
 
     def join(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, which calls this before `setup`."""
