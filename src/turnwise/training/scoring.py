@@ -5,7 +5,7 @@ Temperature, top-k and top-p are applied as vLLM applies them: a temperature bet
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ def score_hidden(
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    compute: Any = _score
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
     chunks = [
