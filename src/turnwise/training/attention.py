@@ -27,15 +27,11 @@ _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 
 
 def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
-    """Make a model's layers attend within sequences, if torch's attention computes them.
+    """Make a model's layers attend within sequences, if torch's attention computes them; return
+    whether they do.
 
-    Models with attention of their own (soft caps, for instance) keep it.
-
-    Args:
-        name: `training.attention`: one of Transformers' implementations, in place of all this.
-
-    Returns:
-        Whether they do.
+    Models with attention of their own (soft caps, for instance) keep it, and any with a `name`
+    (`training.attention`) gets Transformers' implementation of this name.
     """
     if name != "auto":
         try:

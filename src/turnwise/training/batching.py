@@ -362,12 +362,10 @@ def make_micro_batch(
     device: torch.device,
     group: ContextGroup | None = None,
 ) -> MicroBatch:
-    """Return the tensors of samples; without samples, a batch of one token that is not trained.
+    """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
-    Args:
-        trajectory_tokens: Trained tokens of each trajectory, from the rank's share.
-        version: Weight version at the start of the step.
-        group: Ranks that share the samples; None: this one computes all columns.
+    Without samples, it is a batch of one token that is not trained. `trajectory_tokens` are those
+    of the rank's share, and `version` is the weight version at the start of the step.
     """
     packed = layout != "padded"
     if samples and layout == "shared":

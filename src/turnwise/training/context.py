@@ -33,11 +33,8 @@ class ContextGroup:
 
     @classmethod
     def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
-        """Divide all ranks into groups of consecutive ones; every rank must call this.
-
-        Args:
-            limit: Deadline of each exchange.
-        """
+        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
+        every rank must call this."""
         ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
         assert ranks is not None
         return cls(ranks, size, dist.get_rank(ranks))
@@ -70,11 +67,8 @@ class ContextGroup:
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
-    """Check that the ranks of a context group can share a model's sequences.
-
-    Args:
-        exchanges: Whether its attention is one that exchanges columns for heads.
-    """
+    """Check that the ranks of a context group can share a model's sequences, by an attention that
+    exchanges columns for heads."""
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type

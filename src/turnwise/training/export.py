@@ -107,12 +107,7 @@ def _save_rest(folder: Path, config: Config) -> None:
 
 @torch.no_grad()
 def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
-    """Write the model of `model.path` with an adapter added, as engines computed with it.
-
-    Args:
-        adapter: Folder with an adapter in PEFT's format.
-        folder: Folder for the model and its tokenizer.
-    """
+    """Write the model of `model.path` with an adapter added, as engines computed with it."""
     settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = settings["r"]
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)

@@ -73,12 +73,7 @@ class Difference:
 
 
 class ModelCheck:
-    """The check of one model. All ranks make the same calls, and get the same answers.
-
-    Args:
-        module: One of `models`.
-        max_length: Most tokens of a sequence.
-    """
+    """The check of one model. All ranks make the same calls, and get the same answers."""
 
     def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
         self._models, self._module = models, module
@@ -186,9 +181,6 @@ def agreed_layout(
     """Return the preferred layout, or padded if a model computes something else in it.
 
     A layout that the configuration names is not replaced.
-
-    Args:
-        checks: Those of all models; see `check_models`.
     """
     for check in checks:
         if not check.own.small:

@@ -102,13 +102,11 @@ def trained_part(module: nn.Module, role: ModelName) -> nn.Module:
 
 
 def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Untyped]]:
-    """Yield the parameters that an update of the engines must contain.
+    """Yield the parameters that an update of the engines must contain: their names in the plain
+    model, and PEFT's layers of those with an adapter.
 
     These are the parameters of adapted layers, and of the linear layers beside them: an engine may
     have fused these into one (query, key and value), which it can only load whole.
-
-    Yields:
-        The name in the plain model, the parameter, and PEFT's layer if it has an adapter.
     """
     adapted = adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in adapted}
@@ -143,13 +141,8 @@ def merged_tensors(model: nn.Module) -> NamedTensors:
 def add_product(
     weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return a layer's weight with an adapter added, in float32.
-
-    Args:
-        weight: [out, in].
-        first: The adapter's factor A: [rank, in].
-        second: The adapter's factor B: [out, rank].
-    """
+    """Return a layer's weight [out, in] with its adapter's factors A [rank, in] and B [out, rank]
+    added, in float32."""
     return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale)
 
 
@@ -165,11 +158,7 @@ def adapter_tensors(model: nn.Module) -> NamedTensors:
 
 
 def adapter_config(model: Untyped, base: str) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter.
-
-    Args:
-        base: Folder or name of the model that the adapter belongs to.
-    """
+    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter."""
     settings = model.peft_config[_POLICY]
     return {
         **settings.to_dict(),

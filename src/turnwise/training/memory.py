@@ -74,11 +74,7 @@ class ModelSize:
 def model_size(
     config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
-    """Return the size of a model, by default the policy.
-
-    Args:
-        roles: Roles of its adapters; none without LoRA.
-    """
+    """Return the size of a model, by default the policy."""
     lora = config.model.lora.model_dump_json() if roles else ""
     return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
 
@@ -108,11 +104,7 @@ def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> Mo
 
 
 def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[str, int]:
-    """Return what all ranks together hold between steps, by part.
-
-    Args:
-        beside: The models beside the policy, by role.
-    """
+    """Return what all ranks together hold between steps, by part."""
     roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
     learning = learning_dtype(config).itemsize * size.learning
@@ -173,16 +165,7 @@ def activation_bytes(
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
     Gradients of weights count only while they are computed. All weights learn: with LoRA, it is
-    somewhat less.
-
-    Args:
-        path: Folder or name of the model.
-        dtype: Precision of the forward pass.
-        sharded: Whether FSDP casts the weights, not autocast.
-        tokens: Size of the micro-batch.
-        length: Tokens of a sequence.
-        every: Layers whose activations are recomputed in the backward pass: all, none, or every
-            N-th.
+    somewhat less. If `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32

@@ -68,10 +68,6 @@ class RankInfo:
 class TrainerRank:
     """A rank of the model in training.
 
-    Args:
-        place: Number of this rank; several ranks rendezvous before the model is loaded.
-        folder: Folder of the run, for transports that write files.
-
     Raises:
         InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
             or the transport cannot be used on this machine.

@@ -48,11 +48,7 @@ class UpdateReport:
     """Whether a gradient was not finite and its update was skipped."""
 
     def add(self, made: "Objective", diff_N: "torch.Tensor", entropy_N: "torch.Tensor") -> None:
-        """Add one micro-batch.
-
-        Args:
-            diff_N: The trainer's log-probs minus the engine's.
-        """
+        """Add one micro-batch."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
         self.sums["ratio"] += float(made.result.ratio_N.sum())
@@ -156,12 +152,7 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return each sample's part of the ranks' token values.
-
-    Args:
-        shares: The updates of each rank.
-        reports: The report of each rank; without values if only a value model was trained.
-    """
+    """Return each sample's part of the ranks' token values."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

@@ -373,11 +373,7 @@ def _trains_alone(algorithm: Algorithm) -> bool:
 
 
 def oldest_version(config: Config, version: int) -> int:
-    """Return the oldest version whose tokens are trained, if every step made all its updates.
-
-    Args:
-        version: Optimizer steps that the trainer has taken.
-    """
+    """Return the oldest version whose tokens are trained, if every step made all its updates."""
     return version - config.training.max_staleness * config.training.updates_per_step
 
 
@@ -404,11 +400,6 @@ class RecentVersions:
         return list(self._versions)
 
     def restore(self, state: Sequence[int] | None, version: int) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            state: None for a checkpoint without it.
-            version: Optimizer steps that the checkpoint contains.
-        """
+        """Continue from a checkpoint, whose version this is; an old one has no state."""
         known = [oldest_version(self._config, version), version] if state is None else state
         self._versions = deque(known, maxlen=self._config.training.max_staleness + 1)

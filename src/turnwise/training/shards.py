@@ -78,12 +78,7 @@ def read_tensor(files: list[str], name: str) -> torch.Tensor:
 
 
 def read_shards(module: nn.Module, files: list[str], device: torch.device) -> None:
-    """Fill the parameters of a sharded model that are on the meta device, and its buffers.
-
-    Args:
-        module: The module that holds the model.
-        device: Device of this rank's shards.
-    """
+    """Fill the parameters of a sharded model that are on the meta device, and its buffers."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     for name, parameter in model.named_parameters():

@@ -178,11 +178,8 @@ def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]]:
-    """Return values minus their mean over the trajectories that have that turn, 0 without others.
-
-    Args:
-        scale: Also divide by their standard deviation.
-    """
+    """Return values minus their mean over the trajectories that have that turn, 0 without others;
+    with `scale`, divided by their standard deviation."""
     normalised = [[0.0] * len(turns) for turns in values]
     for turn in range(max(map(len, values), default=0)):
         present = [index for index, turns in enumerate(values) if turn < len(turns)]
