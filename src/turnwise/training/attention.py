@@ -18,10 +18,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from turnwise.errors import InputError, first_line
 from turnwise.training.batching import Columns
 
-_NAME = "turnwise_packed"
-"""Name of the function in Transformers."""
-_MASK_ROWS = 1024
-"""Queries for which one mask is made, where one is needed."""
+_NAME = "turnwise_packed"  # name of the function in Transformers
+_MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
 

@@ -28,8 +28,7 @@ class ContextGroup:
 
     ranks: dist.ProcessGroup
     size: int
-    number: int
-    """Number of this rank in the group, from 0."""
+    number: int  # number of this rank in the group, from 0
 
     @classmethod
     def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":

@@ -31,8 +31,7 @@ _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
 """Least tokens of the sequences; the second begins as the first does. In a packed row they begin at
 odd columns, where no chunk of a model does."""
-_COMMON = 11
-"""Tokens of that beginning."""
+_COMMON = 11  # tokens of that beginning
 _LONGEST = 16384
 _BLOCK = 8
 """Tokens over which differences are averaged. Where another sequence is seen, all tokens of a block
@@ -54,12 +53,9 @@ class Difference:
 
     nats: float
     """Largest mean over a block of tokens; inf where they cannot be computed, or are not finite."""
-    relative: float
-    """The same relative to the spread of the model's log-probs."""
-    rounding: float
-    """Most of it that counts as rounding."""
-    error: str = ""
-    """The reason where they cannot be computed."""
+    relative: float  # the same relative to the spread of the model's log-probs
+    rounding: float  # most of it that counts as rounding
+    error: str = ""  # the reason where they cannot be computed
 
     @property
     def small(self) -> bool:
@@ -171,8 +167,7 @@ class AgreedLayout:
     """The layout of micro-batches that all ranks agreed on."""
 
     layout: Layout
-    warning: str = ""
-    """The reason if it is not the preferred one; "" if it is."""
+    warning: str = ""  # the reason if it is not the preferred one; "" if it is
 
 
 def agreed_layout(

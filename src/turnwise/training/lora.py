@@ -30,8 +30,7 @@ ModelName = Literal["policy", "reference", "value"]
 _ADAPTERS: dict[ModelName, str] = {"policy": "default", "value": "value"}
 """PEFT's name of the adapter that is active in each role; the reference model has none."""
 _POLICY = _ADAPTERS["policy"]
-_PREFIX = "base_model.model."
-"""Beginning of the names of tensors in PEFT's files."""
+_PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
 

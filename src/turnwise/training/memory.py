@@ -50,8 +50,7 @@ from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.scoring import score_hidden
 
 GIB = 2**30
-_PLAIN = "turnwise_memory"
-"""Name of the attention and experts functions in Transformers."""
+_PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts in a model's configuration."""
 
@@ -61,12 +60,9 @@ class ModelSize:
     """Numbers of a model's parameters, and its vocabulary."""
 
     parameters: int
-    learning: int
-    """Those that are trained: all, or the adapters'."""
-    largest_layer: int
-    """Those of the largest decoder layer."""
-    outside: int
-    """Those outside of decoder layers: embeddings and head."""
+    learning: int  # those that are trained: all, or the adapters'
+    largest_layer: int  # those of the largest decoder layer
+    outside: int  # those outside of decoder layers: embeddings and head
     largest_tensor: int
     vocabulary: int
 

@@ -26,8 +26,7 @@ PART = 2**22
 """Values of a weight that a step of `RoundingAdamW` computes at once."""
 PART_BYTES = 26
 """Bytes of temporary memory for each of these values."""
-_LOW_BITS = 2**16
-"""Values of the bits of a float32 that a bfloat16 lacks."""
+_LOW_BITS = 2**16  # values of the bits of a float32 that a bfloat16 lacks
 
 
 class TrainableModule:

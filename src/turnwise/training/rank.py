@@ -61,8 +61,7 @@ class RankInfo:
 
     rank: int = 0
     ranks: int = 1
-    address: str = ""
-    """host:port of rank 0; "" makes no process group, for one rank alone."""
+    address: str = ""  # host:port of rank 0; "" makes no process group, for one rank alone
 
 
 class TrainerRank:

@@ -19,8 +19,7 @@ KEY = "engine.routing_replay"
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 """Names of the classes of routers in Transformers."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_NARROW = 256
-"""Most experts whose numbers are one byte each."""
+_NARROW = 256  # most experts whose numbers are one byte each
 
 
 class RoutingReplay:

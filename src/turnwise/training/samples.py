@@ -219,13 +219,10 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
 class _Side:
     """The part of a trajectory that one player played; without players, the whole."""
 
-    index: int
-    """Index of the trajectory in its group."""
-    turns: list[int]
-    """Indices of its turns."""
+    index: int  # index of the trajectory in its group
+    turns: list[int]  # indices of its turns
     reward: float
-    turn_rewards: list[float]
-    """Reward of each turn; the last one's includes the rest of `reward`."""
+    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
 
 
 def _sides(group: Group, config: Config) -> list[list[_Side]]:

@@ -22,8 +22,7 @@ from turnwise.training.attention import attending
 from turnwise.training.batching import Columns
 from turnwise.training.loading import backbone_of
 
-_LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 in vLLM's SamplingParams."""
+_LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
 """Maximum number of logits computed at once: 128 MiB in float32."""
 

@@ -37,10 +37,8 @@ from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Transformers reads many tensors at once without it."""
-_ADAPTED = ".base_layer."
-"""Part of the names of weights in a layer with an adapter."""
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # Transformers reads many tensors at once without it
+_ADAPTED = ".base_layer."  # part of the names of weights in a layer with an adapter
 
 
 def weight_files(path: str) -> list[str]:
