@@ -348,25 +348,21 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
         compares = "algorithm.dynamic_sampling"
     elif config.data.curriculum:
         compares = "data.curriculum"
-    elif not _trains_alone(algorithm):
-        compares = f"algorithm.advantage {parts.advantage.name}"
     else:
-        return
+        advantage, compares = algorithm.advantage, f"algorithm.advantage {parts.advantage.name}"
+        try:
+            if advantage.per_turn:
+                trains_alone = advantage.of_turns([[1.0]]) is not None
+            else:
+                trains_alone = advantage.of_groups([[1.0]])[0] is not None
+        except Exception:  # such as a standard deviation of one number, in the user's `Advantage`
+            trains_alone = False
+        if trains_alone:
+            return
     raise InputError(
         f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
         "compare: raise sampling.n"
     )
-
-
-def _trains_alone(algorithm: Algorithm) -> bool:
-    """Return whether the `Advantage`, possibly the user's, accepts a group of one."""
-    advantage = algorithm.advantage
-    try:
-        if advantage.per_turn:
-            return advantage.of_turns([[1.0]]) is not None
-        return advantage.of_groups([[1.0]])[0] is not None
-    except Exception:  # such as a standard deviation of one number
-        return False
 
 
 def oldest_version(config: Config, version: int) -> int:
