@@ -48,10 +48,7 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
-    """Make a model's layers attend within sequences, or by torch's attention and a mask.
-
-    A model with attention of its own keeps it.
-    """
+    """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if model.config._attn_implementation in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
@@ -88,13 +85,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, as Transformers' layers call it.
 
-    Args:
-        columns: The sequences of a packed row, and the ranks that share it; None: each row is a
-            sequence, and whole.
-        sliding_window: Number of last tokens that a token attends to; None: all.
-
-    Returns:
-        The outputs: [B, T, H, D].
+    Without `columns`, each row is a sequence, and whole. The outputs are [B, T, H, D].
     """
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")

@@ -199,12 +199,8 @@ class Columns:
         group: ContextGroup | None,
         experts_BTR: torch.Tensor | None = None,
     ) -> "Columns":
-        """Return this rank's columns of a micro-batch; without a group, all of them.
-
-        Args:
-            mask_BT: True at the tokens to score.
-            position_ids_BT: Positions of a packed row; None for rows of one sequence each.
-        """
+        """Return this rank's columns; without a group, all of them. The mask is True at targets;
+        there are position ids only for a packed row."""
         columns = token_ids_BT.shape[1]
         lengths: list[int] | None = None
         if position_ids_BT is not None:  # each sequence begins at position 0

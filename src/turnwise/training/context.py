@@ -39,12 +39,8 @@ class ContextGroup:
         return cls(ranks, size, dist.get_rank(ranks))
 
     def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the heads, of all columns: [B, H / C, T * C, D].
-
-        Args:
-            tensor_BHTD: All heads of this rank's columns. Where there are fewer heads than ranks,
-                several ranks get the same one.
-        """
+        """Return this rank's share of the heads, of all columns, from all heads of its columns:
+        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
         repeats = max(1, self.size // tensor_BHTD.shape[1])
         tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
         parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))

@@ -98,10 +98,8 @@ class ModelCheck:
 
     @torch.no_grad()
     def compare(self, layout: Layout) -> Difference:
-        """Return the difference of a layout from the sequences one by one.
-
-        Where it is due to the trainer's attention, the model gets its own back.
-        """
+        """Return the difference of a layout from the sequences one by one; where it is due to the
+        trainer's attention, the model gets its own back."""
         found = self._compared(layout)
         if found.small or not is_packed(self._model):
             return found
@@ -173,10 +171,8 @@ class AgreedLayout:
 def agreed_layout(
     checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
 ) -> AgreedLayout:
-    """Return the preferred layout, or padded if a model computes something else in it.
-
-    A layout that the configuration names is not replaced.
-    """
+    """Return the preferred layout, or padded if a model computes something else in it, unless the
+    configuration names one."""
     for check in checks:
         if not check.own.small:
             raise InputError(

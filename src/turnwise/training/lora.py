@@ -122,10 +122,7 @@ def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Un
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> NamedTensors:
-    """Yield each of these parameters whole, with the policy's adapter added.
-
-    Every rank must iterate over all of them.
-    """
+    """Yield each of these whole, with the policy's adapter added; every rank iterates over all."""
     for name, parameter, layer in changed_parameters(model):
         tensor = parameter.detach()
         if layer is not None:
@@ -147,10 +144,7 @@ def add_product(
 
 @torch.no_grad()
 def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Yield the policy's adapter, each tensor whole, under PEFT's names.
-
-    Every rank must iterate over all of them.
-    """
+    """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
     for name, parameter in model.named_parameters():
         if f".{_POLICY}." in name and ".lora_" in name:
             yield _PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)

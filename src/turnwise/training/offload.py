@@ -31,11 +31,9 @@ class _Away:
 class Offload:
     """Offloads tensors and brings them back, by kind.
 
-    Args:
-        tensors: For each kind, a function that lists its tensors: an optimizer has some only after
-            its first step.
-        file: Prefix of the files that hold values of a CPU. They are removed while they are open,
-            so that the process never leaves them behind.
+    A kind is a function that lists its tensors: an optimizer has some only after its first step.
+    `file` is the prefix of the files that hold values of a CPU. They are removed while they are
+    open, so that the process never leaves them behind.
     """
 
     def __init__(

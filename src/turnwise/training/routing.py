@@ -41,8 +41,7 @@ class RoutingReplay:
             raise InputError(f"{KEY}: a {text.model_type} model has no routers that are known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
-        """Set the choices of the next forward pass and its backward pass; None: none are
-        recorded."""
+        """Set the choices of the next forward and backward pass; None: none are recorded."""
         self._recorded = None
         if experts_BTR is None:
             return

@@ -279,8 +279,7 @@ def _of_groups(
 def _of_sides(
     compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm
 ) -> list[list[list[float]] | None]:
-    """Return the advantages of each side's turns, for sides that are compared; None if they are not
-    trained."""
+    """Return the advantages of each side's turns; None for sides that are not trained."""
     advantage, name = algorithm.advantage, config.algorithm.advantage.name
     if not advantage.per_turn:
         of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
@@ -373,9 +372,8 @@ def oldest_version(config: Config, version: int) -> int:
 class RecentVersions:
     """The weight versions at the end of the last steps, the oldest first.
 
-    `training.max_staleness` counts steps. A step makes up to `training.updates_per_step` versions:
-    fewer if it has few trajectories or an update is skipped, and none while only the value model
-    learns.
+    `training.max_staleness` counts steps, which make up to `training.updates_per_step` versions:
+    fewer if trajectories are few or an update is skipped, none while only the value model learns.
     """
 
     def __init__(self, config: Config) -> None:

@@ -141,8 +141,7 @@ def _slices(files: list[str]) -> Iterator[Slices]:
 def full_tensors(model: PreTrainedModel) -> NamedTensors:
     """Yield each tensor whole, under its name in the files; every rank must iterate over all.
 
-    At most one parameter is gathered at a time, or those of one layer if the files have several of
-    them in one tensor.
+    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
     """
     return _tensors(model, whole)
 

@@ -97,8 +97,7 @@ class TrainerGroup:
 
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
-        """Start all ranks, each in an actor with `training.resources` and GPUs, or a share of
-        one."""
+        """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         from turnwise.training.rank import RankInfo, threads_of
 
         training = config.training
