@@ -282,7 +282,7 @@ class TrainerRank:
         the model in Hugging Face's format, or the adapter in PEFT's.
         """
         rank, lora = self._place.rank, self._config.model.lora.rank
-        state: checkpoint_state.RankState = {
+        state = {
             "version": self.version,
             "steps": self._steps,
             "skipped_in_row": self._skipped_in_row,
@@ -299,8 +299,7 @@ class TrainerRank:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
         state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
-        self.version = state["version"]
-        self._steps = state["steps"]
+        self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         torch.set_rng_state(state["rng"])
         return self.version
