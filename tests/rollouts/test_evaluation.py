@@ -28,7 +28,7 @@ from turnwise.rollouts.evaluation import (
 from turnwise.rollouts.problems import Problems
 from turnwise.run.group_log import GroupLog
 from turnwise.trajectory import Trajectory, read_jsonl
-from turnwise.trajectory.log import TrajectoryLog
+from turnwise.trajectory.trajectory import TrajectoryLog
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from turnwise.core.aio import run_in_thread
 from turnwise.observe.timeline import write_times
 from turnwise.rollouts.group import Group, turn_times
-from turnwise.trajectory.log import TrajectoryLog
+from turnwise.trajectory.trajectory import TrajectoryLog
 
 
 class GroupLog:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from turnwise.trajectory.ids import common_prefix
+from turnwise.trajectory.trajectory import common_prefix
 
 _STRETCH = 4
 """Ids of a stretch."""

@@ -35,7 +35,7 @@ from turnwise.chat.prompts import (
 )
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
-from turnwise.chat.tool_formats import format_of, is_object
+from turnwise.chat.tool_parser import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
