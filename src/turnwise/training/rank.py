@@ -20,7 +20,7 @@ import torch
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
-from turnwise.training.algorithms import make_algorithm
+from turnwise.training.algorithms import Tokens, make_algorithm
 from turnwise.training.batching import (
     Columns,
     Layout,
@@ -61,21 +61,11 @@ class RankInfo:
 
     rank: int = 0
     ranks: int = 1
-    address: str = ""
-    """host:port of rank 0; "" makes no process group, for one rank alone."""
+    address: str = ""  # host:port of rank 0; "" makes no process group, for one rank alone
 
 
 class TrainerRank:
-    """A rank of the model in training.
-
-    Args:
-        place: Number of this rank; several ranks rendezvous before the model is loaded.
-        folder: Folder of the run, for transports that write files.
-
-    Raises:
-        InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
-            or the transport cannot be used on this machine.
-    """
+    """A rank of the model in training; several rendezvous before the model is loaded."""
 
     def __init__(
         self, config: Config, place: RankInfo = RankInfo(), folder: Path | None = None
@@ -145,7 +135,7 @@ class TrainerRank:
         self._objective.prepare(batches, len(steps))
         staleness = Counter[int]()
         for batch in batches:
-            staleness.update(batch.staleness_N.tolist())
+            staleness.update(batch.tokens.staleness_N.tolist())
         recorded: list[torch.Tensor] = []
         updates = [
             self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
@@ -163,7 +153,7 @@ class TrainerRank:
             updates,
             torch.cat(recorded, dim=1).cpu().numpy() if recorded else none,
             staleness,
-            sum(batch.tokens for batch in batches),
+            sum(batch.size for batch in batches),
             time.perf_counter() - started,
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
         )
@@ -191,7 +181,7 @@ class TrainerRank:
                 self._objective.policy(batch, share, report, recorded)
             if critic is not None:
                 self._objective.value(batch, share, report)
-            report.tokens += len(batch.advantages_N)
+            report.tokens += len(batch.tokens.advantages_N)
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
@@ -216,12 +206,8 @@ class TrainerRank:
             )
 
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
-        """Compute one model's values for tokens, without training.
-
-        Returns:
-            For each sequence of this rank's share, its number and a value for each masked token:
-            its log-prob under `sampling`, or, from the value model, the expected return before it.
-        """
+        """Return the number of each sequence of this rank's share, and the values of its masked
+        tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])
@@ -246,7 +232,8 @@ class TrainerRank:
         mask_1T[:, 0] = False
         columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
         none = torch.zeros(0)
-        canary = MicroBatch(columns, none, none, none, none, none, none, 1, 0)
+        tokens = Tokens(none, none, none, none, none, 1, none, none)
+        canary = MicroBatch(columns, tokens, none, 0)
         with torch.no_grad():
             expected, _ = self._models.score("policy", canary, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))
@@ -295,7 +282,7 @@ class TrainerRank:
         the model in Hugging Face's format, or the adapter in PEFT's.
         """
         rank, lora = self._place.rank, self._config.model.lora.rank
-        state: checkpoint_state.RankState = {
+        state = {
             "version": self.version,
             "steps": self._steps,
             "skipped_in_row": self._skipped_in_row,
@@ -312,8 +299,7 @@ class TrainerRank:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
         state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
-        self.version = state["version"]
-        self._steps = state["steps"]
+        self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         torch.set_rng_state(state["rng"])
         return self.version
