@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.gpu.device import GIB, NotRun, Place, require
+from turnwise.engine.protocol import dtype_name
 from turnwise.weights.ipc_address import device_name
-from turnwise.weights.manifest import Manifest, dtype_name
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.rendezvous import LOOPBACK
 from turnwise.weights.transport import EngineWorker, WeightSender, find_transport, make_sender

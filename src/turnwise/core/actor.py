@@ -48,13 +48,6 @@ class ActorHandle:
         actor: Ray's handle; Ray ends the actor when its last handle is gone.
         name: The actor's name in errors: "policy rank 0".
         failure: Type of error for its death, and for exceptions that are not a `TurnwiseError`.
-
-    Example:
-        handle = ActorHandle.create(Scorer, path, name="the scorer", config=config, log="scorer")
-        with killed_on_failure(handle):
-            await handle.call("load", what="load its model", seconds=60.0)
-        score = await handle.call("score", text, what="score a text", seconds=5.0)
-        handle.kill()
     """
 
     def __init__(

@@ -30,9 +30,6 @@ def run(main: Coroutine[object, object, _T]) -> _T:
     """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (vLLM brings it).
 
     Its event loop takes less processor time for a turn.
-
-    Example:
-        run(interruptible(train(config)))
     """
     try:
         import uvloop
@@ -43,14 +40,7 @@ def run(main: Coroutine[object, object, _T]) -> _T:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a `TaskGroup` that raises the first error itself, not a group around it.
-
-    Example:
-        async with task_group() as tasks:
-            first = tasks.create_task(work())
-            tasks.create_task(more_work())
-        result = first.result()
-    """
+    """Open a `TaskGroup` that raises the first error itself, not a group around it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -63,9 +53,6 @@ async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     """Run coroutines concurrently, and return their results in order.
 
     Unlike `asyncio.gather`, the first error cancels the others, and is raised when all have ended.
-
-    Example:
-        sizes = await together(size_of(path) for path in paths)
     """
     async with task_group() as tasks:
         running = [tasks.create_task(work) for work in works]
@@ -79,9 +66,6 @@ async def for_each(
 
     Raises:
         Exception: the first error, after the work on other items was cancelled.
-
-    Example:
-        await for_each(urls, fetch, at_once=8)
     """
     left = iter(items)
 
@@ -152,9 +136,6 @@ async def run_in_thread(
 
     Raises:
         OSError: when no thread can be started for some seconds.
-
-    Example:
-        text = await run_in_thread(path.read_text)
     """
     reply = ThreadSafeFuture[_T]()
 

@@ -88,16 +88,7 @@ class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
 
 
 class Child:
-    """A program that was started with pipes; its standard error is always read.
-
-    Example:
-        child = await Child.start(["mcp-server-time"], dict(os.environ))
-        try:
-            child.stdin.write(b"...")
-            line = await read_line(child.stdout)
-        finally:
-            await child.end(5.0)
-    """
+    """A program that was started with pipes; its standard error is always read."""
 
     def __init__(
         self,

@@ -21,12 +21,7 @@ _prepared: "WeakSet[_Loop]" = WeakSet()
 
 
 def use_daemon_threads(loop: _Loop) -> None:
-    """Make daemon threads the default executor of an event loop, once.
-
-    Example:
-        use_daemon_threads(asyncio.get_running_loop())
-        await asyncio.to_thread(blocking)  # counted by `stuck_calls` if it is cancelled
-    """
+    """Make daemon threads the default executor of an event loop, once."""
     if loop not in _prepared:
         _prepared.add(loop)
         loop.set_default_executor(_DaemonThreads())

@@ -18,12 +18,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def numbered(folder: Path, kind: str, suffix: str = "") -> list[Path]:
-    """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers.
-
-    Example:
-        >>> numbered(Path("runs/demo/trajectories"), "step", ".jsonl")[-1]
-        PosixPath('runs/demo/trajectories/step-10000.jsonl')
-    """
+    """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers."""
     pattern = re.compile(rf"{re.escape(kind)}-[0-9]+{re.escape(suffix)}")
     found = [path for path in _entries(folder) if pattern.fullmatch(path.name)]
     return sorted(found, key=number_of)

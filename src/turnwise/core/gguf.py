@@ -44,9 +44,6 @@ def resolve_model(path: str, key: str = "model.path") -> str:
 
     Raises:
         InputError: when a GGUF file does not exist or cannot be converted.
-
-    Example:
-        AutoConfig.from_pretrained(resolve_model("SmolLM2-135M-Instruct.Q4_1.gguf"))
     """
     file = find_gguf(path)
     if file is None:
@@ -64,9 +61,6 @@ def resolve_tokenizer(model: ModelConfig) -> str:
 
     Raises:
         InputError: as `resolve_model` does.
-
-    Example:
-        AutoTokenizer.from_pretrained(resolve_tokenizer(config.model))
     """
     return resolve_model(model.tokenizer or model.path)
 
@@ -76,9 +70,6 @@ def find_gguf(path: str) -> Path | None:
 
     Returns:
         None for anything else, such as a folder with a config.json or a Hugging Face name.
-
-    Example:
-        >>> find_gguf("Qwen/Qwen3-0.6B")
     """
     place = Path(path).expanduser()
     if place.suffix == _SUFFIX and not place.is_dir():

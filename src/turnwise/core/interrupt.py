@@ -42,13 +42,6 @@ class Ending:
 
     Args:
         has_work: Returns whether there is anything to do; called in another thread.
-
-    Example:
-        with Ending(lambda: steps > saved) as ending:
-            ...
-            if ending.asked.is_set():
-                await save()
-                await ending.finished()
     """
 
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
@@ -119,9 +112,6 @@ async def interruptible(run: Awaitable[None]) -> None:
 
     Raises:
         asyncio.CancelledError: when a signal arrived, after `run` has ended.
-
-    Example:
-        asyncio.run(interruptible(train(config)))
     """
     task, loop = asyncio.ensure_future(run), asyncio.get_running_loop()
     reader, writer = socket.socketpair()

@@ -81,10 +81,6 @@ def open_logs(config: Config) -> Iterator[None]:
 
     A program's own handlers get our lines and everybody's as before, and at the end its logging is
     as it was. Open it before vLLM is imported.
-
-    Example:
-        with open_logs(config):
-            result = await train(config)
     """
     if _on_terminal:
         to_terminal(config.log_level)

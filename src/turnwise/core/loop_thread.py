@@ -43,12 +43,6 @@ class EventLoopThread(Generic[_Opened]):
     Args:
         context: Factory of the context manager.
         name: Its name in errors: "the pipeline".
-
-    Example:
-        thread = EventLoopThread(open_database, "the database")
-        database = thread.start(30.0)
-        rows = thread.call(lambda: database.fetch("..."), 5.0, "the rows")
-        thread.stop(10.0)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Optional packages: imported on first use, or an error that says what to install."""
+"""Imports that may fail: of optional packages, and of what a configuration names."""
 
 import importlib
 import importlib.util
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from turnwise.errors import InputError
+from turnwise.errors import InputError, describe_error, ordinary_error
 
 Foreign: TypeAlias = Any
 """A value of another package, or of the user's, whose type is not known here."""
@@ -22,9 +22,6 @@ def optional(package: str, extra: str, purpose: str) -> ModuleType:
 
     Raises:
         InputError: when it is not installed.
-
-    Example:
-        `optional("datasets", "data", "a dataset from the Hub").load_dataset("gsm8k")`
     """
     return required(package, f"'turnwise[{extra}]'", purpose)
 
@@ -38,9 +35,6 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
 
     Raises:
         InputError: when it is not installed, or one of its own requirements is not.
-
-    Example:
-        `required("gymnasium", "gymnasium", "gymnasium:FrozenLake-v1").make("FrozenLake-v1")`
     """
     name = package.partition(".")[0]
     if importlib.util.find_spec(name) is None:
@@ -49,6 +43,26 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise InputError(f"{purpose} needs {error.name}, which {name} imports") from error
+
+
+def load_object(path: str, key: str) -> Any:
+    """Import `package.module:Name`.
+
+    Raises:
+        InputError: naming the configuration key and the module or name that is missing.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator:
+        raise InputError(f"{key} must be package.module:Name, not {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the module's own code may raise anything
+        why = describe_error(ordinary_error(error))
+        raise InputError(f"{key}: {module_name} cannot be imported: {why}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise InputError(f"{key}: {module_name} has no {name}") from None
 
 
 def check_vllm() -> None:

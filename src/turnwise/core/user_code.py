@@ -58,9 +58,6 @@ async def call_user_code(
         OSError: when no thread can be started for it.
         Exception: whatever the function raised. SystemExit, KeyboardInterrupt, StopIteration and
             a CancelledError that it raised itself become a RuntimeError.
-
-    Example:
-        weather = await call_user_code(search, "Paris", name="the tool search", seconds=30.0)
     """
     check_stuck(name)
     async with deadline(seconds, f"{name} did not answer", key):
@@ -131,9 +128,6 @@ async def import_user_code(
     Raises:
         DeadlineError: when the imports take longer.
         Exception: whatever `load` raises.
-
-    Example:
-        scheduler = await import_user_code(load_chat_scheduler, path, config=config, what=path)
     """
     seconds, key = config.engine.start_timeout, "engine.start_timeout"
     loaded: _T = await call_user_code(

@@ -17,7 +17,7 @@ from turnwise.errors import EngineError
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.engine.vllm_api import SamplingParams
+    from turnwise.internals.vllm import SamplingParams
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
@@ -45,9 +45,6 @@ class Route:
     """Session, group and adapter of a request.
 
     Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
-
-    Example:
-        request = Request(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
     """
 
     session: str = ""
@@ -179,12 +176,7 @@ class Completion:
 
 
 class TurnTimes(NamedTuple):
-    """When a turn was sampled, in seconds since the epoch, and by which worker.
-
-    Example:
-        for call in group.calls[0]:
-            print(call.turn, call.ended - call.asked, call.worker)
-    """
+    """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
     """Index of the turn in its trajectory."""
@@ -200,11 +192,7 @@ class TurnTimes(NamedTuple):
 
 
 class WeightUpdate(Protocol):
-    """The description of one weight update, as engines see it.
-
-    Example:
-        update: WeightUpdate = Manifest(version, "shm", path, nbytes, entries)  # of `weights`
-    """
+    """The description of one weight update, as engines see it."""
 
     @property
     def version(self) -> int: ...
@@ -215,12 +203,7 @@ class WeightUpdate(Protocol):
 
 
 class Generator(Protocol):
-    """A source of completions: an engine, or the scheduler of many.
-
-    Example:
-        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
-        completion = await generate(generator, request)
-    """
+    """A source of completions: an engine, or the scheduler of many."""
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion, whatever `sampling.n` is, `STREAM_INTERVAL` tokens at a time.
@@ -231,12 +214,7 @@ class Generator(Protocol):
 
 
 class Engine(Generator, Protocol):
-    """One inference engine.
-
-    Example:
-        await engine.update_weights(manifest, in_flight="keep")
-        completion = await generate(engine, Request([5, 6, 7], SamplingConfig(), "request-1"))
-    """
+    """One inference engine."""
 
     name: str
     """Name in errors."""
@@ -336,9 +314,6 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
     Raises:
         EngineError: when it failed, or ended without a finish reason.
-
-    Example:
-        completion = await generate(engine, Request([5, 6, 7], config.sampling, "request-1"))
     """
     async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
         return await collect(chunks, request.id)
@@ -370,3 +345,8 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         last.worker,
         last.experts,
     )
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
+    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from turnwise.engine.protocol import (
 from turnwise.errors import EngineError
 
 if TYPE_CHECKING:
-    from turnwise.engine.vllm_api import (
+    from turnwise.internals.vllm import (
         FlatLogprobs,
         RequestOutput,
         SamplingParams,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def sampling_params(sampling: Sampling, seed: int | None) -> "SamplingParams":
     """Return vLLM's parameters of a request that is streamed; vLLM's own are completed in place."""
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     if isinstance(sampling, SamplingConfig):
         params = vllm.SamplingParams(

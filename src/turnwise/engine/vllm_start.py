@@ -17,12 +17,13 @@ from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core import fork_server
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import load_object
 from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
-from turnwise.engine.logits_processors import ADAPTER, SETTINGS, load_processor
+from turnwise.engine.logits_processors import ADAPTER, KEY, SETTINGS
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
-    from turnwise.engine.vllm_api import AsyncLLM
+    from turnwise.internals.vllm import AsyncLLM
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -32,15 +33,15 @@ _CPU_BLOCK_SIZE = 32
 
 
 def import_vllm() -> ModuleType:
-    """Import `vllm_api`, and prepare the process from which engines are forked."""
+    """Import vLLM's names, and prepare the process from which engines are forked."""
     context = multiprocessing.get_context("forkserver")
     if not fork_server.share_with_engines():
         context.set_forkserver_preload(["turnwise.engine.preload"])
         multiprocessing.forkserver.ensure_running()  # imports there while we import here
-    from turnwise.engine import vllm_api
+    from turnwise.internals import vllm
 
-    vllm_api.use_process_context(context)
-    return vllm_api
+    vllm.use_process_context(context)
+    return vllm
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
@@ -54,7 +55,7 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
     Raises:
         InputError: when vLLM refuses the model or an argument.
     """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     try:
         # Given explicitly, because vLLM's default adds a logger that is not read.
@@ -77,13 +78,10 @@ def engine_arguments(
 ) -> JsonObject:
     """Return the arguments of vLLM's AsyncEngineArgs for a configuration.
 
-    Example:
-        AsyncEngineArgs(**engine_arguments(config.model, config.engine, deterministic=False))
-
     Raises:
         InputError: when vLLM does not support this configuration on this machine.
     """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     classes, callables = _processors(engine.logits_processors)
     adapted = bool(callables or engine.logits_processors_allowed is not None)
@@ -136,13 +134,13 @@ def _processors(names: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         InputError: when one cannot be loaded, or is neither.
     """
-    from turnwise.engine import vllm_api as vllm  # seconds to import
+    from turnwise.internals import vllm  # seconds to import
 
     kinds: tuple[list[str], list[str]] = [], []
     for name in names:
-        loaded = load_processor(name, "engine.logits_processors")
+        loaded = load_object(name, KEY)
         if not callable(loaded):
-            raise InputError(f"engine.logits_processors: {name} is not callable")
+            raise InputError(f"{KEY}: {name} is not callable")
         is_class = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
         kinds[0 if is_class else 1].append(name)
     return kinds

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import TurnwiseError
 
 _PART_BYTES = 16 * 2**20

@@ -25,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from turnwise.core.environ import environment_variable
+from turnwise.core.process import environment_variable
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry, dtype_name
+from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry
 from turnwise.weights.transport import (
     EngineWorker,
     Receiver,

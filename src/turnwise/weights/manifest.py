@@ -129,11 +129,6 @@ def lay_out(
     return tuple(entries), offset
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type without its module, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def plan_chunks(
     tensors: NamedTensors,
     dtype: torch.dtype | None,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from turnwise.core.deadlines import deadline_error
-from turnwise.core.environ import environment_variable
+from turnwise.core.process import environment_variable
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
 from turnwise.weights.ipc_address import device_name
 from turnwise.weights.rendezvous import join_store, open_store, private

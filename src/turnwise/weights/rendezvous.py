@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from turnwise.core import secret
+from turnwise.core.process import known_secret
 
 LOOPBACK = "127.0.0.1"
 _DEFAULT = timedelta(seconds=300)
@@ -39,7 +39,7 @@ def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
 
 def private(store: TCPStore) -> Store:
     """Return the part of a store that this run's processes share."""
-    return PrefixStore(secret.known(), store)
+    return PrefixStore(known_secret(), store)
 
 
 def free_address() -> tuple[str, int]:

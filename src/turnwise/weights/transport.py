@@ -6,7 +6,6 @@ one, write a file with a subclass of `Transport`, and name it in `TRANSPORTS`, o
 configuration alone: `weights.transport: my_package.my_module:MyTransport`.
 """
 
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
+from turnwise.core.optional import load_object
+from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.chunks import drained
 from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo
 
@@ -281,17 +281,12 @@ def find_transport(name: str) -> Transport:
         InputError: when there is none.
     """
     path = TRANSPORTS.get(name, name)
-    module, _, attribute = path.partition(":")
-    if not attribute:
+    if ":" not in path:
         raise InputError(
             f"weights.transport: {name} is none of {', '.join(TRANSPORTS)}, nor "
             "package.module:Class"
         )
-    try:
-        transport: Transport = getattr(importlib.import_module(module), attribute)()
-    except BaseException as error:  # the module's own code may raise anything
-        why = describe_error(ordinary_error(error))
-        raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
+    transport: Transport = load_object(path, "weights.transport")()
     return transport
 
 

@@ -15,9 +15,9 @@ import torch
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.logits_adapter import take_failure
 from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
+from turnwise.internals import vllm
 from turnwise.weights import BACKEND
 from turnwise.weights.ipc_address import device_name
 from turnwise.weights.manifest import Manifest, mismatch
@@ -62,7 +62,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = True
         if vllm.current_platform.is_cpu():
             for module in self.model.modules():
-                _pack_experts_again(module)
+                vllm.pack_experts_again(module)
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -105,21 +105,6 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.end_update("the engine was shut down")
-
-
-def _pack_experts_again(module: torch.nn.Module) -> None:
-    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
-    method = getattr(module, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
-        return
-    process = method.process_weights_after_loading
-
-    def process_and_pack(layer: torch.nn.Module) -> None:
-        process(layer)
-        kernel.fused_experts.process_weights_after_loading(layer)
-
-    method.process_weights_after_loading = process_and_pack
 
 
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
@@ -289,7 +274,7 @@ class WorkerExtension:
         self._validated = manifest
 
     def _open(self, manifest: Manifest, seconds: float) -> JsonObject:
-        self._weight_update_active = False  # vLLM leaves it set after an interrupted update
+        vllm.forget_update(self)
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
         transport = find_transport(manifest.transport)
@@ -305,5 +290,4 @@ class WorkerExtension:
 # An update of some layers is complete: the manifest says so, and the canary checks it.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
-if BACKEND not in vllm.WeightTransferEngineFactory._registry:
-    vllm.WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
+vllm.add_transfer_engine(BACKEND, TransferEngine)

@@ -16,7 +16,7 @@ from turnwise.errors import EngineError
 from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
 
 if TYPE_CHECKING:
-    from turnwise.engine import vllm_api as vllm
+    from turnwise.internals import vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class WorkerHost:
         os.environ.update(environment)  # before vLLM is imported, which reads it
         state = ProcessState(threads)
         with state.inside():
-            from turnwise.engine import vllm_api as vllm
+            from turnwise.internals import vllm
 
             wrapper = vllm.WorkerWrapperBase(rpc_rank=rank)
             address: str = vllm.get_distributed_init_method(vllm.get_ip(), vllm.get_open_port())
@@ -76,7 +76,7 @@ class WorkerHost:
             raise EngineError("it no longer hosts a worker of this engine")
         if worker.thread != threading.get_ident():
             raise EngineError("an actor that hosts a worker must run its calls in one thread")
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         with worker.state.inside():
             method, args, kwargs = pickle.loads(call)
@@ -88,7 +88,7 @@ class WorkerHost:
         if worker is None or worker.engine != engine:
             return
         self._colocated = None
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         state, wrapper = worker.state, worker.wrapper
         with state.inside(), default_group_apart():
