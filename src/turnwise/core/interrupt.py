@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from turnwise.core.calls import unreturned_calls
+from turnwise.core.user_code import unreturned_calls
 
 if TYPE_CHECKING:
     import psutil

@@ -18,10 +18,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
-from turnwise.core.calls import unreturned_calls
 from turnwise.core.deadlines import deadline, deadline_error
-from turnwise.core.executor import use_daemon_threads
 from turnwise.core.interrupt import SAVE_SECONDS, Ending
+from turnwise.core.user_code import unreturned_calls, use_daemon_threads
 from turnwise.errors import DeadlineError, TurnwiseError
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import NoReturn
 
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import InputError
 from turnwise.trl.config import GRPOConfig
 

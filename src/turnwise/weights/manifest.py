@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import dtype_name
 
 if TYPE_CHECKING:
     from turnwise.weights.canary import Canary
