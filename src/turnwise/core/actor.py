@@ -67,9 +67,9 @@ class ActorHandle:
         log: str,
         threads: int = 1,
         num_gpus: float = 0,
-        placement: "PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str" = (
-            "DEFAULT"
-        ),
+        placement: PlacementGroupSchedulingStrategy
+        | NodeAffinitySchedulingStrategy
+        | str = "DEFAULT",
         max_concurrency: int | None = None,
         environment: Mapping[str, str] | None = None,
         failure: type[TurnwiseError] = TurnwiseError,
@@ -81,7 +81,6 @@ class ActorHandle:
             log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
             threads: Threads of its OpenMP pools.
             num_gpus: GPUs that Ray reserves for it; less than 1 reserves a share of one.
-            placement: Ray's scheduling strategy, such as a bundle of a placement group.
             max_concurrency: Calls that run at once; None leaves Ray's default, which is 1, or
                 1000 where the class has coroutines.
             environment: Additional environment variables of its process.
@@ -120,7 +119,7 @@ class ActorHandle:
     def kill(self) -> None:
         """End the actor's process at once."""
         if ray.is_initialized():  # else `ray.kill` starts a new Ray
-            _ask_head(functools.partial(ray.kill, self.actor))
+            _ask_head(lambda: ray.kill(self.actor))
 
 
 def _ask_head(call: Callable[[], None]) -> None:
@@ -141,10 +140,9 @@ def _ask_head(call: Callable[[], None]) -> None:
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """Return the placement of an actor on one node.
+    """Return the placement of an actor on a node, by its id; None means this one.
 
     Args:
-        node: The node's id; None means this one.
         soft: Take another node if this one is gone.
     """
     node = node or ray.get_runtime_context().get_node_id()
@@ -192,7 +190,7 @@ async def create_placement_group(
             group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
         )
     except BaseException:
-        _ask_head(functools.partial(remove_placement_group, group))
+        _ask_head(lambda: remove_placement_group(group))
         raise
     return group
 
@@ -237,10 +235,8 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def may_be_alive(error: BaseException | None) -> bool:
-    """Return whether one of the functions here raised this error because Ray's own connection to
-    an actor was lost, of whose death Ray knows nothing."""
-    cause = error.__cause__ if isinstance(error, TurnwiseError) else None
-    return isinstance(cause, ActorUnavailableError)
+    """Return whether an error is no more than a lost connection of Ray's own to the actor."""
+    return is_death(error) and isinstance(error and error.__cause__, ActorUnavailableError)
 
 
 _DEATHS: dict[type[RayError], str] = {
@@ -271,15 +267,13 @@ def get_all_with_deadline(
         raise deadline_error(seconds, f"{who} did not {what}") from None
     except RayError as error:
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        causes = [_cause(reply, who, what) for who, reply in replies.items() if reply in done]
-        raise failure("; ".join(filter(None, causes)) or death("Ray", error)) from error
-
-
-def _cause(reply: ray.ObjectRef, who: str, what: str) -> str:
-    try:
-        ray.get(reply)
-    except RayTaskError as error:
-        return f"{who} failed to {what}: {error.cause!r}"
-    except RayError as error:
-        return death(who, error)
-    return ""
+        causes = []
+        for who, reply in replies.items():
+            try:
+                if reply in done:
+                    ray.get(reply)
+            except RayTaskError as raised:
+                causes.append(f"{who} failed to {what}: {raised.cause!r}")
+            except RayError as died:
+                causes.append(death(who, died))
+        raise failure("; ".join(causes) or death("Ray", error)) from error

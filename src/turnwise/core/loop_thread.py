@@ -54,16 +54,13 @@ class EventLoopThread(Generic[_Opened]):
         self._ended: Future[None] = Future()
         self._calls: set[asyncio.Task[object]] = set()
         self._leaving = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="turnwise-loop")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop")
 
     def start(self, seconds: float) -> _Opened:
         """Open the context manager, and return its value.
 
-        Args:
-            seconds: Deadline.
-
         Raises:
-            DeadlineError: when it takes longer.
+            DeadlineError: when it takes longer than `seconds`.
             BaseException: the error of the context manager; nothing is left open.
         """
         self._thread.start()
@@ -87,16 +84,17 @@ class EventLoopThread(Generic[_Opened]):
         The coroutine is cancelled if the wait ends early; if a signal ends it, a run may first save
         what it has (`Ending`).
 
-        Args:
-            seconds: Deadline.
-            who: Name of the result in errors: "the training step".
-
         Raises:
-            DeadlineError: naming `who`.
+            DeadlineError: naming `who` ("the training step"), when it takes longer than `seconds`.
         """
         future: Future[_Result] | None = None
+
+        async def within() -> _Result:
+            async with deadline(seconds, f"waited for {who}: no answer"):
+                return await work()
+
         try:  # a signal may come at any time
-            future = self.submit(lambda: _within(work, seconds, who))
+            future = self.submit(within)
             return self._result(future, seconds + _GRACE_SECONDS, f"the event loop of {self._name}")
         except BaseException as error:
             # A signal's handler raised; a second signal raises again.
@@ -111,11 +109,8 @@ class EventLoopThread(Generic[_Opened]):
     def stop(self, seconds: float) -> None:
         """Close the context manager; Ctrl-C is raised only after it has closed.
 
-        Args:
-            seconds: Deadline.
-
         Raises:
-            DeadlineError: when it takes longer.
+            DeadlineError: when it takes longer than `seconds`.
             BaseException: the error that ended it earlier, or that closing it raised.
         """
         with suppress(RuntimeError):  # the loop has closed already
@@ -158,33 +153,27 @@ class EventLoopThread(Generic[_Opened]):
             if failure is not error:
                 logger.warning("while %s ended: %s", self._name, failure)
 
-    def _run(self) -> None:
-        asyncio.run(self._held())
-
     async def _held(self) -> None:
         """Hold the context manager open, and note how it ended: tasks that user code has left in
         the loop may not end at all."""
-        try:
-            await self._hold()
-        except asyncio.CancelledError:
-            self._ended.set_result(None)
-        except BaseException as error:
-            self._ended.set_exception(error)
-
-    async def _hold(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._loop = task, asyncio.get_running_loop()
         use_daemon_threads(self._loop)
         self._began.set()
-        async with self._context() as opened:
-            self._opened.set_result(opened)
-            try:
-                await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
-            finally:
-                self._leaving = True
-                for call in self._calls:  # callers get the cause, not its consequences
-                    call.cancel()
+        try:
+            async with self._context() as opened:
+                self._opened.set_result(opened)
+                try:
+                    await asyncio.Event().wait()  # until it is cancelled, by stop or from inside
+                finally:
+                    self._leaving = True
+                    for call in self._calls:  # callers get the cause, not its consequences
+                        call.cancel()
+        except asyncio.CancelledError:
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
 
     def _cancel(self) -> None:
         if not self._task.cancelling():
@@ -218,8 +207,3 @@ class EventLoopThread(Generic[_Opened]):
         if self._ended.done():
             self._ended.result()
             raise TurnwiseError(f"{self._name} has ended")
-
-
-async def _within(work: Work[_Result], seconds: float, who: str) -> _Result:
-    async with deadline(seconds, f"waited for {who}: no answer"):
-        return await work()
