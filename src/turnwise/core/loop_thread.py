@@ -54,7 +54,9 @@ class EventLoopThread(Generic[_Opened]):
         self._ended: Future[None] = Future()
         self._calls: set[asyncio.Task[object]] = set()
         self._leaving = False
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
+        )
 
     def start(self, seconds: float) -> _Opened:
         """Open the context manager, and return its value.

@@ -65,11 +65,14 @@ def _check(path: str, file: str, key: str, what: str, files: str) -> None:
         raise InputError(
             f"{key}: there is no {what} in {path} (a folder with {files}, or a Hugging Face name)"
         )
-    if (offline := why_offline()) and not _is_cached(path, file):
-        raise InputError(
-            f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
-            f"this machine has no such {what}"
-        )
+    if offline := why_offline():
+        from huggingface_hub import try_to_load_from_cache  # a third of a second to import
+
+        if not isinstance(try_to_load_from_cache(path, file), str):
+            raise InputError(
+                f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
+                f"this machine has no such {what}"
+            )
 
 
 def check_data(path: str) -> None:
@@ -108,14 +111,12 @@ def why_offline() -> str:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if _answers(endpoint):
         return ""
-    _go_offline()
+    # Hugging Face's libraries use their cache alone, even those that are already imported.
+    os.environ[_OFFLINE[0]] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return f"{endpoint} cannot be reached"
-
-
-def _is_cached(name: str, file: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache  # a third of a second to import
-
-    return isinstance(try_to_load_from_cache(name, file), str)
 
 
 def _answers(url: str) -> bool:
@@ -140,11 +141,3 @@ def _answers(url: str) -> bool:
     thread.start()
     thread.join(_SECONDS)
     return any(answers)
-
-
-def _go_offline() -> None:
-    """Restrict Hugging Face's libraries to their cache, even those that are already imported."""
-    os.environ[_OFFLINE[0]] = "1"
-    for module in ("huggingface_hub.constants", "datasets.config"):
-        if module in sys.modules:
-            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
