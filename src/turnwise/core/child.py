@@ -196,10 +196,8 @@ class Child:
             self.kill()
             _running.discard(self)
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._streams.ended.wait()
-                        await asyncio.wait([self._hearing])
+                if await self.exited(seconds):
+                    await self.heard(seconds)
             finally:
                 self._hearing.cancel()
                 self._transport.close()

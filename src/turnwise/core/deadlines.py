@@ -30,7 +30,6 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
         return
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
-
     timer: asyncio.TimerHandle
 
     def expire() -> None:

@@ -272,7 +272,7 @@ class Engine(Generator, Protocol):
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        """Load the weights that the manifest describes, by its transport.
+        """Load the weights that the manifest describes, and return the version that is now served.
 
         Requests in flight are finished first (`drain`), ended with finish reason `abort`
         (`abort`), or frozen during the update and continued under the new weights, with their
@@ -280,9 +280,6 @@ class Engine(Generator, Protocol):
         cached prefixes of older weights. With `ipc` and `collective`, requests keep running
         until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
         pauses none: requests in flight keep their adapter unless they are to be aborted.
-
-        Returns:
-            The version that is now served: the manifest's, or the one that was sent.
 
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or

@@ -9,7 +9,8 @@ strings, pass through vLLM's frontend as before.
 import asyncio
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, cast
 
 from turnwise.core.deadlines import StallClock
@@ -68,14 +69,18 @@ class TokenStreams:
             and not params.detokenize
         )
 
-    async def open(
+    async def chunks(
         self,
         prompt: "TokensInput",
         params: "SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
-    ) -> "TokenStream":
-        """Send a request to the engine's process.
+        watching: Callable[[], AbstractAsyncContextManager[object]],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Send a request to the engine's process, and yield its chunks; closing aborts it.
+
+        Args:
+            watching: Limits the wait for a chunk.
 
         Raises:
             EngineDeadError, ValueError: as vLLM's `generate` does.
@@ -103,12 +108,16 @@ class TokenStreams:
         except BaseException:
             self._streams.pop(request.request_id, None)
             raise
-        return stream
-
-    async def close(self, stream: "TokenStream") -> None:
-        """Abort a request, unless it has ended."""
-        if self._streams.pop(stream.request_id, None) is not None:
-            await self._abort([stream])
+        try:
+            finished = False
+            while not finished:
+                async with watching():
+                    chunk = await stream.next()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if self._streams.pop(stream.request_id, None) is not None:  # it has not ended
+                await self._abort([stream])
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with finish reason `abort`; unknown ones are ignored."""

@@ -8,7 +8,15 @@ adapter of a version is loaded beside those of earlier versions, and pauses noth
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
@@ -16,6 +24,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
@@ -152,13 +161,14 @@ class VllmEngine:
         await self._settle_processors(params, request.id)
         await self.load_adapters()
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
-        run = self._token_chunks if self._streams.take(params) else self._frontend_chunks
+        run = self._streams.chunks if self._streams.take(params) else self._frontend_chunks
         with (
             self._adapters.using(request.route.adapter, request.id) as adapter,
             self._running(request.id),
         ):
             inputs = self._vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
-            async with aclosing(run(inputs, params, request.id, adapter)) as chunks:
+            watching = partial(self._moving, f"with request {request.id} waiting")
+            async with aclosing(run(inputs, params, request.id, adapter, watching)) as chunks:
                 async for chunk in chunks:
                     if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
                         raise await self._unsampled(request.id)
@@ -185,6 +195,11 @@ class VllmEngine:
                 del self._unloaded[name]
             self._ready = True
 
+    def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
+        """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
+        stalled = f"{self.name}, {waiting}, sampled no token"
+        return self._clock.watching(stalled, "engine.request_timeout")
+
     @contextmanager
     def _running(self, request_id: str) -> Iterator[None]:
         """Count a request, and raise vLLM's errors as ours."""
@@ -202,39 +217,15 @@ class VllmEngine:
         finally:
             self._pending.discard(request_id)
 
-    def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
-        """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
-        stalled = f"{self.name}, {waiting}, sampled no token"
-        return self._clock.watching(stalled, "engine.request_timeout")
-
-    async def _token_chunks(
-        self,
-        inputs: "TokensInput",
-        params: "SamplingParams",
-        request_id: str,
-        adapter: LoadedAdapter | None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a request of nothing but tokens."""
-        stream = await self._streams.open(inputs, params, request_id, adapter)
-        try:
-            finished = False
-            while not finished:
-                async with self._moving(f"with request {request_id} waiting"):
-                    chunk = await stream.next()
-                finished = chunk.finish_reason is not None
-                yield chunk
-        finally:
-            await self._streams.close(stream)
-
     async def _frontend_chunks(
         self,
         inputs: "TokensInput",
         params: "SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
+        watching: Callable[[], AbstractAsyncContextManager[object]],
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a request that needs vLLM's frontend, which gets every token."""
-        vllm = self._vllm
         interval, params.stream_interval = params.stream_interval or 1, 1
         sampled, few = 0, None
         first: float | None = None
@@ -242,17 +233,15 @@ class VllmEngine:
         stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
         async with aclosing(stream) as outputs:
             while True:
-                async with self._moving(f"with request {request_id} waiting"):
+                async with watching():
                     output = await anext(outputs, None)
                 if output is None:
                     return
                 piece = output.outputs[0]
                 finished = piece.finish_reason is not None
-                labels = versions or (
-                    piece.weight_versions
-                    if finished
-                    else vllm.weight_versions_so_far(self._llm, request_id)
-                )
+                labels = versions or piece.weight_versions
+                if not versions and not finished:
+                    labels = self._vllm.weight_versions_so_far(self._llm, request_id)
                 now = time.monotonic()
                 if first is None and piece.token_ids:
                     first = now
@@ -334,10 +323,8 @@ class VllmEngine:
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
-        plain = {
-            name: (tuple(shape), dtype_name(dtype))
-            for name, (shape, dtype) in state_dict_info.items()
-        }
+        given = state_dict_info.items()
+        plain = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in given}
         async with self._deadline("preparing for weight updates", self._timeout):
             await self._ask("expect_tensors", plain)
 
@@ -351,10 +338,9 @@ class VllmEngine:
         timeout: float | None = None,
     ) -> None:
         seconds = timeout or self._timeout
+        group = (rank_prefix, ip, port, world_size, train_world_size)
         async with self._deadline("joining a process group", seconds + _GRACE_SECONDS):
-            await self._ask(
-                "join_collective", rank_prefix, ip, port, world_size, train_world_size, seconds
-            )
+            await self._ask("join_collective", *group, seconds)
 
     async def receive_weights(
         self,

@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -64,9 +63,11 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
             vllm.AsyncEngineArgs(**arguments), stat_loggers=loggers
         )
     except (ValueError, TypeError, OSError) as error:
-        raise InputError(f"vLLM cannot serve {path}: {_first_sentence(error)}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = " ".join(lines[:3]) or type(error).__name__
+        raise InputError(f"vLLM cannot serve {path}: {cause}") from error
     except RuntimeError as error:  # the engine's process failed: the reason is in its log
-        cause = _last_logged_error() or error
+        cause = _last_logged_error() or str(error)
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
 
 
@@ -83,7 +84,14 @@ def engine_arguments(
     """
     from turnwise.internals import vllm  # seconds to import
 
-    classes, callables = _processors(engine.logits_processors)
+    classes: list[str] = []
+    callables: list[str] = []
+    for name in engine.logits_processors:  # vLLM's batch classes, or plain callables
+        loaded = load_object(name, KEY)
+        if not callable(loaded):
+            raise InputError(f"{KEY}: {name} is not callable")
+        batched = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
+        (classes if batched else callables).append(name)
     adapted = bool(callables or engine.logits_processors_allowed is not None)
     arguments: JsonObject = {
         "model": resolve_model(model.path),
@@ -128,33 +136,9 @@ def engine_arguments(
     return arguments
 
 
-def _processors(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide names into those of vLLM's batch classes and those of callables.
-
-    Raises:
-        InputError: when one cannot be loaded, or is neither.
-    """
-    from turnwise.internals import vllm  # seconds to import
-
-    kinds: tuple[list[str], list[str]] = [], []
-    for name in names:
-        loaded = load_object(name, KEY)
-        if not callable(loaded):
-            raise InputError(f"{KEY}: {name} is not callable")
-        is_class = isinstance(loaded, type) and issubclass(loaded, vllm.LogitsProcessor)
-        kinds[0 if is_class else 1].append(name)
-    return kinds
-
-
 def _last_logged_error() -> str:
     """Return the last error in this process's log, to which the engine's process writes too."""
     path = Path(os.readlink("/proc/self/fd/2"))
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
     return next((text for text in errors if "root cause" not in text), "")
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Return the first three lines of an error's message as one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
