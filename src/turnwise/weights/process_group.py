@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.process import environment_variable
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
+from turnwise.internals.torch import limit_nccl
 from turnwise.weights.ipc_address import device_name
 from turnwise.weights.rendezvous import join_store, open_store, private
 
@@ -266,7 +267,7 @@ def _process_group(
     """Create a group outside torch's registry, so that it does not affect the default group."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        limit_nccl(options, limit)
         with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
             return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.errors import EngineError
-from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
+from turnwise.internals.torch import default_group_apart
+from turnwise.serving.colocated.process_state import ProcessState
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm

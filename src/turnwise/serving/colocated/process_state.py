@@ -9,38 +9,13 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+
+from turnwise.internals.torch import Groups, OwnGroups, groups_now, use_groups
 
 _set_num_threads = torch.set_num_threads
-_FIRST_GROUP = 1_000_000
-"""Number of the first group: torch names groups by counting them, and a name may exist only once
-in a process."""
-
-
-_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
-
-
-class _OwnGroups(c10d._World):
-    """Process groups separate from those of the rest of the process, in torch's own registry."""
-
-    # torch's are properties, which only class attributes can hide.
-    pg_map: _Registry = None
-    pg_names: _Registry = None
-    pg_group_ranks: _Registry = None
-    pg_backend_config: _Registry = None
-    tags_to_pg: _Registry = None
-    pg_to_tag: _Registry = None
-    group_count = _FIRST_GROUP
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +27,7 @@ class _State:
     dtype: torch.dtype
     matmul_precision: str
     deterministic: int
-    groups: c10d._World
+    groups: Groups
     python_random: tuple[object, ...]
     numpy_random: np.random.BitGenerator
     torch_random: torch.Tensor
@@ -66,7 +41,7 @@ class _State:
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             torch.get_deterministic_debug_mode(),
-            c10d._world,
+            groups_now(),
             random.getstate(),
             np.random.mtrand.get_bit_generator(),
             torch.get_rng_state(),
@@ -79,7 +54,7 @@ class _State:
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.set_deterministic_debug_mode(self.deterministic)
-        c10d._world = self.groups
+        use_groups(self.groups)
         random.setstate(self.python_random)
         np.random.mtrand.set_bit_generator(self.numpy_random)
         torch.set_rng_state(self.torch_random)
@@ -109,7 +84,7 @@ class ProcessState:
             dtype=torch.float32,
             matmul_precision="highest",
             deterministic=0,
-            groups=_OwnGroups(),
+            groups=OwnGroups(),
             numpy_random=np.random.MT19937(),
         )
 
@@ -123,15 +98,3 @@ class ProcessState:
         finally:
             self._state = _State.now()
             outside.install()
-
-
-@contextmanager
-def default_group_apart() -> Iterator[None]:
-    """Leave the default process group to the end: ending it ends all groups of the process."""
-    default = c10d._world.default_pg
-    c10d._world.default_pg = None
-    try:
-        yield
-    finally:
-        if default is not None:
-            dist.destroy_process_group(default)
