@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from turnwise.internals import internal
 _FIRST_GROUP = 1_000_000
 """Number of the first group: torch names groups by counting them, and a name may exist only once
 in a process."""
-Groups = c10d._World
+_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
+Groups: TypeAlias = c10d._World
 """All process groups of a program."""
 
 
@@ -29,12 +30,12 @@ class OwnGroups(c10d._World):
     """
 
     # torch's are properties, which only class attributes can hide.
-    pg_map: Any = None
-    pg_names: Any = None
-    pg_group_ranks: Any = None
-    pg_backend_config: Any = None
-    tags_to_pg: Any = None
-    pg_to_tag: Any = None
+    pg_map: _Registry = None
+    pg_names: _Registry = None
+    pg_group_ranks: _Registry = None
+    pg_backend_config: _Registry = None
+    tags_to_pg: _Registry = None
+    pg_to_tag: _Registry = None
     group_count = _FIRST_GROUP
 
     def __init__(self) -> None:
