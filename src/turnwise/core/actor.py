@@ -103,15 +103,11 @@ class ActorHandle:
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
-        """Call one of the actor's methods, and wait for its result.
+        """Call one of the actor's methods, and wait for its result; raises as `get_with_deadline`
+        does.
 
         Args:
             what: The call in errors, after "did not" or "failed to": "score a text".
-            seconds: Time within which it must answer.
-
-        Raises:
-            DeadlineError: when it does not answer in time.
-            TurnwiseError: as `get_with_deadline` does.
         """
         reply = getattr(self.actor, method).remote(*arguments)
         return await get_with_deadline(reply, self.name, what, seconds, self._failure)
@@ -140,11 +136,8 @@ def _ask_head(call: Callable[[], None]) -> None:
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """Return the placement of an actor on a node, by its id; None means this one.
-
-    Args:
-        soft: Take another node if this one is gone.
-    """
+    """Return the placement on a node, by its id (None: this one), or if `soft` on another when it
+    is gone."""
     node = node or ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=soft)
 
@@ -168,17 +161,12 @@ def killed_on_failure(*handles: ActorHandle) -> Iterator[None]:
 async def create_placement_group(
     count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
 ) -> PlacementGroup:
-    """Reserve a bundle for each of `count` actors, on as few nodes as possible.
+    """Reserve a bundle of GPUs and custom resources for each of `count` actors, on as few nodes as
+    possible; DeadlineError when the cluster has no room in time.
 
     Args:
-        gpus: GPUs of each bundle.
-        resources: Ray's custom resources of each bundle, by name.
         who: The actors in errors, in the plural: "workers".
         key: Section of the configuration whose `resources` these are.
-        seconds: Time within which the cluster must have room for all.
-
-    Raises:
-        DeadlineError: when it has no room in time.
     """
     # Ray accepts no empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
@@ -206,8 +194,7 @@ async def get_with_deadline(
 
     Raises:
         DeadlineError: when it did not come within `seconds`.
-        TurnwiseError: the one that the actor raised; `failure` when it raised anything else,
-            or died.
+        TurnwiseError: the one that the actor raised; `failure` if it raised another, or died.
     """
     try:
         async with deadline(seconds, f"{who} did not {what}"):
@@ -252,12 +239,8 @@ _DEATHS: dict[type[RayError], str] = {
 def get_all_with_deadline(
     replies: Mapping[str, ray.ObjectRef], what: str, seconds: float, failure: type[TurnwiseError]
 ) -> list[Any]:
-    """Wait, without an event loop, for the replies of several actors, keyed by name.
-
-    Raises:
-        DeadlineError: when one did not answer within `seconds`.
-        TurnwiseError: `failure`, as soon as one of them raised anything or died.
-    """
+    """Wait, without an event loop, for the replies of several actors, keyed by name; raises
+    DeadlineError, and `failure` as soon as one of them raised anything or died."""
     references = list(replies.values())
     try:
         return list(ray.get(references, timeout=seconds))

@@ -62,11 +62,8 @@ async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
 async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Awaitable[object]], at_once: int
 ) -> None:
-    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes.
-
-    Raises:
-        Exception: the first error, after the work on other items was cancelled.
-    """
+    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes. The
+    first error cancels the work on others."""
     left = iter(items)
 
     async def one_after_another() -> None:
@@ -128,14 +125,11 @@ class ThreadSafeFuture(Generic[_T]):
 async def run_in_thread(
     function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs
 ) -> _T:
-    """Run a blocking function of our own in an idle daemon thread.
+    """Run a blocking function of our own in an idle daemon thread; OSError if none can be started.
 
     A function that never returns blocks neither other calls (as it would in asyncio's default
     executor, which user code may use up) nor the exit of the program. For user code, which may not
     return, see `core.user_code`.
-
-    Raises:
-        OSError: when no thread can be started for some seconds.
     """
     reply = ThreadSafeFuture[_T]()
 
@@ -166,10 +160,7 @@ _idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
 def start_in_thread(work: Callable[[], None]) -> None:
     """Start a function that raises nothing in an idle daemon thread, and return at once.
 
-    It runs in a copy of the caller's context, as `asyncio.to_thread` has it.
-
-    Raises:
-        OSError: when no thread can be started.
+    It runs in a copy of the caller's context. Raises OSError when no thread can be started.
     """
     context = contextvars.copy_context()
     try:
@@ -181,11 +172,8 @@ def start_in_thread(work: Callable[[], None]) -> None:
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread.
-
-    Raises:
-        OSError: when the system allows no more threads, which may be so for a moment only.
-    """
+    """Start a daemon thread; OSError when the system allows no more, which may be so for a
+    moment."""
     try:
         threading.Thread(target=target, daemon=True, name=name).start()
     except RuntimeError as error:

@@ -112,16 +112,12 @@ class Child:
         heard: Callable[[bytes], object] = lambda _: None,
         joined: bool = False,
     ) -> "Child":
-        """Start a program.
+        """Start a program; its errors are those that `start_error` reads.
 
         Args:
-            command: The program and its arguments.
             environment: All of its variables.
             heard: Called with each part of its standard error.
             joined: Whether its standard output is read as standard error is, and not by the caller.
-
-        Raises:
-            OSError, ValueError: as `start_error` reads them.
         """
         transport, streams = await asyncio.get_running_loop().subprocess_exec(
             _Streams,
@@ -213,11 +209,7 @@ class Requests(Generic[_T]):
         """Error of every further request once the process has ended; None while it runs."""
 
     def begin(self) -> "tuple[int, asyncio.Future[_T]]":
-        """Return the number of a new request, and the future of its answer.
-
-        Raises:
-            TrajectoryError: when the process has ended.
-        """
+        """Return the number of a new request, and the future of its answer, or raise `ended`."""
         if self.ended is not None:
             raise self.ended
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()

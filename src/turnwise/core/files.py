@@ -37,11 +37,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def write_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, in the place of an earlier one if there is one.
-
-    Args:
-        private: Let only its owner read it.
-    """
+    """Write a text file, in the place of an earlier one; only its owner reads a `private` one."""
     new = temporary(path)
     with new.open("w", encoding="utf-8") as file:
         if private:
@@ -65,8 +61,7 @@ def _aside(folder: Path) -> Path:
 def put_in_place(folder: Path, *, flush: bool = True) -> None:
     """Rename the temporary folder of a folder, in the place of an earlier one if there is one.
 
-    Args:
-        flush: Wait until all of it is on the disk, for what must survive a loss of power.
+    With `flush`, all of it is on the disk first, for what must survive a loss of power.
     """
     new, old = temporary(folder), _aside(folder)
     if flush:
@@ -85,11 +80,7 @@ def put_in_place(folder: Path, *, flush: bool = True) -> None:
 
 
 def recover(folder: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Finish a replacement that a crash interrupted between its two renames.
-
-    Args:
-        is_whole: Returns whether a folder is complete.
-    """
+    """Finish a replacement that a crash interrupted between its two renames."""
     old, new = _aside(folder), temporary(folder)
     if old.is_dir() and not folder.exists():
         with suppress(FileNotFoundError):  # another process was faster

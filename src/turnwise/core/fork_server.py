@@ -258,16 +258,11 @@ def share_with_engines() -> bool:
 
 
 def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "Request | None":
-    """Fork for each request until `alive` is closed; in each fork, return the request.
-
-    A fork is killed when its client closes the connection.
+    """Fork for each request until `alive` is closed, and return None; in each fork, return the
+    request.
 
     Args:
         end_groups: Whether to kill what remains of a fork's process group when it has ended.
-
-    Returns:
-        In a fork, the request and the descriptors that came with it; in the server, None at the
-        end.
     """
     server = _Server(listener, alive, end_groups)
     while True:

@@ -36,14 +36,7 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     """Return the folder or Hugging Face name from which libraries load a model.
 
     It is the path itself, or the folder of a converted GGUF file. The first call for a file
-    converts it, which takes seconds to minutes.
-
-    Args:
-        path: Value of a key with a model.
-        key: The key, for errors.
-
-    Raises:
-        InputError: when a GGUF file does not exist or cannot be converted.
+    converts it, which takes seconds to minutes; InputError names the key when it cannot.
     """
     file = find_gguf(path)
     if file is None:
@@ -69,11 +62,8 @@ def resolve_tokenizer(model: ModelConfig) -> str:
 
 
 def find_gguf(path: str) -> Path | None:
-    """Return the GGUF file that a path stands for: itself, or the only one in its folder.
-
-    Returns:
-        None for anything else, such as a folder with a config.json or a Hugging Face name.
-    """
+    """Return the GGUF file that a path stands for: itself, or the only one in its folder. None for
+    anything else, such as a folder with a config.json or a Hugging Face name."""
     place = Path(path).expanduser()
     if place.suffix == _SUFFIX and not place.is_dir():
         return place

@@ -98,11 +98,8 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 async def interruptible(run: Awaitable[None]) -> None:
-    """Run a coroutine until it is done or a signal arrives; call this in the main thread.
-
-    Raises:
-        asyncio.CancelledError: when a signal arrived, after `run` has ended.
-    """
+    """Run a coroutine until it is done or a signal arrives; call this in the main thread. After a
+    signal it raises CancelledError, once `run` has ended."""
     task, loop = asyncio.ensure_future(run), asyncio.get_running_loop()
     reader, writer = socket.socketpair()
     writer.setblocking(False)

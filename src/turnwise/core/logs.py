@@ -223,11 +223,8 @@ def follow(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def register_stacks(log: str | None = None) -> None:
-    """Make a process write its stacks on request, by the name of its log.
-
-    Args:
-        log: The log; None is that of the actor that has started the process without forking.
-    """
+    """Make a process write its stacks on request, under the name of its log; None is that of the
+    actor that has started the process without forking."""
     if log := log or os.environ.get(_FILE):
         from turnwise.core import stacks  # Linux alone has what it needs; logs are read elsewhere
 

@@ -59,12 +59,7 @@ class EventLoopThread(Generic[_Opened]):
         )
 
     def start(self, seconds: float) -> _Opened:
-        """Open the context manager, and return its value.
-
-        Raises:
-            DeadlineError: when it takes longer than `seconds`.
-            BaseException: the error of the context manager; nothing is left open.
-        """
+        """Open the context manager within `seconds`, and return its value; raises its error."""
         self._thread.start()
         self._began.wait()
         return self._result(self._opened, seconds, f"{self._name} to start")
@@ -81,13 +76,11 @@ class EventLoopThread(Generic[_Opened]):
             raise
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        """Run the coroutine that `work` makes, and return its result.
+        """Run the coroutine that `work` makes within `seconds`, and return its result, `who` in
+        errors.
 
         The coroutine is cancelled if the wait ends early; if a signal ends it, a run may first save
         what it has (`Ending`).
-
-        Raises:
-            DeadlineError: naming `who` ("the training step"), when it takes longer than `seconds`.
         """
         future: Future[_Result] | None = None
 
@@ -109,12 +102,8 @@ class EventLoopThread(Generic[_Opened]):
                 future.cancel()
 
     def stop(self, seconds: float) -> None:
-        """Close the context manager; Ctrl-C is raised only after it has closed.
-
-        Raises:
-            DeadlineError: when it takes longer than `seconds`.
-            BaseException: the error that ended it earlier, or that closing it raised.
-        """
+        """Close the context manager within `seconds`, and raise the error that ended it earlier, or
+        that closing it raised; Ctrl-C is raised only after it has closed."""
         with suppress(RuntimeError):  # the loop has closed already
             self._loop.call_soon_threadsafe(self._cancel)
         interrupted: KeyboardInterrupt | None = None
@@ -137,15 +126,10 @@ class EventLoopThread(Generic[_Opened]):
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
-        """Stop at the end of a `with` block; a failure to stop never hides the block's own error.
+        """Stop at the end of a `with` block, after the error of the block, if any.
 
-        What does not end in time is only logged: the block's results are there.
-
-        Args:
-            error: The error that ended the block, if any.
-
-        Raises:
-            TurnwiseError: as `stop` does, if there is no `error`.
+        A failure to stop never hides the block's own error. What does not end in time is only
+        logged: the block's results are there.
         """
         try:
             self.stop(seconds)

@@ -15,26 +15,17 @@ _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def optional(package: str, extra: str, purpose: str) -> ModuleType:
-    """Import a package that one of turnwise's extras installs.
-
-    Args:
-        purpose: Beginning of the message: "a dataset from the Hub".
-
-    Raises:
-        InputError: when it is not installed.
-    """
+    """Import a package that one of turnwise's extras installs, or raise InputError, which begins
+    with the purpose: "a dataset from the Hub"."""
     return required(package, f"'turnwise[{extra}]'", purpose)
 
 
 def required(package: str, install: str, purpose: str) -> ModuleType:
-    """Import a package, or one of its modules, that none of turnwise's extras installs.
+    """Import a package, or one of its modules, that none of turnwise's extras installs, or raise
+    InputError.
 
     Args:
         install: Arguments of `pip install`.
-        purpose: As in `optional`.
-
-    Raises:
-        InputError: when it is not installed, or one of its own requirements is not.
     """
     name = package.partition(".")[0]
     if importlib.util.find_spec(name) is None:
@@ -46,11 +37,7 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
 
 
 def load_object(path: str, key: str) -> Any:
-    """Import `package.module:Name`.
-
-    Raises:
-        InputError: naming the configuration key and the module or name that is missing.
-    """
+    """Import `package.module:Name`; InputError names the configuration key and what is missing."""
     module_name, separator, name = path.partition(":")
     if not separator:
         raise InputError(f"{key} must be package.module:Name, not {path!r}")
@@ -68,9 +55,8 @@ def load_object(path: str, key: str) -> Any:
 def check_vllm() -> None:
     """Check that vLLM is installed and can be imported, without importing it.
 
-    Raises:
-        InputError: when it is missing, or when one of its companions is built for CUDA and torch
-            for CPUs, in which case importing vLLM would fail later, in a worker.
+    It cannot if one of its companions is built for CUDA and torch for CPUs; importing vLLM would
+    then fail later, in a worker.
     """
     if importlib.util.find_spec("vllm") is None:
         raise InputError(

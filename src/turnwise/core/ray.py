@@ -27,11 +27,7 @@ _OBJECT_STORE_BYTES = 128 * 2**20
 
 
 def start_ray(address: str | None) -> float:
-    """Connect to a cluster, or start Ray on this machine; return its number of GPUs.
-
-    Raises:
-        InputError: when no cluster answers at the address.
-    """
+    """Connect to a cluster, or start Ray on this machine; return its number of GPUs."""
     options: dict[str, object] = {
         "log_to_driver": False,
         "logging_level": logs.quiet("ray"),
@@ -97,15 +93,11 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise from the `async with` block when Ray's head process is gone.
-
-    Without it, no actor can be started, found or ended.
+    """Raise TurnwiseError from the `async with` block when Ray's head process accepts no connection
+    for seconds: without it, no actor can be started, found or ended.
 
     Args:
         address: The argument of `start_ray`.
-
-    Raises:
-        TurnwiseError: when the head accepts no connection for seconds.
     """
     task, head = asyncio.current_task(), ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None else _CLUSTER_PATIENCE

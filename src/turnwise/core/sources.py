@@ -32,9 +32,6 @@ def check_model(path: str, key: str = "model.path") -> None:
     """Check that a key names a model's folder or GGUF file, or a model that the Hub may have.
 
     A GGUF file is converted here, once, before other processes need it.
-
-    Raises:
-        InputError: when it is none of them, or cannot be converted.
     """
     if find_gguf(path) is not None:
         resolve_model(path, key)
@@ -77,11 +74,7 @@ def _check(path: str, file: str, key: str, what: str, files: str) -> None:
 
 def check_data(path: str) -> None:
     """Check that a path of data is a file or folder, a name that the Hub may have, a worker, or
-    the environment's own rows.
-
-    Raises:
-        InputError: when it is none of them.
-    """
+    the environment's own rows."""
     if path.startswith(WORKER) or path == ENVIRONMENT:
         return
     file = Path(path).expanduser()

@@ -122,11 +122,7 @@ def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterato
 
 @functools.cache
 def import_opentelemetry() -> list[ModuleType]:
-    """Import what spans need, and return its modules; none if no collector is named.
-
-    Raises:
-        InputError: when a collector is named and OpenTelemetry is not installed.
-    """
+    """Import what spans need, and return its modules; none if no collector is named."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return []
     return [optional(name, "traces", f"{_ENDPOINTS[1]} is set, which") for name in _MODULES]

@@ -90,13 +90,9 @@ class _Registered:
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, show their stacks when asked to.
+    """Make this process, and those that it forks, show their stacks under a name when asked to.
 
-    Does nothing if the folder cannot be written.
-
-    Args:
-        run: The run folder.
-        name: Name of the process in reports.
+    Does nothing if the run folder cannot be written.
     """
     first = _Registered.folder is None
     _Registered.folder, _Registered.name = stacks_folder(run).absolute(), name
@@ -210,11 +206,8 @@ class _Asked:
         return self._grown > self._size and still
 
     def result(self, flaw: str) -> ProcessStacks | None:
-        """Return the stacks; None if the process has ended without any.
-
-        Args:
-            flaw: End of a sentence, if it was not done in time.
-        """
+        """Return the stacks, with a flaw if they were not done in time; None if the process has
+        ended without any."""
         self._socket.close()
         text = self._answer
         if not self._whole:
@@ -230,12 +223,10 @@ class _Asked:
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
-    """Ask all processes of a run on this machine for their stacks.
+    """Ask all processes of a run on this machine for their stacks, within `seconds` for all
+    together.
 
     Files of processes that have ended are removed.
-
-    Args:
-        seconds: Time for all of them together.
     """
     began = time.monotonic()
     asked: list[_Asked] = []
@@ -315,11 +306,8 @@ def _folded(text: str) -> list[str]:
 
 
 def write_report(run: Path, line: str) -> Path | None:
-    """Write a run's report; return its path, or None if it cannot be written.
-
-    Args:
-        line: The sentence of the watchdog.
-    """
+    """Write a run's report, which begins with a line of the watchdog; return its path, or None if
+    it cannot be written."""
     parts = [process.text() for process in collect(run)]
     text = "\n\n".join([f"{datetime.now().isoformat(' ', 'seconds')}  {line}", *parts])
     try:
@@ -332,15 +320,8 @@ def write_report(run: Path, line: str) -> Path | None:
 def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
     """Return what a run waits for and does; for a run that has ended, its last report.
 
-    A run that does not answer, because its event loop is not yet or no longer watched, still shows
-    the stacks of its processes on this machine.
-
-    Args:
-        run: The run folder.
-        seconds: Time for the run to answer.
-
-    Raises:
-        InputError: when there is nothing to show.
+    A run that does not answer in time, because its event loop is not yet or no longer watched,
+    still shows the stacks of its processes on this machine.
     """
     if not (run / "logs").is_dir():
         raise InputError(f"there is no run in {run} (a folder with logs)")

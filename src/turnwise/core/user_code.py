@@ -95,9 +95,6 @@ async def run_abandonable(
 
     When cancelled or late, this call waits at most `GRACE_SECONDS` for that task. The event loop's
     default executor becomes one of daemon threads, because the coroutine may use it.
-
-    Raises:
-        Exception: as `call_user_code` does.
     """
     _check_stuck(name)
     loop = asyncio.get_running_loop()
@@ -109,11 +106,8 @@ async def run_abandonable(
 
 
 def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _T:
-    """Call a user's plain function from a thread that may block.
-
-    Raises:
-        Exception: as `call_user_code` does.
-    """
+    """Call a user's plain function from a thread that may block; raises as `call_user_code`
+    does."""
     _check_stuck(name)
     answer: Future[_T] = Future()
     call = Call(name)
@@ -134,15 +128,7 @@ def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _
 async def import_user_code(
     load: Callable[..., _T], *arguments: object, config: Config, what: str
 ) -> _T:
-    """Call a function that imports the user's modules, within `engine.start_timeout`.
-
-    Args:
-        what: What is imported, for the error: "the environment".
-
-    Raises:
-        DeadlineError: when the imports take longer.
-        Exception: whatever `load` raises.
-    """
+    """Call a function that imports the user's modules (`what`), within `engine.start_timeout`."""
     seconds, key = config.engine.start_timeout, "engine.start_timeout"
     loaded: _T = await call_user_code(
         load, *arguments, name=f"the import of {what}", seconds=seconds, key=key
@@ -230,8 +216,7 @@ def _check_stuck(name: str) -> None:
 def stuck_calls(since: float = 0.0) -> str:
     """Describe the abandoned calls that have not returned in one clause; "" without any.
 
-    Args:
-        since: Time, as of `time.monotonic`, from which calls count by their beginning.
+    Calls count that began at a time of `time.monotonic` or later.
     """
     return _described([call for call in list(_stuck) if call.began >= since])
 
@@ -351,11 +336,8 @@ class _Coroutine(Call, Generic[_T]):
             self._task.add_done_callback(self._done)
 
     async def outcome(self) -> _T:
-        """Wait for its result.
-
-        Raises:
-            _LoopBlockedError: when it has not begun within `BLOCKED_SECONDS`; it is withdrawn.
-        """
+        """Wait for its result. A call that has not begun within `BLOCKED_SECONDS` is withdrawn,
+        which raises _LoopBlockedError."""
         future = self._reply.future
         try:
             while not (await asyncio.wait([future], timeout=BLOCKED_SECONDS))[0]:

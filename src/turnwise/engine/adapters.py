@@ -70,11 +70,7 @@ class EngineAdapters:
 
     @classmethod
     def of(cls, config: Config) -> "EngineAdapters":
-        """Read and check `model.adapter`, `serving.adapters` and, for training, `model.lora`.
-
-        Raises:
-            InputError: naming the key of an adapter that cannot be used.
-        """
+        """Read and check `model.adapter`, `serving.adapters` and, for training, `model.lora`."""
         paths = dict(config.serving.adapters)
         if config.model.adapter is not None:
             paths[POLICY] = config.model.adapter
@@ -177,11 +173,7 @@ class AdapterTable:
 
     @contextmanager
     def using(self, name: str, request_id: str) -> Iterator[LoadedAdapter | None]:
-        """Count a request on the adapter of a name; None is the model without one.
-
-        Raises:
-            InputError: when there is none of that name.
-        """
+        """Count a request on the adapter of a name; None is the model without one."""
         adapter = self._by_name.get(name)
         if adapter is None:
             if name != POLICY:
@@ -214,9 +206,6 @@ def read_adapter(path: str, key: str) -> Adapter:
     Args:
         path: Folder, or Hugging Face name, which is downloaded.
         key: The configuration key that names it, for errors.
-
-    Raises:
-        InputError: when there is no adapter, or vLLM cannot apply it.
     """
     check_adapter(path, key)
     folder = Path(path).expanduser()

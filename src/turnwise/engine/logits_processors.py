@@ -101,11 +101,8 @@ def _allowed_name(name: str, allowed: str | None) -> str:
 def with_request(
     extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
 ) -> tuple[JsonObject, list[Call]]:
-    """Return a request's `extra_args` with its id, which failures name, and its processors.
-
-    Raises:
-        InputError: as `plain_calls` does, because the arguments may be a client's.
-    """
+    """Return a request's `extra_args` with its id, which failures name, and its processors,
+    checked: the arguments may be a client's."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
         raise InputError(f"the extra argument {EXTRA_ARG!r} is not a client's to set")

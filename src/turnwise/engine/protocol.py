@@ -259,13 +259,10 @@ class Engine(Generator, Protocol):
         ...
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
-        """Check that an update can be loaded; changes no weights.
+        """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
 
         Returns:
             The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
-
-        Raises:
-            WeightUpdateError: when it cannot be loaded.
         """
         ...
 
@@ -322,11 +319,8 @@ async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
 
 
 def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
-    """Join the chunks of a whole stream into one completion.
-
-    Raises:
-        EngineError: when the stream ended without a finish reason.
-    """
+    """Join the chunks of a whole stream into one completion; EngineError without a finish
+    reason."""
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")

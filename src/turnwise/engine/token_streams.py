@@ -81,9 +81,6 @@ class TokenStreams:
 
         Args:
             watching: Limits the wait for a chunk.
-
-        Raises:
-            EngineDeadError, ValueError: as vLLM's `generate` does.
         """
         llm = self._llm
         if llm.errored:
@@ -217,11 +214,8 @@ class TokenStream:
         self._versions: list[int] = []
 
     async def next(self) -> Chunk:
-        """Wait for `stream_interval` tokens, or the end.
-
-        Raises:
-            Exception: the error that ended the request.
-        """
+        """Wait for `stream_interval` tokens, or the end; raises the error that ended the
+        request."""
         chunk = await self._chunks.get()
         if isinstance(chunk, Exception):
             raise chunk

@@ -175,11 +175,8 @@ class VllmEngine:
                     yield chunk
 
     async def load_adapters(self) -> None:
-        """Load the adapters, before the first request unless they are loaded already.
-
-        Raises:
-            InputError: naming the key of one that cannot be read or does not fit the model.
-        """
+        """Load the adapters, before the first request unless they are loaded already. An
+        `InputError` names the key of one that cannot be read or does not fit the model."""
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
@@ -256,11 +253,8 @@ class VllmEngine:
                     return
 
     async def _settle_processors(self, params: "SamplingParams", request_id: str) -> None:
-        """Check the logits processors that a request names, before it reaches the engine.
-
-        Raises:
-            InputError: when one is not allowed, or cannot be loaded.
-        """
+        """Check and load the logits processors that a request names, before it reaches the
+        engine."""
         if not self._adapted and EXTRA_ARG not in (params.extra_args or {}):
             return
         params.extra_args, calls = with_request(params.extra_args, request_id, self._allowed)
@@ -353,9 +347,6 @@ class VllmEngine:
 
         Args:
             address: The sender's; "" takes the device's own, and there is none for a broadcast.
-
-        Raises:
-            WeightUpdateError, DeadlineError: as `update_weights` does.
         """
         seconds = timeout or self._timeout
         opening = ("open_stream", transport, address, seconds)
@@ -368,9 +359,6 @@ class VllmEngine:
 
         Args:
             opening: The worker's method that opens the update, and its arguments.
-
-        Returns:
-            The version that was loaded.
         """
         async with self._deadline(what, seconds + _GRACE_SECONDS):
             try:
@@ -442,11 +430,8 @@ class VllmEngine:
         self._restart_clock()
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
-        """Call a method of the engine's workers, which return plain values; see `vllm_worker`.
-
-        Raises:
-            DeadlineError, InputError, WeightUpdateError: the first error among the replies.
-        """
+        """Call a method of the engine's workers, which return plain values, or an error that is
+        raised here; see `vllm_worker`."""
         call = self._llm.collective_rpc(method, args=args)
         replies: list[JsonObject] = await self._answered(call, f"a call of {method}")
         for reply in replies:
@@ -455,11 +440,8 @@ class VllmEngine:
         return replies
 
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        """Await an answer of the engine's process.
-
-        Raises:
-            EngineError: when it died: vLLM never answers a call that was in flight then.
-        """
+        """Await an answer of the engine's process; EngineError when it died: vLLM never answers a
+        call that was in flight then."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():

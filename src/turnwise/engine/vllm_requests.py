@@ -60,15 +60,12 @@ def make_chunk(
     start: int,
     first_token_age: float | None = None,
 ) -> Chunk:
-    """Convert one output of vLLM.
+    """Convert one output of vLLM; EngineError when the request failed, or the output is not
+    complete.
 
     Args:
         labels: Spans of weight versions from the completion's start.
         start: Tokens of the completion before this output.
-        first_token_age: As in `Chunk`.
-
-    Raises:
-        EngineError: when the request failed, or the output is not complete.
     """
     piece = output.outputs[0]
     if piece.finish_reason == "error":

@@ -44,15 +44,10 @@ def import_vllm() -> ModuleType:
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine.
+    """Start vLLM's engine; InputError when it refuses the model (`path` in errors) or an argument.
 
     Args:
-        path: The model, as errors name it.
-        arguments: Arguments of vLLM's AsyncEngineArgs.
         metrics: Keep statistics for Prometheus.
-
-    Raises:
-        InputError: when vLLM refuses the model or an argument.
     """
     from turnwise.internals import vllm  # seconds to import
 
@@ -77,11 +72,8 @@ def engine_arguments(
     deterministic: bool,
     adapters: EngineAdapters = NO_ADAPTERS,
 ) -> JsonObject:
-    """Return the arguments of vLLM's AsyncEngineArgs for a configuration.
-
-    Raises:
-        InputError: when vLLM does not support this configuration on this machine.
-    """
+    """Return the arguments of vLLM's AsyncEngineArgs for a configuration; InputError when vLLM does
+    not support it on this machine."""
     from turnwise.internals import vllm  # seconds to import
 
     classes: list[str] = []
