@@ -41,6 +41,9 @@ CPU_SHARE = 0.001
 """Cores that a bundle reserves; the operating system divides the real ones among actors."""
 
 
+_remote: Callable[[type], RayActor] = functools.cache(ray.remote)
+
+
 class ActorHandle:
     """One Ray actor, held by the process that started it.
 
@@ -140,11 +143,6 @@ def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySched
     is gone."""
     node = node or ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=soft)
-
-
-@functools.cache
-def _remote(actor_class: type) -> RayActor:
-    return ray.remote(actor_class)
 
 
 @contextmanager

@@ -167,7 +167,13 @@ def start_in_thread(work: Callable[[], None]) -> None:
         inbox = _idle_threads.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
-        start_daemon(lambda: _serve(inbox), "turnwise-call")
+
+        def serve() -> None:
+            while True:
+                inbox.get()()
+                _idle_threads.append(inbox)
+
+        start_daemon(serve, "turnwise-call")
     inbox.put(lambda: context.run(work))
 
 
@@ -180,9 +186,3 @@ def start_daemon(target: Callable[[], None], name: str) -> None:
         raise OSError(
             errno.EAGAIN, "no thread can be started (ulimit -u, or pids.max of a container)"
         ) from error
-
-
-def _serve(inbox: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    while True:
-        inbox.get()()
-        _idle_threads.append(inbox)

@@ -20,20 +20,15 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 def numbered(folder: Path, kind: str, suffix: str = "") -> list[Path]:
     """Return the entries `KIND-NUMBER` with a suffix in a folder, in the order of their numbers."""
     pattern = re.compile(rf"{re.escape(kind)}-[0-9]+{re.escape(suffix)}")
-    found = [path for path in _entries(folder) if pattern.fullmatch(path.name)]
+    found: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
     return sorted(found, key=number_of)
 
 
 def number_of(path: Path) -> int:
     """Return the number in an entry's name, such as 3 of `step-0003.jsonl`."""
     return int(path.name.partition(".")[0].rpartition("-")[2])
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def write_file(path: Path, text: str, *, private: bool = False) -> None:
@@ -46,7 +41,7 @@ def write_file(path: Path, text: str, *, private: bool = False) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def temporary(place: Path) -> Path:
@@ -75,7 +70,7 @@ def put_in_place(folder: Path, *, flush: bool = True) -> None:
         if not folder.exists():  # otherwise a reader finished the replacement: see `recover`
             raise
     if flush:
-        _sync_folder(folder.parent)
+        _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -91,21 +86,16 @@ def sync_tree(folder: Path) -> None:
     """Wait until a folder and all files in it are on the disk."""
     for place, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(place, name), os.O_RDONLY)
-        _sync_folder(Path(place))
+            _sync(Path(place, name))
+        _sync(Path(place))
 
 
-def _sync_folder(folder: Path) -> None:
-    try:
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

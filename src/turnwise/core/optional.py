@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -64,16 +65,13 @@ def check_vllm() -> None:
             "with a GPU"
         )
     if version("torch").endswith("+cpu"):
-        mixed = [name for name in _COMPANIONS if _is_for_cuda(name)]
+        mixed = []
+        for name in _COMPANIONS:
+            with suppress(PackageNotFoundError):
+                if not version(name).endswith("+cpu"):
+                    mixed.append(name)
         if mixed:
             raise InputError(
                 f"{', '.join(mixed)}: built for CUDA, but torch {version('torch')} is for CPUs: "
                 f"pip uninstall {' '.join(mixed)} (vLLM runs without them)"
             )
-
-
-def _is_for_cuda(name: str) -> bool:
-    try:
-        return not version(name).endswith("+cpu")
-    except PackageNotFoundError:
-        return False

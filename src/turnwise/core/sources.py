@@ -35,17 +35,17 @@ def check_model(path: str, key: str = "model.path") -> None:
     """
     if find_gguf(path) is not None:
         resolve_model(path, key)
-        return
-    _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
+    else:
+        _check(path, "config.json", key, "model", "config.json, weights and tokenizer, a GGUF file")
 
 
 def check_tokenizer(path: str) -> None:
     """Check `model.tokenizer` in the same way; raises as `check_model` does."""
+    key, own = "model.tokenizer", "tokenizer_config.json"
     if find_gguf(path) is not None:
-        resolve_model(path, "model.tokenizer")
-        return
-    own = "tokenizer_config.json"
-    _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json")
+        resolve_model(path, key)
+    else:
+        _check(path, own, key, "tokenizer", f"{own} and tokenizer.json")
 
 
 def check_adapter(path: str, key: str) -> None:

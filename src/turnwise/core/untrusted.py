@@ -35,11 +35,11 @@ class AnswerError(Exception):
     """An answer that cannot be used; the message continues a sentence that names the sender."""
 
 
-def _as_number(value: object) -> object:
-    return float(value) if isinstance(value, bool) else value
-
-
-Number = Annotated[float, BeforeValidator(_as_number), Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value),
+    Field(strict=True, allow_inf_nan=False),
+]
 """A finite number, or true and false for 1 and 0; no text."""
 
 

@@ -347,23 +347,19 @@ class _Coroutine(Call, Generic[_T]):
         except asyncio.CancelledError:
             if self._take_permit():
                 self.returned()
-            else:
-                await self._end()
+                raise
+            with contextlib.suppress(RuntimeError):  # its loop has closed
+                self._home.call_soon_threadsafe(self._cancel)
+            try:
+                await asyncio.wait([future], timeout=GRACE_SECONDS)
+            finally:
+                if not future.done():
+                    self.abandon()
+                    future.cancel()
+                elif not future.cancelled():
+                    future.exception()  # or asyncio warns that it was not retrieved
             raise
         return future.result()
-
-    async def _end(self) -> None:
-        future = self._reply.future
-        with contextlib.suppress(RuntimeError):  # its loop has closed
-            self._home.call_soon_threadsafe(self._cancel)
-        try:
-            await asyncio.wait([future], timeout=GRACE_SECONDS)
-        finally:
-            if not future.done():
-                self.abandon()
-                future.cancel()
-            elif not future.cancelled():
-                future.exception()  # or asyncio warns that it was not retrieved
 
     def where(self) -> str:
         """Return the line of user code while the loop runs this call; "" while it is suspended."""

@@ -6,7 +6,6 @@ a failure, and it fetches the reason from here.
 """
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -26,7 +25,7 @@ from turnwise.internals import vllm
 _Step = tuple[str, Callable[..., torch.Tensor], bool]
 """A processor's name, the processor, and whether it takes the prompt's ids."""
 _MOST_FAILURES = 1024
-_failures: "OrderedDict[str, str]" = OrderedDict()
+_failures: dict[str, str] = {}
 """Reasons of failed requests by their ids, until they are read."""
 
 
@@ -103,7 +102,7 @@ class _Row:
         self.failed = True
         _failures[self._request_id] = why
         if len(_failures) > _MOST_FAILURES:
-            _failures.popitem(last=False)
+            del _failures[next(iter(_failures))]  # the oldest
 
 
 def _check(processed: object, logits_V: torch.Tensor) -> None:
