@@ -21,9 +21,9 @@ from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.engine_worker import Mailbox
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_process import SchedulerProcess
-from turnwise.serving.scheduler_processes import Process, SchedulerProcesses
 from turnwise.serving.supervisor import WorkerSupervisor
 from turnwise.serving.worker import VllmAsyncGenerationWorker
 from turnwise.serving.worker_handle import WorkerHandle
@@ -91,7 +91,7 @@ def make_config(**sections: Any) -> Config:
 class RemoteProcess:
     """Ray's handle of a process that lives here; its calls begin in any order."""
 
-    def __init__(self, process: SchedulerProcess) -> None:
+    def __init__(self, process: FrontProcess) -> None:
         self._process = process
 
     def __getattr__(self, name: str) -> Method:
@@ -109,26 +109,23 @@ class LocalActor(ActorHandle):
         LocalActor.killed += 1
 
 
-class Processes(SchedulerProcesses):
+class Processes(FrontProcesses):
     """One follower, in this process."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, follower: SchedulerProcess) -> None:
-        super().__init__(config, scheduler, ["rollout-0"])
+    def __init__(self, config: Config, scheduler: Scheduler, follower: FrontProcess) -> None:
+        super().__init__(config, scheduler, names=["rollout-0"])
         self._follower = follower
 
     def create(self, process: Process) -> ActorHandle:
         return LocalActor(RemoteProcess(self._follower), process.name, EngineError)
 
-    async def start_actor(self, process: Process, actor: ActorHandle) -> None:
-        pass
 
+class Follower(FrontProcess):
+    async def start(self, port: int, lost: Any) -> tuple[str, str]:
+        return "", ""
 
-class Follower(SchedulerProcess):
     def _attach(self, name: str, worker: Any) -> WorkerHandle:
         return WorkerHandle(LocalActor(worker, name, EngineError), self.config)
-
-    async def stop(self) -> bool:
-        return True
 
 
 class Fleet:

@@ -33,7 +33,7 @@ from turnwise.errors import (
     first_line,
 )
 from turnwise.serving.data_proto import DataProto
-from turnwise.serving.openai.request_context import serving
+from turnwise.serving.openai.requests import serving
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class ChatBackend:
             self.config,
             self._generator,
             lambda: True,
-            self.sessions.remember_completion,
+            self.sessions,
             [self.model_name],
         )
         self._chats = self._app.state.chats

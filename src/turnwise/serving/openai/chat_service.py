@@ -1,9 +1,9 @@
 """Chat completions of sessions, over HTTP and in this process.
 
 `ChatService` finds the exact prompt of a conversation, samples within the tokens that are left,
-reads the answer with vLLM's detokenizer and parser, and records the turn. A request with an option
-that `request_options` does not know, or that has to be refused, is answered by vLLM's application
-(`vllm_app`), which takes prompts from here and records turns here as well.
+reads the answer with vLLM's detokenizer and parser, and records the turn. Requests that are no
+`PlainRequest`, or have to be refused, are answered by vLLM's application (`vllm_app`), which takes
+prompts from here and records turns here as well.
 
 vLLM's application checks, renders and answers a request with every option in mind, which takes more
 processor time than all other work of the server, and most requests of agents have no such option.
@@ -49,10 +49,11 @@ from turnwise.engine.protocol import (
     joined,
 )
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.openai.request_context import ChoiceKey, RequestContext
-from turnwise.serving.openai.request_options import (
+from turnwise.serving.openai.requests import (
     ECHO,
+    ChoiceKey,
     PlainRequest,
+    RequestContext,
     read,
     texts,
     without_empty_tools,
@@ -137,9 +138,7 @@ class ChatService:
     ) -> JsonObject | AsyncGenerator[str, None]:
         """Answer a request with vLLM's answer, or the server-sent events of one that is streamed.
 
-        Raises:
-            InputError: when it has an unknown key.
-            Exception: errors of vLLM's, and as `complete` does.
+        Raises `InputError` for an unknown key, vLLM's errors, and those of `complete`.
         """
         if (planned := await self.plan(tree, context)) is not None:
             return await self.complete(planned, context)
@@ -243,8 +242,7 @@ class ChatService:
     async def complete(self, planned: "PlannedChat", context: RequestContext) -> JsonObject:
         """Sample a planned request, and return the answer as vLLM writes it.
 
-        Raises:
-            InputError, EngineError, DeadlineError, TrajectoryError: as `sample` and engines do.
+        Raises the errors of `sample` and of engines.
         """
         request, offer, prompt = planned.request, planned.offer, planned.prompt
         name = f"chatcmpl-{secrets.token_hex(8)}"
@@ -324,17 +322,24 @@ class ChatService:
             TrajectoryError: `message_dropped`, when it leaves out a message of one.
         """
         session, asked, template = context.session, context.asked, self._template_of(request)
-        training = session.sampling is not None
-        await self._check_shown(template, asked, strict=training)
+        messages, training = asked.messages, session.sampling is not None
+        if template.missing:
+            raise RefusedParameter("messages", template.missing)
+        if asked.tools and self._config.rollout.tools_in_prompt and not template.shows_tools:
+            tools, shown = asked.tools, [plain(message) for message in messages]
+            try:
+                await in_thread_if_long(shown, lambda: check_tools(template, shown, tools))
+            except InputError as error:
+                if training:
+                    raise RefusedParameter("tools", str(error)) from error
+                if not self._warned:
+                    logger.warning("a request has tools, and %s", error)
+                self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
             ids = token_ids_of({name: required}, name)
-            return await in_thread_if_long(
-                asked.messages, lambda: spliced_prompt(template, asked, ids)
-            )
-        prompt = await in_thread_if_long(
-            asked.messages, lambda: session.next_prompt(asked, template)
-        )
+            return await in_thread_if_long(messages, lambda: spliced_prompt(template, asked, ids))
+        prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
@@ -343,30 +348,8 @@ class ChatService:
                 return echoed.token_ids
             context.prompt = echoed
         if must_escape(template, asked):
-            return await in_thread_if_long(asked.messages, lambda: render(template, asked))
+            return await in_thread_if_long(messages, lambda: render(template, asked))
         return None
-
-    async def _check_shown(
-        self, template: ChatTemplate, asked: Conversation, *, strict: bool
-    ) -> None:
-        """Refuse a conversation if there is no template, and tools that the template leaves out.
-
-        Args:
-            strict: Whether the turn is trained; if not, such tools are logged once.
-        """
-        if template.missing:
-            raise RefusedParameter("messages", template.missing)
-        if template.shows_tools or not (asked.tools and self._config.rollout.tools_in_prompt):
-            return
-        tools, messages = asked.tools, [plain(message) for message in asked.messages]
-        try:
-            await in_thread_if_long(messages, lambda: check_tools(template, messages, tools))
-        except InputError as error:
-            if strict:
-                raise RefusedParameter("tools", str(error)) from error
-            if not self._warned:
-                logger.warning("a request has tools, and %s", error)
-            self._warned = True
 
     def _template_of(self, request: SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""

@@ -6,7 +6,7 @@ vLLM's application asks its engine client for completions by `generate`, and rea
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
 import numpy as np
@@ -18,7 +18,7 @@ from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Reque
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
 from turnwise.serving.openai.chat_service import ChatService, client_error
-from turnwise.serving.openai.request_context import CURRENT, ChoiceKey, RequestContext
+from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext
 from turnwise.serving.openai.vllm_api import (
     AsyncEngineArgs,
     EngineCoreOutput,
@@ -46,7 +46,6 @@ class EngineClient:
     """The part of vLLM's engine client that its application uses.
 
     Args:
-        config: Model, engine and sampling defaults.
         healthy: Returns whether anything can be served now.
     """
 
@@ -152,37 +151,39 @@ class EngineClient:
                 Route(adapter=lora.lora_name if lora is not None else POLICY),
                 whole=params.output_kind != RequestOutputKind.DELTA,
             )
+            with_logprobs = params.num_logprobs is not None
             async with aclosing(self.service.sample(context, key, asked)) as chunks:
                 async for chunk in chunks:
-                    self._pass_on(request.request_id, params, chunk)
+                    for output in _outputs(request.request_id, chunk, with_logprobs):
+                        self._outputs.process_outputs([output])
                     if chunk.finish_reason is not None and context is not None:
                         context.texts[key] = getattr(detokenizer, "output_text", "")
         except Exception as error:  # raised to this request's client; other requests continue
             queue.put(client_error(error))
 
-    def _pass_on(self, request_id: str, params: SamplingParams, chunk: Chunk) -> None:
-        """Pass a chunk to vLLM's detokenizer."""
-        finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
-        # vLLM finds a stop string again, cuts the text before it, and ends the request.
-        by_string = isinstance(chunk.stop_reason, str)
-        output = EngineCoreOutput(
-            request_id=request_id,
-            new_token_ids=list(chunk.token_ids),
-            new_logprobs=_logprobs(chunk) if params.num_logprobs is not None else None,
-            new_prompt_logprobs_tensors=_prompt_logprobs(chunk),
-            finish_reason=None if by_string else finish,
-            stop_reason=None if by_string else chunk.stop_reason,
-            prefill_stats=PrefillStats(
-                num_cached_tokens=chunk.cached_tokens,
-                num_cache_creation_tokens=chunk.stored_tokens,
-            ),
-        )
-        self._outputs.process_outputs([output])
-        if by_string:
-            ended = EngineCoreOutput(
-                request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason
-            )
-            self._outputs.process_outputs([ended])
+
+def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[EngineCoreOutput]:
+    """Yield a chunk in vLLM's form, for its detokenizer."""
+    finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
+    # vLLM finds a stop string again, cuts the text before it, and ends the request.
+    by_string = isinstance(chunk.stop_reason, str)
+    prompt = chunk.prompt_alternatives  # they come with the first chunk
+    yield EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=list(chunk.token_ids),
+        new_logprobs=_logprobs(chunk) if with_logprobs else None,
+        new_prompt_logprobs_tensors=(
+            LogprobsTensors(*map(torch.from_numpy, _columns(prompt))) if prompt else None
+        ),
+        finish_reason=None if by_string else finish,
+        stop_reason=None if by_string else chunk.stop_reason,
+        prefill_stats=PrefillStats(
+            num_cached_tokens=chunk.cached_tokens,
+            num_cache_creation_tokens=chunk.stored_tokens,
+        ),
+    )
+    if by_string:
+        yield EngineCoreOutput(request_id, [], finish_reason=finish, stop_reason=chunk.stop_reason)
 
 
 def _sampling_of(
@@ -219,13 +220,6 @@ def _logprobs(chunk: Chunk) -> LogprobsLists | None:
     pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
     rows = chunk.alternatives or [[(token, logprob, 1)] for token, logprob in pairs]
     return LogprobsLists(*_columns(rows)) if rows else None
-
-
-def _prompt_logprobs(chunk: Chunk) -> LogprobsTensors | None:
-    """Return the log-probs of the prompt, which come with its first chunk, in vLLM's form."""
-    if not chunk.prompt_alternatives:
-        return None
-    return LogprobsTensors(*map(torch.from_numpy, _columns(chunk.prompt_alternatives)))
 
 
 def _columns(rows: Alternatives) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,9 +1,14 @@
 """vLLM's OpenAI application around a `ChatService`, for what the service does not answer itself.
 
 Completions, Responses, Anthropic Messages, tokenisation, and chats with streaming, several choices,
-log-probs, grammars or reasoning are vLLM's code. Three parts are ours, put in the place of vLLM's
-methods: turning a conversation into ids, which sessions make exact, choosing an adapter, and
-sampling ids (`engine_client`). The server's tests fail if vLLM moves these parts.
+log-probs, grammars or reasoning are vLLM's code. Some parts are ours, put in the place of vLLM's
+methods: turning a conversation into ids, which sessions make exact, choosing an adapter, sampling
+ids (`engine_client`), and keeping responses. The server's tests fail if vLLM moves these parts.
+
+A session keeps the input and the output of each of its responses, as long as it lives. A request
+that continues one by `previous_response_id` is sent to vLLM with the whole conversation as its
+input, so that it takes the same path as one that sends all items itself. vLLM's own store is off:
+it is never emptied, and it loses calls of functions.
 """
 
 import json
@@ -14,31 +19,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fastapi import FastAPI
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 
 from turnwise.chat.messages import Answer, Conversation, answer
 from turnwise.chat.prompts import RefusedParameter
-from turnwise.chat.session import Session
+from turnwise.chat.session import StoredResponse
+from turnwise.chat.session_store import SessionStore
 from turnwise.chat.tool_parser import silence
 from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.serving.openai.chat_service import ChatService, echo_of
 from turnwise.serving.openai.engine_client import EngineClient
-from turnwise.serving.openai.request_context import CURRENT
-from turnwise.serving.openai.request_options import settle
-from turnwise.serving.openai.validation import UNKNOWN, explain
+from turnwise.serving.openai.errors import UNKNOWN, explain
+from turnwise.serving.openai.requests import CURRENT, settle
 from turnwise.serving.openai.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     CompletionRequest,
     FlexibleArgumentParser,
     LoRARequest,
+    ResponsesRequest,
+    ResponsesResponse,
     SamplingRequest,
     VLLMError,
     VLLMValidationError,
@@ -69,13 +77,15 @@ ROUTES = {
     "/v1/messages/count_tokens",
 }
 """Paths that are served; vLLM's control routes are not among them."""
+_ITEM_BYTES = 1_000
+"""Estimated memory of an item of a response without its text."""
 
 
 async def build(
     config: Config,
     generator: Generator,
     healthy: Callable[[], bool],
-    remember: Callable[[str, Session], None],
+    store: SessionStore,
     names: Sequence[str],
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
@@ -84,7 +94,7 @@ async def build(
 
     Args:
         healthy: Returns whether anything can be served now.
-        remember: Called with each chat completion's id and session.
+        store: The sessions of the requests.
         names: The model's names for clients; responses have the first. Requests may use any name
             unless there are adapters.
 
@@ -111,41 +121,33 @@ async def build(
     CompletionRequest.model_fields["max_tokens"].default = None
     try:
         client = EngineClient(config, healthy)
-        with _root_logger_kept():
+        root = logging.getLogger()
+        level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+        try:
             app: FastAPI = build_app(args, EngineClient.tasks, client.model_config)
+        finally:  # it imports a package for SageMaker that hides everything below ERROR
+            root.setLevel(level)
+            for handler, own in handlers:
+                handler.setLevel(own)
         await init_app_state(client, app.state, args, EngineClient.tasks)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
     _serve_adapters(app.state, config.serving.adapters, names)
-    service = ChatService(config, generator, app.state, remember)
+    service = ChatService(config, generator, app.state, store.remember_completion)
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
+    responses = app.state.openai_serving_responses
     renderer.preprocess_chat = _around_rendering(renderer.preprocess_chat, service, config)
     renderer.render_completion = _around_completion(renderer.render_completion, config)
     chat.create_chat_completion = _around_answer(chat.create_chat_completion, service)
+    responses.create_responses = _storing(responses.create_responses, store)
     messages = app.state.anthropic_serving_messages
     if messages is not None:  # Anthropic's messages are streamed from chunks of a chat
         messages.create_chat_completion = _around_answer(
             messages.create_chat_completion, service, objects=True
         )
     return app
-
-
-@contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    """Restore the root logger after a block.
-
-    vLLM's application imports a package for SageMaker that hides everything below ERROR.
-    """
-    root = logging.getLogger()
-    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        for handler, own in handlers:
-            handler.setLevel(own)
 
 
 def _around_rendering(preprocess_chat: Create, service: ChatService, config: Config) -> Create:
@@ -211,9 +213,8 @@ def _refusing() -> Iterator[None]:
 def _around_answer(create: Create, service: ChatService, *, objects: bool = False) -> Create:
     """Wrap a method that answers chats, to note answers and add the ids that clients ask for.
 
-    Args:
-        objects: Whether clients hold arguments as objects, as those of Anthropic's Messages do, so
-            that arguments which are not JSON are none; other answers of theirs need no notes.
+    With `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
+    arguments which are not JSON are none; other answers of theirs need no notes.
     """
 
     async def noting(request: ChatCompletionRequest, raw_request: Request | None = None) -> object:
@@ -295,13 +296,6 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
 
     A request of a session that names no model keeps the adapter of the session's last turn. A
     training session is sampled by the policy alone. Without adapters a request may name any model.
-
-    Args:
-        adapters: Paths of adapters by name.
-        names: Names of the model itself.
-
-    Raises:
-        InputError: when an adapter has the model's name.
     """
     models = state.openai_serving_models
     if not adapters:
@@ -328,8 +322,69 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
             context.adapter = chosen.lora_name if chosen is not None else POLICY
         return chosen
 
-    for kind in ("chat", "completion", "responses"):  # each looks up its request's adapter
-        if (serving := getattr(state, f"openai_serving_{kind}", None)) is not None:
-            serving._maybe_get_adapters = choose
-    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-        messages._maybe_get_adapters = choose
+    # Each looks up its request's adapter.
+    for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
+        getattr(state, kind)._maybe_get_adapters = choose
+    if state.anthropic_serving_messages is not None:
+        state.anthropic_serving_messages._maybe_get_adapters = choose
+
+
+def _storing(create_responses: Create, store: SessionStore) -> Create:
+    """Wrap vLLM's method that answers Responses, so that they are kept and continued.
+
+    A request whose `store` is false is not kept. An unknown id is answered by vLLM, with 404.
+    """
+
+    async def create(request: ResponsesRequest, raw_request: Request | None = None) -> object:
+        if request.background:
+            raise VLLMValidationError(
+                "background responses are not served: leave `background` out, and read the answer "
+                "from this request or, with `store`, later by its id",
+                parameter="background",
+            )
+        context = CURRENT.get()
+        if context is None:
+            return await create_responses(request, raw_request)
+        previous, kept, asked = request.previous_response_id, request.store, request.input
+        new: list[object] = (
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        )
+        before: StoredResponse | None = None
+        if previous is not None and (found := store.of_response(context.session, previous)):
+            if found is not context.session:
+                context.session = context.held.enter_context(store.holding(found))
+            before = found.responses[previous]
+            request.input = [*before.given, *before.output, *new]
+            request.previous_response_id = None
+        session = context.session
+
+        def finished(response: ResponsesResponse) -> None:
+            response.previous_response_id = previous
+            if kept and not session.closed:
+                output, body = list(response.output), response.model_dump_json(by_alias=True)
+                stored = StoredResponse(before, new, output, json.loads(body))
+                session.responses[response.id] = stored
+                session.size += sum(map(_bytes_of, [*new, *output])) + 2 * len(body)
+                store.remember_completion(response.id, session)
+
+        async def watched(events: AsyncGenerator[Foreign, None]) -> AsyncGenerator[object, None]:
+            async for event in events:
+                response = getattr(event, "response", None)
+                if event.type == "response.completed" and isinstance(response, ResponsesResponse):
+                    finished(response)
+                yield event
+
+        made = await create_responses(request, raw_request)
+        if isinstance(made, ResponsesResponse):
+            finished(made)
+        elif isinstance(made, AsyncGenerator):
+            request.previous_response_id = previous  # for the events
+            return watched(made)
+        return made
+
+    return create
+
+
+def _bytes_of(item: object) -> int:
+    text = item.model_dump_json() if isinstance(item, BaseModel) else json.dumps(item, default=str)
+    return _ITEM_BYTES + len(text)
