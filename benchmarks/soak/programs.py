@@ -22,7 +22,7 @@ ROLES = {
     "ray::FrontProcess": "rollout process",
     "EngineCore": "engine",
     "ray::TrainerActor": "rank",
-    "ray::VllmAsyncGenerationWorker": "worker",
+    "ray::EngineWorker": "worker",
     "ray::": "actor",
     "environment_host": "environment",
     "turnwise.core.fork_server": "fork server",

@@ -201,7 +201,7 @@ class _Simulated(FrontProcess):
 
 
 async def test_a_process_reports_failures_and_hears_of_their_end(config: Config) -> None:
-    process = _Simulated(config, partial(start_runner, None, None))
+    process = _Simulated(config, partial(start_runner, None))
     await process.start(0, [])
     for name in ("worker-0", "worker-1"):
         await process.add(name, None)

@@ -20,12 +20,11 @@ from turnwise.engine import Chunk, Completion, Request, generate
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.serving.engine_worker import Mailbox
+from turnwise.serving.engine_worker import EngineWorker, Mailbox
 from turnwise.serving.front_process import FrontProcess
 from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.supervisor import WorkerSupervisor
-from turnwise.serving.worker import VllmAsyncGenerationWorker
 from turnwise.serving.worker_handle import WorkerHandle
 
 SECONDS = 60
@@ -382,7 +381,7 @@ async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> N
 
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(TwoArgumentsError(1, 2)))
-    engine_worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
+    engine_worker = EngineWorker(make_config(), name="worker-0")
     engine_worker._engine = Failing()  # type: ignore[assignment]
     worker = Real("worker-0")
     handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())

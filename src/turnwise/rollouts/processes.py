@@ -6,7 +6,7 @@ and sessions of its own, which sample from the engines directly.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, StepError, describe_error
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.problems import Problem
@@ -49,10 +48,9 @@ class RolloutProcesses(FrontProcesses):
 
     Args:
         environment: None means the configured one.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
 
     Raises:
-        InputError: when the environment or a function cannot be sent to another process.
+        InputError: when the environment cannot be sent to another process.
     """
 
     def __init__(
@@ -60,18 +58,16 @@ class RolloutProcesses(FrontProcesses):
         config: Config,
         scheduler: Scheduler,
         environment: EnvironmentType | None = None,
-        functions: Mapping[str, RewardFunction] | None = None,
         process_class: type[FrontProcess] = FrontProcess,
     ) -> None:
-        for what in (environment, *(functions or {}).values()):
-            try:
-                cloudpickle.dumps(what)
-            except Exception as error:
-                name = getattr(what, "__name__", what)
-                raise InputError(
-                    f"{name} cannot be sent to another process (rollout.processes): "
-                    f"{describe_error(error)}"
-                ) from error
+        try:
+            cloudpickle.dumps(environment)
+        except Exception as error:
+            name = getattr(environment, "__name__", environment)
+            raise InputError(
+                f"{name} cannot be sent to another process (rollout.processes): "
+                f"{describe_error(error)}"
+            ) from error
         count = config.rollout.processes
         share = -(-config.rollout.concurrency // count)
         rollout = config.rollout.model_copy(update={"concurrency": share})
@@ -80,7 +76,7 @@ class RolloutProcesses(FrontProcesses):
             scheduler,
             process_class,
             names=[f"rollout-{index}" for index in range(count)],
-            make_runner=partial(start_runner, environment, functions),
+            make_runner=partial(start_runner, environment),
         )
         self._files = RunFiles(Path(config.output_dir, config.name))
 
@@ -185,10 +181,7 @@ class _ProcessRunner:
 
 
 async def start_runner(
-    environment: EnvironmentType | None,
-    functions: Mapping[str, RewardFunction] | None,
-    config: Config,
-    scheduler: Scheduler,
+    environment: EnvironmentType | None, config: Config, scheduler: Scheduler
 ) -> _ProcessRunner:
     """Load the tokenizer, the environment and the loop in a rollout process.
 
@@ -197,7 +190,7 @@ async def start_runner(
     """
     files, stack = RunFiles(None), AsyncExitStack()
     runner = await import_user_code(
-        lambda: Runner(config, load_tokenizer(config), environment, functions, files),
+        lambda: Runner(config, load_tokenizer(config), environment, files),
         config=config,
         what="the environment, loop, rewards and tools",
     )

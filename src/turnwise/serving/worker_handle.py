@@ -17,9 +17,8 @@ from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import InFlight, PauseMode, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker
 from turnwise.serving.remote_requests import RemoteRequests
-from turnwise.serving.worker import VllmAsyncGenerationWorker
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -55,7 +54,7 @@ class WorkerHandle(RemoteRequests):
         await worker.shutdown()
     """
 
-    worker_class: type = VllmAsyncGenerationWorker
+    worker_class: type = EngineWorker
     """Class of the actors that `start` starts."""
 
     def __init__(self, process: ActorHandle, config: Config) -> None:
