@@ -49,6 +49,7 @@ from turnwise.engine.protocol import (
     joined,
 )
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
+from turnwise.serving.openai import vllm_api as vllm
 from turnwise.serving.openai.requests import (
     ECHO,
     ChoiceKey,
@@ -57,24 +58,6 @@ from turnwise.serving.openai.requests import (
     read,
     texts,
     without_empty_tools,
-)
-from turnwise.serving.openai.vllm_api import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    EngineCoreRequest,
-    FunctionCall,
-    GracefulHTTPError,
-    IncrementalDetokenizer,
-    SamplingParams,
-    SamplingRequest,
-    ToolCall,
-    UsageInfo,
-    VLLMValidationError,
-    create_error_response,
-    make_tool_call_id,
-    resolve_chat_template_content_format,
 )
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.left_out import check_tools
@@ -121,13 +104,13 @@ class ChatService:
         self._warned = False
         """Whether it was logged that the template leaves out tools."""
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
-        choice = ChatCompletionResponseChoice(
-            index=0, message=ChatMessage(role="assistant", content="")
+        choice = vllm.ChatCompletionResponseChoice(
+            index=0, message=vllm.ChatMessage(role="assistant", content="")
         )
-        empty = ChatCompletionResponse(
+        empty = vllm.ChatCompletionResponse(
             model=self._chat.models.model_name(None),
             choices=[choice],
-            usage=UsageInfo(),
+            usage=vllm.UsageInfo(),
             system_fingerprint=self._chat.system_fingerprint,
         )
         self._empty: JsonObject = empty.model_dump()
@@ -142,9 +125,9 @@ class ChatService:
         """
         if (planned := await self.plan(tree, context)) is not None:
             return await self.complete(planned, context)
-        if unknown := tree.keys() - ChatCompletionRequest.model_fields:
+        if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
-        answered = await self._chat.create_chat_completion(ChatCompletionRequest(**tree))
+        answered = await self._chat.create_chat_completion(vllm.ChatCompletionRequest(**tree))
         if isinstance(answered, AsyncGenerator):
             return answered
         dumped: JsonObject = answered.model_dump()
@@ -206,7 +189,7 @@ class ChatService:
     def _read_offer(self, encoded: bytes) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
         try:
-            request = ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
+            request = vllm.ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
             dumped = [tool.model_dump() for tool in request.tools or ()] or None
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
@@ -214,7 +197,7 @@ class ChatService:
             if dumped and self._chat.parser_cls is not None:
                 parser = self._chat._make_parser(request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
-            content = resolve_chat_template_content_format(
+            content = vllm.resolve_chat_template_content_format(
                 self._chat.chat_template,
                 dumped,
                 self._chat.chat_template_content_format,
@@ -223,7 +206,7 @@ class ChatService:
             )
             if content != "string" or request.extract_structured_outputs() is not None:
                 return None
-            params = SamplingParams(skip_special_tokens=request.skip_special_tokens)
+            params = vllm.SamplingParams(skip_special_tokens=request.skip_special_tokens)
         except Exception:  # a client's tools may be anything: vLLM's path reports the error
             return None
         digest = Conversation(tools=dumped).tools_digest
@@ -234,7 +217,7 @@ class ChatService:
         try:
             status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
         except Exception as error:  # raised to this request's client; other requests continue
-            refusal = create_error_response(client_error(error))
+            refusal = vllm.create_error_response(client_error(error))
             status, tree = refusal.error.code, refusal.model_dump()
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return status, text.encode()
@@ -246,9 +229,9 @@ class ChatService:
         """
         request, offer, prompt = planned.request, planned.offer, planned.prompt
         name = f"chatcmpl-{secrets.token_hex(8)}"
-        detokenizer = IncrementalDetokenizer.from_new_request(
+        detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
-            EngineCoreRequest(
+            vllm.EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=prompt,
                 mm_features=None,
@@ -272,9 +255,11 @@ class ChatService:
         parsing.messages = planned.messages
         text = detokenizer.get_next_output_text(True, False)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
-        calls = [ToolCall(id=call.id or make_tool_call_id(), function=call) for call in found]
+        calls = [
+            vllm.ToolCall(id=call.id or vllm.make_tool_call_id(), function=call) for call in found
+        ]
         context.answers[0] = answer(content, [(call.name, call.arguments) for call in found])
-        message = ChatMessage(role="assistant", content=content, tool_calls=calls).model_dump()
+        message = vllm.ChatMessage(role="assistant", content=content, tool_calls=calls).model_dump()
         choice = {
             **self._empty["choices"][0],
             "message": message,
@@ -297,11 +282,11 @@ class ChatService:
 
     def _parse(
         self,
-        request: SamplingRequest,
+        request: vllm.SamplingRequest,
         text: str,
         token_ids: list[int],
         variables: JsonObject,
-    ) -> tuple[str | None, list[FunctionCall]]:
+    ) -> tuple[str | None, list[vllm.FunctionCall]]:
         """Return the content and the calls that a client gets for a text."""
         if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
             return text, []
@@ -312,7 +297,7 @@ class ChatService:
         return content, list(calls or ())
 
     async def exact_prompt(
-        self, context: RequestContext, request: SamplingRequest
+        self, context: RequestContext, request: vllm.SamplingRequest
     ) -> list[int] | None:
         """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
 
@@ -351,7 +336,7 @@ class ChatService:
             return await in_thread_if_long(messages, lambda: render(template, asked))
         return None
 
-    def _template_of(self, request: SamplingRequest) -> ChatTemplate:
+    def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""
         own = getattr(request, "chat_template_kwargs", None)
         if not own:
@@ -460,11 +445,11 @@ class _Offer:
     """The tools as the template gets them."""
     digest: bytes
     """Their digest in a conversation."""
-    request: ChatCompletionRequest
+    request: vllm.ChatCompletionRequest
     """vLLM's request with these tools and no messages."""
     variables: JsonObject
     """Variables of the chat template, for vLLM's parser."""
-    params: SamplingParams
+    params: vllm.SamplingParams
     """Parameters of the detokenizer."""
 
 
@@ -489,9 +474,9 @@ def client_error(error: Exception) -> Exception:
     """Return an error in the form that vLLM sends to a client."""
     shown = error
     if isinstance(error, EngineError | DeadlineError):
-        shown = GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
     elif isinstance(error, InputError):
-        shown = VLLMValidationError(str(error))
+        shown = vllm.VLLMValidationError(str(error))
     elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
-        shown = GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
+        shown = vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
     return shown
