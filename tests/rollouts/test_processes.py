@@ -204,7 +204,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     process = _Simulated(config, partial(start_runner, None))
     await process.start(0, [])
     for name in ("worker-0", "worker-1"):
-        await process.add(name, None)
+        process.add(name, None)
     first = process.scheduler.workers["worker-0"]
     waiting = asyncio.ensure_future(process.scheduler._is_lost(first, "it failed"))
     async with asyncio.timeout(SECONDS):
@@ -212,7 +212,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
             assert not waiting.done()
     assert report.failures == [("worker-0", "it failed")]
     assert not first.usable
-    await process.restore("worker-0")
+    process.restore("worker-0")
     assert await waiting is False
     assert first.usable
 
@@ -222,7 +222,7 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
             assert not waiting.done()
     first.turns += 3
     first.failed_turns["continued"] += 1  # a turn of the dead worker is counted after its removal
-    await process.add("worker-0", None)  # its successor
+    process.add("worker-0", None)  # its successor
     assert await waiting is True
     second = process.scheduler.workers["worker-0"]
     assert second is not first
@@ -234,9 +234,9 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     process.excuse_death("worker-0")
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
-    await process.close("no worker is left")
+    process.close("no worker is left")
     for name in ("worker-0", "worker-1"):
-        await process.remove(name)
+        process.remove(name)
     with pytest.raises(EngineError, match="no worker is left"):
         await generate(process.scheduler, Request([1, 2], config.sampling, "request"))
     assert await process.stop()

@@ -82,7 +82,6 @@ class FrontProcess:
     """An actor's class: a scheduler, and an OpenAI server or a runner of groups that uses it.
 
     Args:
-        config: The driver's configuration.
         make_runner: Makes the runner; None starts a server.
     """
 
@@ -108,8 +107,7 @@ class FrontProcess:
 
         Args:
             port: Port to listen on, if no other program has taken it; 0 takes a free one.
-            lost: Names of the sessions of the process before this one, to which requests are
-                refused.
+            lost: Names of the sessions of the process before this one, which are refused.
 
         Raises:
             InputError: when something that the user gave cannot be used.
@@ -137,11 +135,7 @@ class FrontProcess:
         return await self._runner.run_group(problem, sampling, tag)
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
-        """Open a session and describe it, with its URLs.
-
-        Raises:
-            InputError: when a session of that name is open.
-        """
+        """Open a session and describe it, with its URLs."""
         assert self._server is not None
         session = self._server.sessions.open(name, training=training, group=group)
         return {**session.describe(), **both_urls(self._server.session_url(session.id))}
@@ -159,18 +153,17 @@ class FrontProcess:
             await self._server.stop()
         return True
 
-    async def add(self, name: str, worker: RayActor) -> None:
-        """See `Follower.add`."""
-        if name in self.scheduler.workers:
-            await self.remove(name)
+    # What the driver tells this process; see `Follower`.
+
+    def add(self, name: str, worker: RayActor) -> None:
+        self.remove(name)
         added = self.scheduler.add(name, self._attach(name, worker), _Remote(self, name))
         self._counted[added] = Counter()
 
     def _attach(self, name: str, worker: RayActor) -> Engine:
         return WorkerHandle.attach(worker, name, self.config)
 
-    async def restore(self, name: str) -> None:
-        """See `Follower.restore`."""
+    def restore(self, name: str) -> None:
         if (worker := self.scheduler.workers.get(name)) is not None:
             task = asyncio.create_task(self._restore(worker))
             self._reaching.add(task)
@@ -192,19 +185,16 @@ class FrontProcess:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.restore(name)
 
-    async def remove(self, name: str) -> None:
-        """See `Follower.remove`."""
+    def remove(self, name: str) -> None:
         if name in self.scheduler.workers:
             worker = self.scheduler.remove(name)
             if isinstance(worker.engine, WorkerHandle):
                 worker.engine.fail(f"{name} is lost")
 
-    async def close(self, why: str) -> None:
-        """See `Follower.close`."""
+    def close(self, why: str) -> None:
         self.scheduler.close(why)
 
-    async def prefer(self, names: Sequence[str]) -> None:
-        """See `Scheduler.prefer`."""
+    def prefer(self, names: Sequence[str]) -> None:
         self.scheduler.prefer(names)
 
     async def wake(self) -> None:
@@ -219,7 +209,7 @@ class FrontProcess:
                 in another order than they were made, so all messages come by this one.
         """
         for method, arguments in messages:
-            await getattr(self, method)(*arguments)
+            getattr(self, method)(*arguments)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
                 await self._urgent.wait()

@@ -39,7 +39,7 @@ from turnwise.serving.front_process import (
 )
 from turnwise.serving.openai.address import EVERYWHERE, with_api_key
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.worker_state import Supervisor, Worker
+from turnwise.serving.worker_state import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,6 @@ class FrontProcesses:
         self._scheduler = scheduler
         self._class = process_class
         self._make_runner = make_runner
-        self._supervisors: dict[str, Supervisor] = {}
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
         self._owners: dict[str, Process] = {}
@@ -139,12 +138,7 @@ class FrontProcesses:
         return len(self._owners)
 
     async def start(self) -> None:
-        """Start all processes; if one fails, end them all.
-
-        Raises:
-            InputError: when a process refuses what the user gave.
-            DeadlineError: when one does not start within `engine.start_timeout`.
-        """
+        """Start all processes; if one fails or does not start in time, end them all."""
         self._scheduler.lead(self)
         try:
             async with task_group() as starting:
@@ -223,13 +217,13 @@ class FrontProcesses:
                 worker.tokens += counts.pop("tokens", 0)
                 worker.failed_turns.update(counts)
         for name in report.excused:
-            if (supervisor := self._supervisors.get(name)) is not None:
-                supervisor.excuse_death()
+            if (worker := self._workers.get(name)) is not None and worker.supervisor is not None:
+                worker.supervisor.excuse_death()
         for name, why in report.failures:
             process.suspects.add(name)
-            supervisor = self._supervisors.get(name)
-            if supervisor is not None and name in self._scheduler.workers:
-                supervisor.report_failure(why)
+            worker = self._scheduler.workers.get(name)
+            if worker is not None and worker.supervisor is not None:
+                worker.supervisor.report_failure(why)
         self.requests.update(report.requests)
         for name, why in report.sessions.items():
             if not why:
@@ -237,16 +231,6 @@ class FrontProcesses:
             elif self._owners.get(name) is process:
                 self._take_away(name)
                 self.store.refuse([name], why)
-
-    def _forget(self, process: Process) -> None:
-        """Forget what a lost process had in hand."""
-        process.loads = {}
-        names = [name for name, owner in self._owners.items() if owner is process]
-        for name in names:
-            self._take_away(name)
-        self.store.refuse(names, LOST)
-        process.lost_sessions += names
-        del process.lost_sessions[:-REMEMBERED_NAMES]
 
     async def _restart(self, process: Process, actor: ActorHandle, why: str) -> None:
         """Start a lost process again, up to `serving.max_restarts` times, or give it up.
@@ -260,7 +244,13 @@ class FrontProcesses:
                 process.lost.set_result(why)
             try:
                 actor.kill()
-                self._forget(process)
+                process.loads = {}
+                names = [name for name, owner in self._owners.items() if owner is process]
+                for name in names:
+                    self._take_away(name)
+                self.store.refuse(names, LOST)
+                process.lost_sessions += names
+                del process.lost_sessions[:-REMEMBERED_NAMES]
                 self._assign()
             except Exception:
                 logger.exception("%s could not be ended", process.name)
@@ -297,25 +287,22 @@ class FrontProcesses:
             few = [names[place % len(names)]] if names else []
             self._tell(process, "prefer", names[place :: len(up)] or few)
 
+    # What the scheduler reports; see `Follower`.
+
     def add(self, name: str, engine: Engine) -> None:
-        """See `Follower.add`."""
-        worker = self._workers[name] = self._scheduler.workers[name]
-        if worker.supervisor is not None:
-            self._supervisors[name] = worker.supervisor
+        self._workers[name] = self._scheduler.workers[name]
         for process in self.processes:
             process.suspects.discard(name)
             self._tell(process, "add", name, _actor_of(engine))
         self._assign()
 
     def restore(self, name: str) -> None:
-        """See `Follower.restore`."""
         for process in self.processes:
             if name in process.suspects:
                 process.suspects.discard(name)
                 self._tell(process, "restore", name)
 
     def remove(self, name: str) -> None:
-        """See `Follower.remove`."""
         for process in self.processes:
             process.suspects.discard(name)
             process.loads.pop(name, None)
@@ -323,19 +310,15 @@ class FrontProcesses:
         self._assign()
 
     def close(self, why: str) -> None:
-        """See `Follower.close`."""
         for process in self.processes:
             self._tell(process, "close", why)
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
         """Open a session in the process with the fewest; describe it, with its URLs.
 
-        Returns:
-            None if no process is up.
-
-        Raises:
-            InputError: when a session of that name is open, or is being opened.
-            DeadlineError: when a process does not answer, which may have opened it.
+        Returns None if no process is up. Raises `InputError` when a session of that name is open,
+        or is being opened, and `DeadlineError` when a process does not answer, which may have
+        opened it.
         """
         if name is not None and name in self._opening:
             raise InputError(f"the session {name} is being opened")
