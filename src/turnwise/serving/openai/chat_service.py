@@ -76,7 +76,6 @@ class ChatService:
     """Answers the chats of sessions.
 
     Args:
-        config: Model, sampling and template settings.
         generator: Samples the tokens.
         state: State of vLLM's application.
         remember: Called with each chat completion's id and session.
@@ -119,10 +118,7 @@ class ChatService:
     async def answer(
         self, tree: JsonObject, context: RequestContext
     ) -> JsonObject | AsyncGenerator[str, None]:
-        """Answer a request with vLLM's answer, or the server-sent events of one that is streamed.
-
-        Raises `InputError` for an unknown key, vLLM's errors, and those of `complete`.
-        """
+        """Return vLLM's answer to a request, or the server-sent events of one that is streamed."""
         if (planned := await self.plan(tree, context)) is not None:
             return await self.complete(planned, context)
         if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
@@ -223,10 +219,7 @@ class ChatService:
         return status, text.encode()
 
     async def complete(self, planned: "PlannedChat", context: RequestContext) -> JsonObject:
-        """Sample a planned request, and return the answer as vLLM writes it.
-
-        Raises the errors of `sample` and of engines.
-        """
+        """Sample a planned request, and return the answer as vLLM writes it."""
         request, offer, prompt = planned.request, planned.offer, planned.prompt
         name = f"chatcmpl-{secrets.token_hex(8)}"
         detokenizer = vllm.IncrementalDetokenizer.from_new_request(
@@ -301,10 +294,8 @@ class ChatService:
     ) -> list[int] | None:
         """Return a prompt's ids, or None if vLLM has to render it; see `chat.prompts`.
 
-        Raises:
-            RefusedParameter: when there is no chat template, or it leaves out the tools of a
-                training session.
-            TrajectoryError: `message_dropped`, when it leaves out a message of one.
+        Refuses a request without a chat template, and in a training session one whose tools or
+        messages the template leaves out.
         """
         session, asked, template = context.session, context.asked, self._template_of(request)
         messages, training = asked.messages, session.sampling is not None
@@ -352,10 +343,6 @@ class ChatService:
             context: The client's request; None for one that is no turn of a session.
             key: Which of its completions this is.
             request: Its route names only the adapter.
-
-        Raises:
-            InputError: when the session may have no more turns.
-            EngineError: when the tokens end without a finish reason.
         """
         if context is None:
             async with aclosing(self._generator.stream(request)) as pieces:
@@ -444,7 +431,6 @@ class _Offer:
     tools: list[JsonObject] | None
     """The tools as the template gets them."""
     digest: bytes
-    """Their digest in a conversation."""
     request: vllm.ChatCompletionRequest
     """vLLM's request with these tools and no messages."""
     variables: JsonObject

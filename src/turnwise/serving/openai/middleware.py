@@ -49,8 +49,7 @@ _OWN_HEADERS = b"endpoint-load-metrics-format"
 
 
 class SessionProcesses(Protocol):
-    """Processes that serve the sessions which clients open, started and stopped with the server;
-    see `serving.front_processes`."""
+    """Processes that serve the sessions which clients open: `serving.front_processes`."""
 
     requests: Counter[str]
     """Counts of all processes' requests, by status or event."""
@@ -58,34 +57,26 @@ class SessionProcesses(Protocol):
     """The sessions of the server itself, which refuses the names of ended sessions."""
 
     @property
-    def base_urls(self) -> dict[str, str]:
-        """Base URLs of the processes that are up, by their names."""
-        ...
+    def base_urls(self) -> dict[str, str]: ...
 
     @property
-    def count(self) -> int:
-        """Number of open sessions in all processes."""
-        ...
+    def count(self) -> int: ...
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
-    async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session and describe it, with its URLs; None if no process is up."""
-        ...
+    async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None: ...
 
-    def base_url_of(self, name: str) -> str | None:
-        """Return the base URL of the process that has a session; None if none has it."""
-        ...
+    async def list_sessions(
+        self, after: Place | None, most: int
+    ) -> list[tuple[Place, JsonObject]]: ...
 
-    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return a page of each process's sessions; see `SessionStore.page`."""
-        ...
+    def base_url_of(self, name: str) -> str | None: ...
 
 
 class SessionMiddleware:
-    """Finds the session of each request, answers its chats, and redirects or joins requests.
+    """Answers each request in its session.
 
     The path or, without one in it, the header X-Session-ID names the session. A path and another
     header name a session under that of the path.
@@ -96,11 +87,7 @@ class SessionMiddleware:
     before it. A request is aborted when the last client waiting for it disconnects.
 
     Args:
-        app: vLLM's application.
-        chats: Answers the chats that it can plan.
-        store: The server's sessions.
         counts: Counts answers by their status, and retries that joined a request as `joined`.
-        processes: Processes that serve other sessions; None without any.
         key: The key that clients send; None without one.
     """
 
@@ -312,14 +299,11 @@ class SessionMiddleware:
 
 
 class _Running:
-    """A request in flight, shared by all clients that wait for its answer.
-
-    Args:
-        alone: Whether no equal request is in flight, so that a retry is unambiguous.
-    """
+    """A request in flight, shared by all clients that wait for its answer."""
 
     def __init__(self, alone: bool) -> None:
         self.alone = alone
+        """Whether no equal request is in flight, so that a retry is unambiguous."""
         self.abandoned = asyncio.Event()
         """Set when the last client has disconnected."""
         self._sent: list[Message] = []
@@ -329,7 +313,6 @@ class _Running:
         self._clients = 0
 
     def begin(self, work: Awaitable[None], forget: Callable[[], object]) -> None:
-        """Run the request; `forget` is called at its end."""
         self._task: asyncio.Future[None] = asyncio.ensure_future(work)
         self._task.add_done_callback(lambda _: forget())
         self._task.add_done_callback(lambda _: self._wake())

@@ -193,11 +193,7 @@ class Gate:
       their paths are random secrets, known only to their agents.
     - 413 and 503: a body that is too large, or all bodies in flight are.
 
-    HEAD is answered as GET, without the body.
-
-    Args:
-        key: The key; None lets every request pass.
-        store: The server's sessions.
+    HEAD is answered as GET, without the body. Without a `key` every request passes.
     """
 
     def __init__(
@@ -265,8 +261,7 @@ class Gate:
             self._held -= read
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
-        """Refuse requests under another name, and those that pages of other sites can send without
-        asking."""
+        """Refuse other names, and what pages of other sites can send without asking."""
         for host in headers.getlist("host"):
             if not self._is_ours(host, scope):
                 raise HTTPException(

@@ -119,10 +119,7 @@ def serving(
 ) -> Iterator[RequestContext]:
     """Hold the session of a request, and make the request `CURRENT`, until it is answered.
 
-    Completions that were not delivered then are lost.
-
-    Raises:
-        InputError: as `SessionStore.request` does.
+    Completions that were not delivered then are lost. Raises as `SessionStore.request` does.
     """
     with ExitStack() as held:
         context = RequestContext(held.enter_context(store.request(name, previous, child)), held)
@@ -252,13 +249,8 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
     """Set the sampling parameters of a request: those that it does not set are the configured ones.
 
     The default of `n` remains 1, as in OpenAI's API. Limits of tokens beyond the context are
-    lowered to it; vLLM lowers them further to what the prompt leaves.
-
-    Args:
-        own: Sampling of a training session; None in other sessions.
-
-    Raises:
-        RefusedParameter: naming the parameter that cannot be served.
+    lowered to it; vLLM lowers them further to what the prompt leaves. A parameter that cannot be
+    served is refused; `own` is the sampling of a training session.
     """
     n, listed = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
     several = isinstance(listed, list) and listed and not isinstance(listed[0], int)

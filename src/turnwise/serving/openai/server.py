@@ -43,11 +43,9 @@ a connection that is just being closed.
 
 
 class OpenAIServer:
-    """Serves a generator over HTTP.
+    """Serves a generator over HTTP: one engine, or the scheduler of several.
 
     Args:
-        config: Model, sampling defaults, address and key.
-        generator: One engine, or the scheduler of several.
         port: Port to listen on; None is serving.port, 0 a free one.
         processes: Processes that serve the sessions that clients open; started and stopped with
             the server. None without any.
@@ -81,9 +79,7 @@ class OpenAIServer:
     async def start(self) -> str:
         """Listen, and return the base URL.
 
-        Raises:
-            InputError: when the address cannot be used, or vLLM refuses the model.
-            DeadlineError: when the server does not start in time.
+        Raises `InputError` when the address cannot be used, or vLLM refuses the model.
         """
         serving = self._config.serving
         listening = listen(serving.host, self._port, serving.ports)

@@ -18,7 +18,6 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -87,16 +86,13 @@ async def build(
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `ROUTES`.
 
-    Its `state.chats` is the chat service.
+    Its `state.chats` is the chat service. Raises `InputError` when vLLM refuses the model, or has
+    no parser of the configured name.
 
     Args:
         healthy: Returns whether anything can be served now.
-        store: The sessions of the requests.
         names: The model's names for clients; responses have the first. Requests may use any name
             unless there are adapters.
-
-    Raises:
-        InputError: when vLLM refuses the model, or has no parser of the configured name.
     """
     arguments = [
         *("--model", resolve_model(config.model.path)),
@@ -246,38 +242,25 @@ async def _watched(
     vLLM parses a stream piece by piece. Where a call is malformed, the client can get another
     answer than the whole text parsed at once would give; the client sends back what it got.
     """
-    choices: dict[int, _Parts] = defaultdict(_Parts)
+    texts: dict[int, list[str]] = defaultdict(list)
+    calls: dict[int, dict[int, list[str]]] = defaultdict(dict)
     async for event in events:
         if event.startswith("data: {"):
             for choice in json.loads(event[6:]).get("choices") or []:
-                parts = choices[choice["index"]]
-                parts.add(choice.get("delta") or {})
+                index, delta = choice["index"], choice.get("delta") or {}
+                texts[index].append(delta.get("content") or "")
+                for piece in delta.get("tool_calls") or []:
+                    function = piece.get("function") or {}
+                    call = calls[index].setdefault(piece["index"], ["", ""])
+                    call[0] += function.get("name") or ""
+                    call[1] += function.get("arguments") or ""
                 if choice.get("finish_reason"):
-                    answers[choice["index"]] = parts.whole(objects)
+                    said = [
+                        (name, given if not objects or _is_json(given) else "{}")
+                        for name, given in calls[index].values()
+                    ]
+                    answers[index] = answer("".join(texts[index]), said)
         yield event
-
-
-@dataclass(slots=True)
-class _Parts:
-    """The pieces of one choice so far."""
-
-    text: list[str] = field(default_factory=list)
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    """Name, then pieces of the arguments, by the index of the call."""
-
-    def add(self, delta: JsonObject) -> None:
-        self.text.append(delta.get("content") or "")
-        for piece in delta.get("tool_calls") or []:
-            function = piece.get("function") or {}
-            call = self.calls.setdefault(piece["index"], [""])
-            call[0] += function.get("name") or ""
-            call.append(function.get("arguments") or "")
-
-    def whole(self, objects: bool) -> Answer:
-        calls = [(call[0], "".join(call[1:])) for call in self.calls.values()]
-        if objects:
-            calls = [(name, said if _is_json(said) else "{}") for name, said in calls]
-        return answer("".join(self.text), calls)
 
 
 def _is_json(text: str) -> bool:
@@ -537,11 +520,8 @@ def _outputs(request_id: str, chunk: Chunk, with_logprobs: bool) -> Iterator[vll
 def _sampling_of(
     params: vllm.SamplingParams, prompt: list[int], context: RequestContext | None
 ) -> vllm.SamplingParams:
-    """Return a request's sampling for the generator, within the tokens that its session has left.
-
-    Raises:
-        InputError: when the request would make tokens off-policy, or has no tokens left.
-    """
+    """Return a request's sampling for the generator, within the tokens that its session has left;
+    refuse one that would make tokens off-policy."""
     sampling = copy.copy(params)
     streamed = params.output_kind == vllm.RequestOutputKind.DELTA
     sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
