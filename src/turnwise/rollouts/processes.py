@@ -169,13 +169,11 @@ class _ProcessRunner:
     stack: AsyncExitStack
 
     async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
-        """Run the group of a problem, under a unique tag."""
         group = await self.runner.run_group(self.scheduler, problem, sampling, tag)
         group.appended = self.runner.files.take()
         return group
 
     async def close(self) -> None:
-        """End servers and agents."""
         await self.runner.close()
         await self.stack.aclose()
 

@@ -186,7 +186,6 @@ class ChatBackend:
         self.tokenizer = self._chats.tokenizer
 
     async def stop(self) -> None:
-        """Cancel the application's tasks."""
         if hasattr(self, "_app"):
             self._app.state.engine_client.shutdown()
 

@@ -75,7 +75,6 @@ class Report:
     sessions: dict[str, str]
     """Sessions of clients that began ("") or ended (why), by name."""
     requests: Counter[str]
-    """Requests of clients, by status or event."""
 
 
 class FrontProcess:
@@ -123,19 +122,16 @@ class FrontProcess:
         return base_url, ray.get_runtime_context().get_node_id()
 
     async def serve(self, server: "OpenAIServer", lost: Sequence[str]) -> str:
-        """Start the server, and return its base URL."""
         self._server = server
         server.sessions.refuse(lost, LOST)
         server.sessions.changes = {}
         return await server.start()
 
     async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object:
-        """Run the group of a problem, under a unique tag."""
         assert self._runner is not None
         return await self._runner.run_group(problem, sampling, tag)
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
-        """Open a session and describe it, with its URLs."""
         assert self._server is not None
         session = self._server.sessions.open(name, training=training, group=group)
         return {**session.describe(), **both_urls(self._server.session_url(session.id))}
@@ -244,12 +240,10 @@ class FrontProcess:
         return report
 
     def report_failure(self, name: str, why: str) -> None:
-        """Report at once that a request failed on a worker."""
         self._failures.append((name, why))
         self._urgent.set()
 
     def excuse_death(self, name: str) -> None:
-        """Report that a single request caused a worker's death."""
         self._excused.append(name)
         self._urgent.set()
 

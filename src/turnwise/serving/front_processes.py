@@ -55,11 +55,9 @@ class Process:
 
     name: str
     actor: ActorHandle | None = None
-    """None while there is none."""
     base_url: str = ""
     """Base URL of its server, also while it is down."""
     node: str = ""
-    """Ray's id of its node."""
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -71,7 +69,6 @@ class Process:
     restarts: int = 0
     """Restarts since it last finished anything."""
     given_up: bool = False
-    """Whether it is not started again."""
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
@@ -120,11 +117,9 @@ class FrontProcesses:
         self._owners: dict[str, Process] = {}
         """Processes of the open sessions, by name."""
         self._opening: set[str] = set()
-        """Names of sessions that are being opened."""
 
     @property
     def up(self) -> list[Process]:
-        """Processes that have an actor."""
         return [process for process in self.processes if process.actor is not None]
 
     @property
@@ -134,7 +129,6 @@ class FrontProcesses:
 
     @property
     def count(self) -> int:
-        """Number of open sessions in all processes."""
         return len(self._owners)
 
     async def start(self) -> None:
@@ -281,7 +275,6 @@ class FrontProcesses:
             process.actor.actor.wake.remote()
 
     def _assign(self) -> None:
-        """Divide the workers among the processes that are up."""
         up, names = self.up, [*self._scheduler.workers]
         for place, process in enumerate(up):
             few = [names[place % len(names)]] if names else []
@@ -382,7 +375,6 @@ class FrontProcesses:
         return [each for listed in await together(map(of, actors)) for each in listed]
 
     async def stop(self) -> None:
-        """End all processes."""
         with suppress(ValueError):
             self._scheduler.leave(self)
         actors = [p.actor for p in self.processes if p.actor is not None]

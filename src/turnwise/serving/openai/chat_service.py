@@ -67,7 +67,6 @@ logger = logging.getLogger(__name__)
 _TEMPLATES = 16
 """Maximum number of cached templates, one for each set of template variables."""
 _TOOLS = 256
-"""Maximum number of cached sets of tools."""
 _TOOLS_BYTES = 65_536
 """Maximum size of a cached set; vLLM's application answers requests with larger ones."""
 
@@ -101,7 +100,6 @@ class ChatService:
         self._prompts = PromptCache(self._template)
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
-        """Whether it was logged that the template leaves out tools."""
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
         choice = vllm.ChatCompletionResponseChoice(
             index=0, message=vllm.ChatMessage(role="assistant", content="")
@@ -209,7 +207,6 @@ class ChatService:
         return _Offer(dumped, digest, request, variables, params)
 
     async def respond(self, planned: "PlannedChat", context: RequestContext) -> tuple[int, bytes]:
-        """Answer a planned request: return the status and the body for an HTTP client."""
         try:
             status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
         except Exception as error:  # raised to this request's client; other requests continue
@@ -426,8 +423,6 @@ class ChatService:
 
 @dataclass(slots=True)
 class _Offer:
-    """A set of tools."""
-
     tools: list[JsonObject] | None
     """The tools as the template gets them."""
     digest: bytes
@@ -441,8 +436,6 @@ class _Offer:
 
 @dataclass(slots=True)
 class PlannedChat:
-    """A request that is ready to be sampled."""
-
     request: PlainRequest
     messages: list[JsonObject]
     offer: _Offer

@@ -23,20 +23,17 @@ UNKNOWN = object()
 """A value of which only the errors are known."""
 _TAGS = ("role", "type")
 _NAMED = 8
-"""Maximum number of alternatives in a sentence."""
 _SHOWN = 80
 _EXPECTED = "Input should be "
 
 
 async def send_json(send: Send, status: int, body: bytes) -> None:
-    """Answer with JSON."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def refuse(send: Send, status: int, message: str) -> None:
-    """Answer with an error."""
     await send_json(send, status, _body(status, message))
 
 

@@ -26,8 +26,6 @@ _SECONDS = 2.0
 
 @runtime_checkable
 class _Measured(Protocol):
-    """The part of an engine that metrics need."""
-
     name: str
 
     async def metrics(self) -> list[Metric]: ...
@@ -35,12 +33,9 @@ class _Measured(Protocol):
 
 @dataclass(frozen=True)
 class Families(Collector):
-    """A collector that returns what a function returns."""
-
     make: Callable[[], Iterable[Metric]]
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of this moment."""
         return self.make()
 
 

@@ -39,7 +39,6 @@ GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 _BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
 _INVOCATIONS = "/invocations"
-"""Path of SageMaker's requests."""
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
 _OPENING = "/v1/sessions"
@@ -139,7 +138,6 @@ class SessionMiddleware:
             await running.relay(receive, send)
 
     def _share(self, key: bytes, scope: Scope, body: bytes, is_retry: bool) -> "_Running":
-        """Return the request that a retry repeats, or a new one that later retries may join."""
         known = self._running.get(key)
         if known is not None and known.abandoned.is_set():
             known = None
@@ -307,7 +305,6 @@ class _Running:
         self.abandoned = asyncio.Event()
         """Set when the last client has disconnected."""
         self._sent: list[Message] = []
-        """The answer so far."""
         self._changed = asyncio.Event()
         """Set, and replaced, when the answer grows or ends."""
         self._clients = 0
@@ -424,7 +421,6 @@ def _wrong_batch(tree: JsonObject) -> str | None:
 
 
 def _merged(answers: Sequence[JsonObject]) -> JsonObject:
-    """Return the answers to a batch as one."""
     choices = [
         {**choice, "index": index}
         for index, answer in enumerate(answers)

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.vllm_api import SamplingRequest
 
 MAX_CHOICES = 128
-"""Maximum number of completions of one prompt in one request."""
 MAX_COMPLETIONS = 1_024
-"""Maximum number of completions of all prompts of one request."""
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
 """Keys of an answer's message by which a client may send its ids back."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -76,13 +74,11 @@ class RequestContext:
     prompt: NextPrompt = field(default_factory=lambda: NextPrompt(None))
     finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
-    """vLLM's text of each completion."""
     undelivered: list[Callable[[], None]] = field(default_factory=list)
     """For each completion that the client has not got, a function that records it as a turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers as the client got them, by the index; of streamed chats only those with tools."""
     adapter: str = ""
-    """Name of the adapter that samples; "" for the policy."""
     began: float = field(default_factory=time.time)
     """Time when the request came, in seconds since the epoch."""
 

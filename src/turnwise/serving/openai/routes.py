@@ -122,8 +122,6 @@ def _add_sessions(
     url: Callable[[str | None], str],
     processes: SessionProcesses | None,
 ) -> None:
-    """Add the routes that list and open sessions."""
-
     @router.get("/sessions")
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1_000)] = 500, after: str | None = None
@@ -177,8 +175,6 @@ def _add_sessions(
 
 
 def _add_trajectories(router: APIRouter, store: SessionStore) -> None:
-    """Add the routes of one session."""
-
     def found(session_id: str) -> Session:
         session = _opened(store, session_id)
         if session.private and not session.agent_rewards:
@@ -212,8 +208,6 @@ def _add_trajectories(router: APIRouter, store: SessionStore) -> None:
 
 
 def _add_responses(router: APIRouter, store: SessionStore) -> None:
-    """Add the routes of the responses that sessions keep."""
-
     def keeping(response_id: str, request: Request) -> Session:
         name: str | None = request.scope[SESSION_NAME]
         named = None if name is None else _opened(store, name)

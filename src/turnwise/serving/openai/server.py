@@ -118,7 +118,6 @@ class OpenAIServer:
         return self.base_url
 
     def session_url(self, session_id: str) -> str:
-        """Return the base URL of a session."""
         return f"{self.base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
 
     async def application(self) -> ASGIApp:

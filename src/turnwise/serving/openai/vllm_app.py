@@ -171,8 +171,6 @@ def _around_rendering(preprocess_chat: Create, service: ChatService, config: Con
 
 
 def _around_completion(render_completion: Create, config: Config) -> Create:
-    """Wrap the method that renders the prompts of Completions."""
-
     async def render(request: vllm.CompletionRequest, **options: object) -> object:
         context = CURRENT.get()
         if context is not None:
@@ -380,7 +378,6 @@ class EngineClient:
 
     tasks = ("generate",)
     service: ChatService
-    """Samples the tokens; set once the application is built."""
 
     def __init__(self, config: Config, healthy: Callable[[], bool]) -> None:
         adapters = EngineAdapters.of(config)
@@ -468,7 +465,6 @@ class EngineClient:
         key: ChoiceKey,
         queue: vllm.RequestOutputCollector,
     ) -> None:
-        """Sample one completion, and put vLLM's outputs of it into `queue`."""
         params, lora = request.sampling_params, request.lora_request
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
