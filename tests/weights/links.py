@@ -17,8 +17,7 @@ from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
 from turnwise.weights.manifest import StateDictInfo, dtype_name
 from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.stream import StreamReceiver, StreamSender
-from turnwise.weights.transport import Receiver
+from turnwise.weights.transport import Receiver, StreamReceiver, StreamSender
 
 CPU = torch.device("cpu")
 

@@ -20,9 +20,8 @@ from tests.weights.links import (
     state_dict_info,
 )
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
-from turnwise.weights import ipc_address
-from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.ipc_address import device_address, private_address
+from turnwise.weights import ipc
+from turnwise.weights.ipc import IpcReceiver, IpcSender, device_address, private_address
 from turnwise.weights.transport import Receiver
 
 PATIENCE = 240.0
@@ -150,7 +149,7 @@ def test_a_buffer_of_another_host_is_refused(link: IpcLink) -> None:
 def test_sockets_of_trainers_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_address, "_FOLDER", str(tmp_path))
+    monkeypatch.setattr(ipc, "_FOLDER", str(tmp_path))
     killed, own = tmp_path / "trainer-99999999-0", tmp_path / f"trainer-{os.getpid()}-7"
     for path in (killed, own):
         with socket.socket(socket.AF_UNIX) as listener:

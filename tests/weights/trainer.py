@@ -17,12 +17,10 @@ from turnwise.engine import Completion, Request
 from turnwise.engine.protocol import Chunk, collect
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.gather import full_tensors
-from turnwise.weights.canary import canary_prompt
 from turnwise.weights.collective import CollectiveSender
-from turnwise.weights.manifest import Publication
-from turnwise.weights.rendezvous import free_address
-from turnwise.weights.stream import StreamSender
-from turnwise.weights.transport import make_sender
+from turnwise.weights.manifest import Publication, canary_prompt
+from turnwise.weights.process_group import free_address
+from turnwise.weights.transport import StreamSender, make_sender
 
 PROMPT = list(range(5, 45))
 JOIN_SECONDS = 240.0

@@ -7,25 +7,19 @@ and state before it gets turns; meanwhile its predecessor's turns continue on ot
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from turnwise.config import ServingConfig, WeightsConfig
 from turnwise.core.aio import task_group, together
-from turnwise.engine.protocol import Engine
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.supervisor import ManagedEngine, WorkerFailure, WorkerSupervisor
-from turnwise.weights.sync import WeightSync
+from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
     from turnwise.serving.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
     from turnwise.serving.data_proto import DataProto
     from turnwise.trajectory import Message
-
-_Verified = TypeVar("_Verified")
-
-Verify = Callable[[Engine], Awaitable[object]]
-"""Checks that an engine has the weights that were sent to it, and raises if not."""
 
 
 class AsyncLLMServerManager:
@@ -76,9 +70,6 @@ class AsyncLLMServerManager:
         ]
         self._sync: WeightSync | None = None
         """Source of the last update; None before the first one."""
-        self._verify: Verify | None = None
-        self._version: int | None = None
-        """Version of the last update, which `_verify` checks."""
         self._asleep = False
         self._control = asyncio.Lock()
         """Lock of updates, sleep and wake-up, also held while a new worker joins."""
@@ -151,11 +142,7 @@ class AsyncLLMServerManager:
         try:
             async with self._control:
                 if self._sync is not None:
-                    version = await self._sync.sync_one(engine, self._weights.in_flight)
-                    # After a re-send the trainer may have newer weights; the next update verifies
-                    # this engine with all others.
-                    if self._verify is not None and version == self._version:
-                        await self._verify(engine)
+                    await self._sync.update_one(engine, self._weights.in_flight)
                 if self._asleep:
                     await engine.sleep()
                 supervisor.admit(engine)
@@ -164,66 +151,38 @@ class AsyncLLMServerManager:
             engine.kill()
             raise
 
-    async def update_weights(
-        self, sync: WeightSync, verify: "Callable[[Engine], Awaitable[_Verified]] | None" = None
-    ) -> list[_Verified]:
+    async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
 
-        First all workers check that the update fits. A worker that dies or fails after that is
-        restarted; like any restarted worker, it gets the weights before it serves.
+        A worker that dies or fails once all have found that the update fits is restarted; like any
+        restarted worker, it gets the weights before it serves. If all failed to load them, all are
+        kept: the next update may succeed.
 
         Returns:
-            The results of `verify` for the workers that are up; empty without it.
+            The results of the workers that serve the weights.
 
         Raises:
             WeightUpdateError: when a worker refuses the update, in which case all keep their
-                weights, or when one fails the verification.
+                weights, or when one's canary differs from the trainer's.
             TurnwiseError: when no worker loaded it.
         """
         async with self._control:
             with self._occupied():
-                engines = self.engines
-                errors = await sync.check(engines)
-                for error in errors:
-                    if isinstance(error, WeightUpdateError):
-                        raise error
-                engines = self._without_failed(engines, errors)
-                self._sync, self._verify = sync, verify
-                outcomes = await sync.push(engines, self._weights.in_flight)
-                self._version = max((o for o in outcomes if isinstance(o, int)), default=None)
-                engines = self._without_failed(engines, outcomes)
-                if verify is None:
-                    return []
-                results = await asyncio.gather(*map(verify, engines), return_exceptions=True)
-                for result in results:
-                    if isinstance(result, WeightUpdateError):
-                        raise result
-                self._without_failed(engines, results)
-        return [result for result in results if not isinstance(result, BaseException)]
-
-    def _without_failed(
-        self, engines: list[ManagedEngine], outcomes: Sequence[object]
-    ) -> list[ManagedEngine]:
-        """Restart the workers whose outcome is an error; return the engines of the others.
-
-        If all failed to load the weights, all are kept: the next update may succeed.
-        """
-        failed = {
-            id(engine): outcome
-            for engine, outcome in zip(engines, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
-        }
-        all_failed = len(failed) == len(engines)
-        for supervisor, engine in self._up():
-            if (error := failed.get(id(engine))) is None:
-                continue
-            if not isinstance(error, TurnwiseError):
-                raise error
-            if not (all_failed and isinstance(error, WeightUpdateError)):
-                supervisor.lose(f"in a weight update: {error}", engine)
+                try:
+                    results = await sync.update(self.engines, self._weights.in_flight)
+                finally:
+                    if sync.current is not None:  # no worker has refused it
+                        self._sync = sync
+                failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
+                all_failed = len(failed) == len(results)
+                for supervisor, engine in self._up():
+                    error = failed.get(engine)
+                    if error is None or (all_failed and isinstance(error, WeightUpdateError)):
+                        continue
+                    supervisor.lose(f"in a weight update: {error}", engine)
         if failed and all_failed:
             raise next(iter(failed.values()))
-        return [engine for engine in engines if id(engine) not in failed]
+        return [result for result in results.values() if isinstance(result, Updated)]
 
     @contextmanager
     def _occupied(self) -> Iterator[None]:

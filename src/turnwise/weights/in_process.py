@@ -12,8 +12,8 @@ import torch
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry, dtype_name
 from turnwise.weights.transport import (
-    EngineWorker,
     Receiver,
+    ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
@@ -33,11 +33,7 @@ _published: _Published | None = None
 
 
 class InProcessTransport(Transport):
-    """Memory of the trainer's process; every rank serves the worker in its own.
-
-    Example:
-        find_transport("in_process").make_sender(options)
-    """
+    """Memory of the trainer's process; every rank serves the worker in its own."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
         return True
@@ -45,10 +41,10 @@ class InProcessTransport(Transport):
     def make_sender(self, options: SenderOptions) -> "InProcessSender":
         return InProcessSender()
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
-        validate(manifest.version)
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
+        published(manifest.version)
 
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         return _InProcessReceiver(manifest.version, iter(published(manifest.version).items()))
 
 
@@ -66,9 +62,6 @@ class InProcessSender(WeightSender):
 
     Only the last version is available, and only until it is loaded. Tensors that are gathered from
     shards, or merged with an adapter, amount to a copy of the model for that time.
-
-    Example:
-        manifest = InProcessSender().publish(1, model.named_parameters())
     """
 
     transport = "in_process"
@@ -88,15 +81,6 @@ class InProcessSender(WeightSender):
     def close(self) -> None:
         global _published
         _published = None
-
-
-def validate(version: int) -> None:
-    """Check that a worker in this process can load a version.
-
-    Raises:
-        WeightUpdateError: when it cannot.
-    """
-    published(version)
 
 
 def published(version: int) -> Mapping[str, torch.Tensor]:

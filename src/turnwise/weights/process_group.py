@@ -1,7 +1,13 @@
-"""The process group of a trainer and its engines' workers, and the store for their messages.
+"""The process group of a trainer and its engines' workers, and the store at which ranks meet.
 
 Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL between GPUs. The
 group is independent of any that vLLM or the trainer has. NCCL has never been run.
+
+The store is torch's key-value store. By default that listens on all addresses of a machine and
+accepts any client. Here it listens on one, and every key begins with the run's secret, which Ray
+passes to its processes. The secret protects against accidents and scanners; a client that can reach
+the port and speaks the store's protocol can still list its keys, so nodes that train together
+should be on a private network.
 """
 
 import json
@@ -13,14 +19,14 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from turnwise.core import secret
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.environ import environment_variable
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
-from turnwise.weights.ipc_address import device_name
-from turnwise.weights.rendezvous import join_store, open_store, private
 
+LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
 _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
@@ -30,6 +36,48 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 deadline is ours, and an engine outlives its trainer's update."""
 _LINGER_SECONDS = 0.5
 """Time after its deadline until an abandoned broadcast ends by itself."""
+
+
+def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """Open a store on one address of this machine; port 0 takes a free port.
+
+    Raises:
+        OSError: when the port is in use, or the address is not of this machine.
+    """
+    family = socket.getaddrinfo(host, port)[0][0]
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    # The store closes the descriptor that it is given.
+    return TCPStore(
+        host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
+    """Connect to a store that another process opened."""
+    return TCPStore(host, port, None, False, limit, wait_for_workers=False)
+
+
+def private(store: TCPStore) -> Store:
+    """Return the part of a store that this run's processes share."""
+    return PrefixStore(secret.known(), store)
+
+
+def free_address() -> tuple[str, int]:
+    """Return this node's address and a free port."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    from ray.util import get_node_ip_address  # reads the environment when it is imported
+
+    return get_node_ip_address(), port
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that trainer and engine must share: the GPU's UUID, or the host of CPUs."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return socket.gethostname()
 
 
 class _Backend(Protocol):
@@ -54,9 +102,6 @@ class ProcessGroup:
     Raises:
         InputError: when the rank is taken or is not in the group, or the port is in use.
         DeadlineError: when a rank has not joined in time; it names the first.
-
-    Example:
-        group = ProcessGroup(1, "10.0.0.1", 29500, 2, 1, torch.device("cpu"), 60.0)
     """
 
     def __init__(
@@ -88,9 +133,16 @@ class ProcessGroup:
                 raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
             everyone = range(world_size)
             _wait_until(lambda: self._joined(everyone), seconds, lambda: self._missing(everyone))
+            # Outside torch's registry, so that it does not affect the default group.
             if device.type == "cuda":
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
-            self._group = _process_group(self._store, rank, world_size, device, limit)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
+                    group: object = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
+            else:
+                group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
+            self._group = cast(_Backend, group)
         except (RuntimeError, OSError) as error:
             raise InputError(
                 f"no process group could be made at {self.where}: {first_line(error)}"
@@ -139,22 +191,13 @@ class ProcessGroup:
         return round_number, text
 
     def wait_text(self, key: str, round_number: int, what: str, seconds: float) -> str:
-        """Wait for a text of the trainer in a round.
-
-        Raises:
-            DeadlineError: when there is none after `seconds`.
-        """
+        """Wait for a text of the trainer in a round."""
         late = f"the trainer at {self.where} did not {what}"
         _wait_until(lambda: self.get(key)[0] == round_number, seconds, lambda: late)
         return self.get(key)[1]
 
     def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
-        """Wait until every engine has answered "" in a round.
-
-        Raises:
-            WeightUpdateError: when an engine answers with an error.
-            DeadlineError: when one has not answered after `seconds`.
-        """
+        """Wait until every engine has answered "" in a round; else raise, naming the first."""
         waiting = list(self.engine_ranks)
 
         def all_answered() -> bool:
@@ -225,11 +268,7 @@ class ProcessGroup:
 
 
 def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
-    """Poll until a condition holds.
-
-    Raises:
-        DeadlineError: beginning with `late()`, when it does not hold after `seconds`.
-    """
+    """Poll until a condition holds, or raise `DeadlineError`, which begins with `late()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -243,9 +282,6 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
     Args:
         names: Names of all ranks in errors.
         device: Device of this rank.
-
-    Raises:
-        InputError: when two ranks are.
     """
     store.set(f"device/{rank}", device_name(device))
     seen: dict[str, str] = {}
@@ -260,27 +296,12 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
         seen[gpu] = name
 
 
-def _process_group(
-    store: Store, rank: int, world_size: int, device: torch.device, limit: timedelta
-) -> _Backend:
-    """Create a group outside torch's registry, so that it does not affect the default group."""
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
-            return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
-    return cast(_Backend, dist.ProcessGroupGloo(store, rank, world_size, limit))
-
-
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
     """Join the process group of the trainer's ranks, which all others of this process follow.
 
     Args:
         address: Their rendezvous: host:port.
         seconds: Deadline, also of each operation in the group.
-
-    Raises:
-        InputError: when they cannot meet.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")

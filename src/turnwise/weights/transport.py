@@ -4,10 +4,14 @@ A transport is one class, found by its short name or as `package.module:Class`. 
 `WeightSender` of a trainer's rank, and in each engine worker the `Receiver` of an update. To add
 one, write a file with a subclass of `Transport`, and name it in `TRANSPORTS`, or in the
 configuration alone: `weights.transport: my_package.my_module:MyTransport`.
+
+A stream (`ipc`, `collective`) sends its manifest, then the tensors in chunks that pass through two
+buffers in turn, so that neither side needs memory for a second model.
 """
 
 import importlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +20,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
-from turnwise.weights.chunks import drained
-from turnwise.weights.manifest import Manifest, NamedTensors, StateDictInfo
+from turnwise.weights.manifest import (
+    Chunk,
+    Manifest,
+    NamedTensors,
+    Source,
+    StateDictInfo,
+    chunk_bytes,
+    drained,
+    lay_out,
+)
 
 if TYPE_CHECKING:
     from turnwise.weights.process_group import ProcessGroup
@@ -35,69 +47,58 @@ worker is in its process."""
 BUFFER_BYTES = 64 * 2**20
 """Size of each of a stream's two buffers, unless a tensor needs more or the model less."""
 WAIT_SECONDS = 120.0
+ANSWER_SHARE = 0.5
+"""Fraction of an update's time for each answer of a worker to a stream, so that the others can
+still be served when it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """The parts of a trainer's rank that a transport needs.
-
-    Args:
-        tensors: Names and shapes, without data, of the tensors of every update, in their order.
-        dtype: Type that the engines load.
-        device: Device of this rank's tensors.
-        folder: Folder for transports that write files; "" is none.
-        buffer_bytes: Maximum size of each of a stream's two buffers.
-        timeout: Seconds for an update.
-
-    Example:
-        SenderOptions(list(model.named_parameters()), torch.bfloat16, torch.device("cuda"))
-    """
+    """The parts of a trainer's rank that a transport needs."""
 
     tensors: Sequence[tuple[str, torch.Tensor]]
+    """Names and shapes, without data, of the tensors of every update, in their order."""
     dtype: torch.dtype
+    """Type that the engines load."""
     device: torch.device
+    """Device of this rank's tensors."""
     folder: str | os.PathLike[str] = ""
+    """Folder for transports that write files; "" is none."""
     buffer_bytes: int = BUFFER_BYTES
+    """Maximum size of each of a stream's two buffers."""
     timeout: float = WAIT_SECONDS
+    """Seconds for an update."""
 
 
 @dataclass(slots=True)
-class EngineWorker:
-    """The parts of an engine's worker that a transport needs.
-
-    Example:
-        EngineWorker(torch.device("cpu"), rank=0, expected={"weight": ((2, 3), "float32")})
-    """
+class ReceiverOptions:
+    """The parts of an engine's worker that a transport needs."""
 
     device: torch.device
     rank: int
     """Rank among the engine's workers."""
     expected: StateDictInfo | None = None
-    """The tensors that every update must contain; None before `prepare_refit_info`."""
+    """The tensors that every update must contain; None allows any, each once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
 
-    def require_expected(self) -> StateDictInfo:
-        """Return `expected`.
+    def expected_of(self, manifest: Manifest) -> StateDictInfo:
+        """Return the tensors of an update's stream: `expected`, or those of its manifest.
 
         Raises:
-            WeightUpdateError: when it is not known yet.
+            WeightUpdateError: when neither is known.
         """
-        if self.expected is None:
+        if self.expected is not None:
+            return self.expected
+        if not manifest.tensors:
             raise WeightUpdateError("call prepare_refit_info before the first update")
-        return self.expected
+        return {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
 
 
 class WeightSender(ABC):
     """Sender on one rank of the trainer.
 
     It consumes tensors one at a time and to the end, so a generator may gather each when needed.
-
-    Example:
-        sender = make_sender("shm", model.named_parameters())
-        manifest = sender.publish(1, model.named_parameters())
-        sender.send(1, model.named_parameters(), devices)  # does nothing with shm
-        sender.close()
     """
 
     transport = ""
@@ -142,16 +143,7 @@ class WeightSender(ABC):
 
 
 class Receiver(ABC):
-    """One engine worker's receiver of one update: polled until ready, then read.
-
-    Example:
-        receiver = find_transport(manifest.transport).receive(manifest, worker, 120.0)
-        while receiver.poll() is None:
-            ...
-        for tensors in receiver.chunks():
-            model.load_weights(tensors)
-        receiver.end()
-    """
+    """One engine worker's receiver of one update: polled until ready, then read, then ended."""
 
     reuses_buffers = False
     """Whether tensors are overwritten once the next chunk is requested."""
@@ -177,11 +169,7 @@ class Receiver(ABC):
 
 
 class StoredReceiver(Receiver):
-    """A receiver of tensors that are available at once, in one chunk.
-
-    Example:
-        StoredReceiver(manifest.version, iter(torch.load(manifest.path).items()))
-    """
+    """A receiver of tensors that are available at once, in one chunk."""
 
     reports = False
 
@@ -203,10 +191,10 @@ class Transport(Protocol):
         class MyTransport(Transport):
             def make_sender(self, options):
                 return MySender(options.tensors)
-            def validate(self, manifest, worker):
+            def validate(self, manifest, options):
                 if not Path(manifest.path).exists():
                     raise WeightUpdateError(f"{manifest.path} is missing")
-            def receive(self, manifest, worker, seconds):
+            def receive(self, manifest, options, seconds):
                 return StoredReceiver(manifest.version, my_tensors(manifest))
     """
 
@@ -230,7 +218,7 @@ class Transport(Protocol):
         """
         ...
 
-    def validate(self, manifest: Manifest, worker: EngineWorker) -> None:
+    def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check in an engine's worker, before weights are touched, that the update can be loaded.
 
         Raises:
@@ -239,7 +227,7 @@ class Transport(Protocol):
         return
 
     @abstractmethod
-    def receive(self, manifest: Manifest, worker: EngineWorker, seconds: float) -> Receiver:
+    def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         """Start to receive an update in an engine's worker, within `seconds`.
 
         Streams may be opened with a manifest that has only a transport and a path.
@@ -247,12 +235,106 @@ class Transport(Protocol):
         ...
 
 
-class GatheringSender(WeightSender):
-    """The sender of a rank that only helps to gather tensors.
+class StreamSender(WeightSender):
+    """Sends named tensors, in the engines' `dtype`, through two buffers.
 
-    Example:
-        make_sender("shm", model.named_parameters(), rank=1)  # makes one
+    Each `send` must get the constructor's tensors in the constructor's order.
+
+    Args:
+        tensors: The tensors of every update.
+        dtype: The type that the engines load.
+        buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
+        device: Device of the buffers, whose type must be that of the engines; None is a CPU.
+        timeout: Seconds for each answer of an engine.
     """
+
+    def __init__(
+        self,
+        tensors: NamedTensors,
+        dtype: torch.dtype = torch.float32,
+        *,
+        buffer_bytes: int = BUFFER_BYTES,
+        device: torch.device | None = None,
+        timeout: float = WAIT_SECONDS,
+    ) -> None:
+        self._entries, self._nbytes = lay_out(tensors, dtype)
+        self._bound = buffer_bytes
+        self._chunks = Manifest(0, "", "", 0, self._entries, buffer_bytes).chunks
+        self._buffer_bytes = max(map(chunk_bytes, self._chunks))
+        self._device = device or torch.device("cpu")
+        self._timeout = timeout
+        self._path = ""
+        """Where engines find this sender, for their manifest."""
+
+    def publish(self, version: int, tensors: NamedTensors) -> Manifest:
+        return self._manifest(version)
+
+    def _manifest(self, version: int) -> Manifest:
+        layout = (self._nbytes, self._entries, self._bound)
+        return Manifest(version, self.transport, self._path, *layout)
+
+    def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
+        with drained(tensors) as source:
+            self._send(self._manifest(version), source, devices)
+
+    @abstractmethod
+    def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
+
+
+class StreamReceiver(Receiver):
+    """Reads chunks from a trainer.
+
+    Args:
+        expected: The tensors that the manifest must name.
+        device: Device of the engine's weights.
+        seconds: Time for the whole update.
+    """
+
+    reuses_buffers = True
+
+    def __init__(self, expected: StateDictInfo, device: torch.device, seconds: float) -> None:
+        self.manifest: Manifest | None = None
+        """The trainer's manifest; None until it arrives."""
+        self._chunks: tuple[Chunk, ...] = ()
+        self._expected = expected
+        self._device = device
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _accept(self, manifest: Manifest) -> None:
+        self.manifest, self._chunks = manifest, manifest.chunks
+        if error := manifest.mismatch(self._expected):
+            raise WeightUpdateError(error)
+
+    def _chunk_name(self, index: int) -> str:
+        assert self.manifest is not None
+        return f"chunk {index + 1} of {len(self._chunks)} of version {self.manifest.version}"
+
+    def _unpacked(
+        self, chunk: Chunk, buffer: torch.Tensor
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield a chunk's tensors as views of a buffer; end once the device has read them."""
+        yield [(entry.name, entry.in_bytes(buffer)) for entry in chunk]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @abstractmethod
+    def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the tensors of each chunk, valid until the next is requested."""
+
+
+def require_cpu_or_gpu(transport: str, device: torch.device) -> None:
+    """Raise `InputError` for devices that streams do not support."""
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"weights.transport: {transport} works between CPUs or GPUs, not {device}")
+
+
+class _GatheringSender(WeightSender):
+    """The sender of a rank that only helps to gather tensors."""
 
     def __init__(self, streamed: bool) -> None:
         self._streamed = streamed
@@ -272,10 +354,6 @@ class GatheringSender(WeightSender):
 
 def find_transport(name: str) -> Transport:
     """Return the transport of a short name, or of `package.module:Class`.
-
-    Example:
-        find_transport("shm").lasting
-        True
 
     Raises:
         InputError: when there is none.
@@ -306,7 +384,7 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
 ) -> WeightSender:
-    """Make the sender of one trainer rank.
+    """Make the sender of one trainer rank; most arguments are those of `SenderOptions`.
 
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
@@ -315,20 +393,15 @@ def make_sender(
             those of the whole.
         device: Device of this rank's tensors; None is a CPU.
 
-    The other arguments are those of `SenderOptions`.
-
     Raises:
         InputError: when the transport cannot be used on this machine.
-
-    Example:
-        sender = make_sender("disk", model.named_parameters(), folder="/shared/weights")
     """
     chosen = find_transport(transport)
     device = device or torch.device("cpu")
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)
-    sender: WeightSender = GatheringSender(chosen.streamed)
+    sender: WeightSender = _GatheringSender(chosen.streamed)
     if chosen.sends_from(rank, device):
         sender = chosen.make_sender(options)
     sender.transport = transport
