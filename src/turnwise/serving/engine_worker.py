@@ -38,18 +38,10 @@ class Mailbox:
     """Requests of one process that uses the engine, and their events that are not sent yet.
 
     When the process closes its channel, or dies, its requests are cancelled.
-
-    Args:
-        run: Runs a request: gets the mailbox and the request.
-
-    Example:
-        address = await listen(host, lambda channel: Mailbox(channel, run))
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]",
+        self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"
     ) -> None:
         self._channel, self._run = channel, run
         self._events: list[Event] = []
@@ -69,11 +61,7 @@ class Mailbox:
         self._channel.send(events)
 
     def _receive(self, requests: Mapping[str, bytes], cancelled: Sequence[str]) -> None:
-        """Begin requests, and end those whose results are no longer needed.
-
-        Args:
-            requests: Pickled requests by their ids, which may not be readable in this process.
-        """
+        """Begin pickled requests, by their ids; end those whose results are no longer needed."""
         for name, packed in requests.items():
             try:
                 request: Request = pickle.loads(packed)
@@ -208,11 +196,10 @@ class EngineWorker:
             from ray.util import get_node_ip_address  # reads the environment when it is imported
 
             host = get_node_ip_address()
-            self._address = await listen(host, self._open_mailbox, self._config.serving.ports)
+            self._address = await listen(
+                host, lambda channel: Mailbox(channel, self._run), self._config.serving.ports
+            )
         return self._address
-
-    def _open_mailbox(self, channel: Channel) -> None:
-        Mailbox(channel, self._run)
 
     async def _run(self, mailbox: Mailbox, request: Request) -> None:
         ended = False

@@ -14,9 +14,9 @@ from turnwise.config import Config
 from turnwise.core.watchdog import last_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError
+from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.serving.worker_state import Worker
 
 Message = tuple[str, tuple[object, ...]]
 """A method of a `SchedulerProcess` that the driver calls, and its arguments."""

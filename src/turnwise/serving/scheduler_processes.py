@@ -24,9 +24,9 @@ from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, TurnwiseError, text_of
 from turnwise.serving.api_key import with_api_key
+from turnwise.serving.routing import Supervisor, Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.scheduler_process import REPORT_SECONDS, Message, Report
-from turnwise.serving.worker_state import Supervisor, Worker
 
 logger = logging.getLogger(__name__)
 
