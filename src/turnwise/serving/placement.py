@@ -36,9 +36,6 @@ class WorkerStarter:
         gpus: GPUs for each device of an engine; a value below 1 is the share of one GPU's memory.
         hosts: Handles of `WorkerHost`s, by name: each worker runs its model in the next
             `engine.tensor_parallel_size` of them. None means the workers' own processes.
-
-    Example:
-        worker = await WorkerStarter(config, gpus=1.0)("worker-0", 0)
     """
 
     def __init__(
@@ -101,12 +98,18 @@ class WorkerStarter:
         )
 
     async def _wait_for_place(self, name: str, index: int) -> None:
-        """Wait until the worker's bundle is on a live node."""
+        """Wait until the worker's bundles are on live nodes."""
+
+        def has_place() -> bool:
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            return all(nodes.get(bundle) in alive for bundle in self._bundles_of(index))
+
         seconds = self._config.engine.start_timeout
         lacking = f"the cluster has no room for {name}, whose node is gone"
         warned = False
         async with deadline(seconds, f"{lacking}, and none turned up", "serving.resources, GPUs"):
-            while not await run_in_thread(lambda: self._has_place(index)):
+            while not await run_in_thread(has_place):
                 if not warned:
                     warned = True
                     logger.warning("%s; waiting %g s for some to turn up", lacking, seconds)
@@ -114,11 +117,6 @@ class WorkerStarter:
 
     def _bundles_of(self, index: int) -> range:
         return range(index * self._bundles, (index + 1) * self._bundles)
-
-    def _has_place(self, index: int) -> bool:
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return all(nodes.get(bundle) in alive for bundle in self._bundles_of(index))
 
 
 def gpu_share(config: Config, gpus: float, training: bool) -> float:
