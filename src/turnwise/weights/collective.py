@@ -37,7 +37,6 @@ from turnwise.weights.transport import (
     StreamReceiver,
     StreamSender,
     Transport,
-    require_cpu_or_gpu,
 )
 
 _ACCEPT_SHARE = 0.25
@@ -50,7 +49,6 @@ class CollectiveTransport(Transport):
     needs_group = True
 
     def make_sender(self, options: SenderOptions) -> "CollectiveSender":
-        require_cpu_or_gpu("collective", options.device)
         backend = "nccl" if options.device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise InputError(

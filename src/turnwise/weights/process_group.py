@@ -39,11 +39,7 @@ _LINGER_SECONDS = 0.5
 
 
 def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
-    """Open a store on one address of this machine; port 0 takes a free port.
-
-    Raises:
-        OSError: when the port is in use, or the address is not of this machine.
-    """
+    """Open a store on one address of this machine; port 0 takes a free port."""
     family = socket.getaddrinfo(host, port)[0][0]
     listening = socket.create_server((host, port), family=family, backlog=1024)
     port = listening.getsockname()[1]
@@ -93,11 +89,8 @@ class _Backend(Protocol):
 class ProcessGroup:
     """One rank of the process group of a trainer and its engines.
 
-    The trainer's ranks come first; its rank 0 opens the store at `ip` and `port`.
-
-    Args:
-        train_world_size: Number of the trainer's ranks.
-        seconds: Time for all ranks to join.
+    The trainer's `train_world_size` ranks come first; its rank 0 opens the store at `ip` and
+    `port`. All have to join within `seconds`.
 
     Raises:
         InputError: when the rank is taken or is not in the group, or the port is in use.
@@ -124,15 +117,34 @@ class ProcessGroup:
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
-        if rank:
-            self._probe_port(ip, port, seconds)
+        if rank:  # torch's own wait for the trainer's store overruns its deadline
+            end = time.monotonic() + seconds
+
+            def is_open() -> bool:
+                try:
+                    left = max(0.1, end - time.monotonic())
+                    socket.create_connection((ip, port), left).close()
+                except OSError:
+                    return False
+                return True
+
+            late = f"the trainer did not open the process group at {self.where}"
+            _wait_until(is_open, seconds, lambda: late)
         try:
             store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
             self._store = private(store)
             if self._store.add(f"joined/{rank}", 1) > 1:
                 raise InputError(f"rank {rank} has joined already: each engine needs its own ranks")
             everyone = range(world_size)
-            _wait_until(lambda: self._joined(everyone), seconds, lambda: self._missing(everyone))
+
+            def joined(ranks: Iterable[int]) -> bool:
+                return bool(self._store.check([f"joined/{each}" for each in ranks]))
+
+            def missing() -> str:
+                first = next((each for each in everyone if not joined([each])), 0)
+                return f"{self._name(first)} did not join the process group at {self.where}"
+
+            _wait_until(lambda: joined(everyone), seconds, missing)
             # Outside torch's registry, so that it does not affect the default group.
             if device.type == "cuda":
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
@@ -147,27 +159,6 @@ class ProcessGroup:
             raise InputError(
                 f"no process group could be made at {self.where}: {first_line(error)}"
             ) from error
-
-    def _probe_port(self, ip: str, port: int, seconds: float) -> None:
-        """Wait for the trainer's store; torch's own wait overruns its deadline."""
-        deadline = time.monotonic() + seconds
-
-        def is_open() -> bool:
-            try:
-                socket.create_connection((ip, port), max(0.1, deadline - time.monotonic())).close()
-            except OSError:
-                return False
-            return True
-
-        late = f"the trainer did not open the process group at {self.where}"
-        _wait_until(is_open, seconds, lambda: late)
-
-    def _joined(self, ranks: Iterable[int]) -> bool:
-        return bool(self._store.check([f"joined/{rank}" for rank in ranks]))
-
-    def _missing(self, ranks: Iterable[int]) -> str:
-        missing = next((rank for rank in ranks if not self._joined([rank])), 0)
-        return f"{self._name(missing)} did not join the process group at {self.where}"
 
     def _name(self, rank: int) -> str:
         return f"{'engine' if rank in self.engine_ranks else 'trainer'} rank {rank}"
@@ -223,15 +214,10 @@ class ProcessGroup:
         return self._group.broadcast([buffer], options)
 
     def wait(self, work: dist.Work, what: str, seconds: float, round_number: int = 0) -> None:
-        """Wait for a broadcast.
+        """Wait for a broadcast; `DeadlineError`, which begins with `what`, breaks the group.
 
         Args:
-            what: Beginning of the error's message.
             round_number: Round in which the trainer may cancel the broadcast; 0 in the trainer.
-
-        Raises:
-            DeadlineError: when it fails or is not done in time, which breaks the group.
-            WeightUpdateError: when the trainer reports that the group is broken.
         """
         deadline = time.monotonic() + seconds
         next_check = time.monotonic() + _ABORT_CHECK_SECONDS

@@ -13,6 +13,7 @@ import importlib
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -99,6 +100,8 @@ class WeightSender(ABC):
     """Sender on one rank of the trainer.
 
     It consumes tensors one at a time and to the end, so a generator may gather each when needed.
+    Its methods raise `WeightUpdateError` when tensors cannot be written, have changed, or a worker
+    refused them, and `DeadlineError` when a worker did not answer in time.
     """
 
     transport = ""
@@ -109,9 +112,6 @@ class WeightSender(ABC):
         """Prepare a version; engines are given the manifest that rank 0 returns.
 
         A streaming transport consumes the tensors in `send` instead.
-
-        Raises:
-            WeightUpdateError: when the tensors cannot be written, or have changed.
         """
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
@@ -119,21 +119,14 @@ class WeightSender(ABC):
 
         Args:
             devices: Device of each worker that loads them, as `Engine.check_update` returns it.
-
-        Raises:
-            WeightUpdateError: when a worker refused or failed, or the tensors have changed.
-            DeadlineError: when a worker did not answer in time.
         """
         return
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
         """Create a process group of rank 0 and the engines' workers; replaces an earlier one.
 
-        Does nothing in transports without `needs_group`.
-
-        Raises:
-            InputError: when the group cannot be made.
-            DeadlineError: when a worker has not joined in time.
+        Does nothing in transports without `needs_group`. Raises `InputError` when the group cannot
+        be made.
         """
         return
 
@@ -154,9 +147,8 @@ class Receiver(ABC):
     def poll(self) -> int | None:
         """Return the version once its tensors can be read, else None; never blocks.
 
-        Raises:
-            WeightUpdateError: when the update does not fit, or the trainer gave up.
-            DeadlineError: when the trainer did not send in time.
+        Raises `WeightUpdateError` when the update does not fit, or the trainer gave up, and
+        `DeadlineError` when the trainer did not send in time.
         """
 
     @abstractmethod
@@ -211,18 +203,13 @@ class Transport(Protocol):
 
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
-        """Make the sender of a rank.
-
-        Raises:
-            InputError: when the transport cannot be used on this machine.
-        """
+        """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
         ...
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check in an engine's worker, before weights are touched, that the update can be loaded.
 
-        Raises:
-            WeightUpdateError: when it cannot.
+        Raises `WeightUpdateError` if not.
         """
         return
 
@@ -241,8 +228,6 @@ class StreamSender(WeightSender):
     Each `send` must get the constructor's tensors in the constructor's order.
 
     Args:
-        tensors: The tensors of every update.
-        dtype: The type that the engines load.
         buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
         device: Device of the buffers, whose type must be that of the engines; None is a CPU.
         timeout: Seconds for each answer of an engine.
@@ -257,38 +242,34 @@ class StreamSender(WeightSender):
         device: torch.device | None = None,
         timeout: float = WAIT_SECONDS,
     ) -> None:
+        self._device = device or torch.device("cpu")
+        if self._device.type not in ("cpu", "cuda"):
+            raise InputError(
+                f"weights.transport: {self.transport} works between CPUs or GPUs, not {device}"
+            )
         self._entries, self._nbytes = lay_out(tensors, dtype)
         self._bound = buffer_bytes
         self._chunks = Manifest(0, "", "", 0, self._entries, buffer_bytes).chunks
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
-        self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._path = ""
         """Where engines find this sender, for their manifest."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        return self._manifest(version)
-
-    def _manifest(self, version: int) -> Manifest:
         layout = (self._nbytes, self._entries, self._bound)
         return Manifest(version, self.transport, self._path, *layout)
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
+        manifest = self.publish(version, ())
         with drained(tensors) as source:
-            self._send(self._manifest(version), source, devices)
+            self._send(manifest, source, devices)
 
     @abstractmethod
     def _send(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None: ...
 
 
 class StreamReceiver(Receiver):
-    """Reads chunks from a trainer.
-
-    Args:
-        expected: The tensors that the manifest must name.
-        device: Device of the engine's weights.
-        seconds: Time for the whole update.
-    """
+    """Reads chunks from a trainer, whose manifest must name the `expected` tensors."""
 
     reuses_buffers = True
 
@@ -327,12 +308,6 @@ class StreamReceiver(Receiver):
         """Yield the tensors of each chunk, valid until the next is requested."""
 
 
-def require_cpu_or_gpu(transport: str, device: torch.device) -> None:
-    """Raise `InputError` for devices that streams do not support."""
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"weights.transport: {transport} works between CPUs or GPUs, not {device}")
-
-
 class _GatheringSender(WeightSender):
     """The sender of a rank that only helps to gather tensors."""
 
@@ -342,14 +317,12 @@ class _GatheringSender(WeightSender):
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Return a manifest without tensors."""
         if not self._streamed:
-            with drained(tensors):
-                pass
+            deque(tensors, maxlen=0)
         return Manifest(version, self.transport, "", 0, ())
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
         if self._streamed:
-            with drained(tensors):
-                pass
+            deque(tensors, maxlen=0)
 
 
 def find_transport(name: str) -> Transport:
