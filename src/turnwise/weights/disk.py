@@ -79,11 +79,7 @@ class DiskTransport(Transport):
 
 
 class DiskSender(WeightSender):
-    """Writes named tensors, in the engines' `dtype`, as versions in a subfolder of a folder.
-
-    Raises:
-        InputError: when the folder cannot be written to.
-    """
+    """Writes named tensors, in the engines' `dtype`, as versions in a subfolder of a folder."""
 
     transport = "disk"
 

@@ -84,11 +84,7 @@ class InProcessSender(WeightSender):
 
 
 def published(version: int) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a version, by name.
-
-    Raises:
-        WeightUpdateError: when they are not published, or have changed since.
-    """
+    """Return the tensors of a version, by name, unless they have changed since."""
     if _published is None or _published.version != version:
         raise WeightUpdateError(f"version {version} is not published in the process of the worker")
     for name, tensor in _published.tensors.items():

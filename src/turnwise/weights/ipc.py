@@ -117,11 +117,10 @@ class _CpuBuffer:
         self.bytes = map_whole(self._file, nbytes)
 
     def handle(self) -> JsonObject:
-        """Return the handle by which another process opens the buffer, for one update."""
         return {"address": address_of(self._file)}
 
     def synchronize(self) -> None:
-        """Wait until all writes are done."""
+        pass
 
     def close(self) -> None:
         os.close(self._file)
@@ -168,11 +167,7 @@ class _CudaBuffer:
 class IpcSender(StreamSender):
     """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
-    Args:
-        address: ZMQ's address to bind; by default that of `device`.
-
-    Raises:
-        InputError: when the address is taken, or the buffers do not fit.
+    It binds ZMQ's `address`, by default that of `device`.
     """
 
     transport = "ipc"
@@ -451,18 +446,12 @@ def device_address(device: torch.device, rank: int = 0) -> str:
     """Return the address where the trainer on a device meets the engine's worker on it.
 
     On CPUs the addresses of workers differ by their ranks.
-
-    Raises:
-        InputError: when the folder for sockets belongs to another user.
     """
     return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
 
 
 def private_address() -> str:
-    """Return an address that no other trainer of this user binds.
-
-    Also removes the sockets of trainers that were killed.
-    """
+    """Return an address of this trainer alone; remove the sockets of trainers that were killed."""
     address = _address(f"{_PRIVATE}-{os.getpid()}-{next(_private_numbers)}")
     for path in glob.glob(f"{_FOLDER}/{_PRIVATE}-*"):
         if not os.path.exists(f"/proc/{path.split('-')[-2]}") and not _is_answering(path):

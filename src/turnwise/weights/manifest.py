@@ -91,8 +91,7 @@ class Manifest:
     def mismatch(self, expected: StateDictInfo | None) -> str:
         """Describe the first tensor that is not as expected; "" when all are.
 
-        Args:
-            expected: The tensors that every update must contain; None allows any, each once.
+        If nothing is `expected`, any tensors are right, each once.
         """
         seen = set()
         for entry in self.tensors:
@@ -153,8 +152,7 @@ def lay_out(
 ) -> tuple[tuple[TensorEntry, ...], int]:
     """Return consecutive, aligned entries for named tensors, and their total size in bytes.
 
-    Args:
-        dtype: Type of all tensors; None: each has its own.
+    They are all of `dtype`, or each has its own.
     """
     entries, offset = [], 0
     for name, tensor in tensors:
@@ -171,10 +169,7 @@ def plan_chunks(
     buffer_bytes: int,
     alignment: int = _ALIGNMENT,
 ) -> tuple[Chunk, ...]:
-    """Divide tensors, in their order, into chunks of at most `buffer_bytes`.
-
-    A larger tensor gets a chunk to itself.
-    """
+    """Divide tensors, in order, into chunks of at most `buffer_bytes`, or one larger tensor."""
     return _split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
 
 
@@ -208,11 +203,7 @@ def drained(tensors: NamedTensors) -> Iterator[Source]:
 
 
 def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
-    """Copy the next tensors of a source into a buffer of bytes.
-
-    Raises:
-        WeightUpdateError: when they are not those of the chunk.
-    """
+    """Copy the next tensors of a source, which must be those of the chunk, into a buffer."""
     for entry in chunk:
         tensor = check_next(entry, source)
         entry.in_bytes(buffer).copy_(tensor)

@@ -118,18 +118,9 @@ class ProcessGroup:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
         if rank:  # torch's own wait for the trainer's store overruns its deadline
-            end = time.monotonic() + seconds
-
-            def is_open() -> bool:
-                try:
-                    left = max(0.1, end - time.monotonic())
-                    socket.create_connection((ip, port), left).close()
-                except OSError:
-                    return False
-                return True
-
             late = f"the trainer did not open the process group at {self.where}"
-            _wait_until(is_open, seconds, lambda: late)
+            end = time.monotonic() + seconds
+            _wait_until(lambda: _is_open(ip, port, end), seconds, lambda: late)
         try:
             store = join_store(ip, port, limit) if rank else open_store(ip, port, limit)
             self._store = private(store)
@@ -253,6 +244,14 @@ class ProcessGroup:
             raise DeadlineError(self.broken) from error
 
 
+def _is_open(ip: str, port: int, end: float) -> bool:
+    try:
+        socket.create_connection((ip, port), max(0.1, end - time.monotonic())).close()
+    except OSError:
+        return False
+    return True
+
+
 def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
     """Poll until a condition holds, or raise `DeadlineError`, which begins with `late()`."""
     deadline = time.monotonic() + seconds
@@ -263,12 +262,7 @@ def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str
 
 
 def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.device) -> None:
-    """Check that no two ranks are on one GPU, which NCCL refuses; every rank must call it.
-
-    Args:
-        names: Names of all ranks in errors.
-        device: Device of this rank.
-    """
+    """Check that no two ranks, by their `names`, are on one GPU; every rank must call it."""
     store.set(f"device/{rank}", device_name(device))
     seen: dict[str, str] = {}
     for other, name in enumerate(names):
@@ -285,9 +279,8 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
     """Join the process group of the trainer's ranks, which all others of this process follow.
 
-    Args:
-        address: Their rendezvous: host:port.
-        seconds: Deadline, also of each operation in the group.
+    They meet at a store's `address`, host:port, within `seconds`, which is also the deadline of
+    each operation in the group.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")

@@ -59,11 +59,7 @@ class ShmTransport(Transport):
 
 
 class ShmSender(WeightSender):
-    """Publishes named tensors, in the engines' `dtype`, to the engines of this host.
-
-    Raises:
-        InputError: when shared memory cannot hold two copies of the tensors.
-    """
+    """Publishes named tensors, in the engines' `dtype`, to the engines of this host."""
 
     transport = "shm"
 
@@ -105,15 +101,10 @@ def address_of(file: int) -> str:
 
 
 def open_address(address: str, what: str) -> int:
-    """Open a file of another process.
+    """Open a file of another process, which `address_of` named there; `what` names it in errors.
 
-    Args:
-        address: As `address_of` returned it there.
-        what: Name of the file in errors.
-
-    Raises:
-        WeightUpdateError: when it cannot be opened, or is not the file that was meant: the number
-            of a process means another one in another container.
+    It may not be the file that was meant: the number of a process means another one in another
+    container.
     """
     path, _, identity = address.partition("#")
     try:
@@ -143,11 +134,7 @@ def map_whole(file: int, nbytes: int) -> torch.Tensor:
 
 
 def open_nameless(nbytes: int) -> int:
-    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user.
-
-    Raises:
-        InputError: when there is no room for two of them.
-    """
+    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user."""
     try:
         free = os.statvfs(_FOLDER)
     except OSError as error:

@@ -153,21 +153,13 @@ class WorkerExtension:
 
     @_replying
     def join_collective(
-        self,
-        rank_prefix: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int,
-        seconds: float,
+        self, rank_prefix: int, ip: str, port: int, world_size: int, ranks: int, seconds: float
     ) -> None:
-        """Join the trainer's process group; replaces an earlier one."""
+        """Join the process group of the trainer's `ranks`; replaces an earlier one."""
         options = self._options()
         options.group = None
-        rank = train_world_size + rank_prefix + self.rank
-        options.group = ProcessGroup(
-            rank, ip, port, world_size, train_world_size, self.device, seconds
-        )
+        rank = ranks + rank_prefix + self.rank
+        options.group = ProcessGroup(rank, ip, port, world_size, ranks, self.device, seconds)
 
     @_replying
     def check_update(self, manifest: JsonObject) -> JsonObject:
@@ -191,19 +183,20 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
         engine.receiver = transport.receive(update, self._options(), seconds)
-        return self._poll()
+        return self.poll_update()
 
     @_replying
     def poll_update(self) -> JsonObject:
         """Return the `version` that can be loaded, if one can."""
-        return self._poll()
+        assert self.weight_transfer_engine.receiver is not None
+        version = self.weight_transfer_engine.receiver.poll()
+        return {} if version is None else {"version": version}
 
     @_replying
     def load_update(self) -> JsonObject:
-        """Load the open update, and end it unless the trainer waits for a report of all workers.
+        """Load the open update; return whether it has `ended`.
 
-        Returns:
-            Whether it has `ended`.
+        It has not if the trainer waits for a report of all workers.
         """
         self.start_weight_update()
         self.update_weights({})
@@ -212,11 +205,7 @@ class WorkerExtension:
 
     @_replying
     def load_adapter(self, number: int, config: JsonObject) -> JsonObject:
-        """Load the open update as an adapter under `number`; returns as `load_update` does.
-
-        Args:
-            config: PEFT's configuration of the adapter.
-        """
+        """Load the open update as an adapter, with PEFT's `config`, as `load_update` does."""
         receiver = self.weight_transfer_engine.receiver
         assert receiver is not None
         tensors = (pair for chunk in receiver.chunks() for pair in chunk)
@@ -269,11 +258,6 @@ class WorkerExtension:
         except TurnwiseError as error:
             raise WeightUpdateError(f"refused a weight update: {error}") from error
         self._validated = manifest
-
-    def _poll(self) -> JsonObject:
-        assert self.weight_transfer_engine.receiver is not None
-        version = self.weight_transfer_engine.receiver.poll()
-        return {} if version is None else {"version": version}
 
 
 # An update of some layers is complete: the manifest says so, and the canary checks it.
