@@ -111,7 +111,6 @@ class WorkerHandle:
         Raises:
             InputError: when vLLM refuses the model or an argument.
             DeadlineError: when the engine is not ready after `engine.start_timeout` seconds.
-            ChannelError: when no connection to the worker's node can be opened.
         """
         process = ActorHandle.create(
             cls.worker_class,
@@ -178,7 +177,6 @@ class WorkerHandle:
         return self._opened
 
     async def _have_channel(self) -> None:
-        """Open a channel if there is none."""
         if self._failure is not None:
             raise EngineError(self._failure)
         if (error := await asyncio.shield(self._begin_listening())) is not None:
@@ -240,10 +238,7 @@ class WorkerHandle:
         explaining.add_done_callback(self._explaining.discard)
 
     def _take_requests(self, lost: TurnwiseError) -> list[_Inbox]:
-        """Close the channel, if there is one; return the inboxes of all requests.
-
-        From then on, another one can be opened.
-        """
+        """Close the channel, so that another can be opened; return the inboxes of all requests."""
         channel, opened = self._channel, self._opened
         inboxes = list(self._inboxes.values())
         self._channel = self._opened = None
@@ -313,8 +308,8 @@ class WorkerHandle:
         train_world_size: int,
         timeout: float | None = None,
     ) -> None:
-        arguments = (rank_prefix, ip, port, world_size, train_world_size, timeout)
-        await self._call("init_collective", *arguments, seconds=timeout)
+        group = (rank_prefix, ip, port, world_size, train_world_size)
+        await self._call("init_collective", *group, timeout, seconds=timeout)
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         devices: list[str] = await self._call("check_update", manifest)
@@ -323,8 +318,8 @@ class WorkerHandle:
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        arguments = (manifest, in_flight, timeout)
-        return int(await self._call("update_weights", *arguments, seconds=timeout))
+        call = self._call("update_weights", manifest, in_flight, timeout, seconds=timeout)
+        return int(await call)
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
