@@ -15,13 +15,14 @@ from tests.weights.links import (
     CPU,
     IpcLink,
     impatient_from_chunk_2,
+    open_ipc,
     receive,
     some_tensors,
     state_dict_info,
 )
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError
 from turnwise.weights import ipc
-from turnwise.weights.ipc import IpcReceiver, IpcSender, device_address, private_address
+from turnwise.weights.ipc import IpcReceiver, device_address, private_address
 from turnwise.weights.transport import Receiver
 
 PATIENCE = 240.0
@@ -66,7 +67,7 @@ def test_a_trainer_does_not_take_the_address_of_another(link: IpcLink) -> None:
 def test_an_address_that_zmq_refuses_is_a_sentence(link: IpcLink) -> None:
     for address in ("ipc:///" + "x" * 200, "nowhere"):
         with pytest.raises(InputError, match=f"{address} cannot be bound"):
-            IpcSender(some_tensors(), address=address)
+            open_ipc(some_tensors(), address)
     with pytest.raises(InputError, match="cannot connect to nowhere"):
         IpcReceiver("nowhere", {}, CPU, 1)
 

@@ -19,7 +19,7 @@ from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.ipc import IpcSender
 from turnwise.weights.manifest import Publication
 from turnwise.weights.sync import Updated, WeightSync, check_canary
-from turnwise.weights.transport import make_sender
+from turnwise.weights.transport import SenderOptions, make_sender
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ async def test_refit_by_the_actors_methods_alone(
     info = {name: (tensor.shape, tensor.dtype) for name, tensor in model.tensors}
     await actor.prepare_refit_info_async.remote(info)
     if transport == "ipc":
-        sender: IpcSender | CollectiveSender = IpcSender(model.tensors)
+        sender: IpcSender | CollectiveSender = IpcSender(SenderOptions(model.tensors))
         update = actor.update_weights_via_ipc_zmq_async
     else:
         port = free_port()

@@ -20,7 +20,7 @@ from turnwise.training.gather import full_tensors
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.manifest import Publication, canary_prompt
 from turnwise.weights.process_group import free_address
-from turnwise.weights.transport import StreamSender, make_sender
+from turnwise.weights.transport import SenderOptions, StreamSender, make_sender
 
 PROMPT = list(range(5, 45))
 JOIN_SECONDS = 240.0
@@ -141,7 +141,7 @@ def open_collective(
     tensors: Named, ip: str, port: int, engine_workers: int = 1, **options: Any
 ) -> CollectiveSender:
     """A sender that has joined its engines, however short the `timeout` for their answers is."""
-    sender = CollectiveSender(tensors, **options)
+    sender = CollectiveSender(SenderOptions(tensors, **options))
     answers, sender._timeout = sender._timeout, JOIN_SECONDS
     sender.join(ip, port, engine_workers)
     sender._timeout = answers

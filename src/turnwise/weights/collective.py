@@ -54,13 +54,7 @@ class CollectiveTransport(Transport):
             raise InputError(
                 f"weights.transport: collective needs torch with {backend} on {options.device}"
             )
-        return CollectiveSender(
-            options.tensors,
-            options.dtype,
-            buffer_bytes=options.buffer_bytes,
-            device=options.device,
-            timeout=options.timeout * ANSWER_SHARE,
-        )
+        return CollectiveSender(options.for_answers())
 
     def receive(
         self, manifest: Manifest, options: ReceiverOptions, seconds: float
@@ -84,7 +78,7 @@ class CollectiveSender(StreamSender):
 
         Args:
             ip: Address of this process's host.
-            timeout: Seconds for an update; None leaves the constructor's `timeout`.
+            timeout: Seconds for an update; None leaves the options' `timeout`.
         """
         self.close()
         if timeout is not None:

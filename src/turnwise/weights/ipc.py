@@ -38,7 +38,6 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.weights.manifest import (
     Manifest,
-    NamedTensors,
     Source,
     StateDictInfo,
     check_exhausted,
@@ -47,9 +46,6 @@ from turnwise.weights.manifest import (
 from turnwise.weights.process_group import device_name
 from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
 from turnwise.weights.transport import (
-    ANSWER_SHARE,
-    BUFFER_BYTES,
-    WAIT_SECONDS,
     ReceiverOptions,
     SenderOptions,
     StreamReceiver,
@@ -86,14 +82,8 @@ class IpcTransport(Transport):
         return rank == 0 or device.type == "cuda"
 
     def make_sender(self, options: SenderOptions) -> "IpcSender":
-        return IpcSender(
-            options.tensors,
-            options.dtype,
-            address=private_address() if options.device.type == "cpu" else "",
-            buffer_bytes=options.buffer_bytes,
-            device=options.device,
-            timeout=options.timeout * ANSWER_SHARE,
-        )
+        address = private_address() if options.device.type == "cpu" else ""
+        return IpcSender(options.for_answers(), address)
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         address = manifest.path or device_address(options.device, options.rank)
@@ -172,17 +162,8 @@ class IpcSender(StreamSender):
 
     transport = "ipc"
 
-    def __init__(
-        self,
-        tensors: NamedTensors,
-        dtype: torch.dtype = torch.float32,
-        *,
-        address: str = "",
-        buffer_bytes: int = BUFFER_BYTES,
-        device: torch.device | None = None,
-        timeout: float = WAIT_SECONDS,
-    ) -> None:
-        super().__init__(tensors, dtype, buffer_bytes=buffer_bytes, device=device, timeout=timeout)
+    def __init__(self, options: SenderOptions, address: str = "") -> None:
+        super().__init__(options)
         self.address = address or device_address(self._device)
         self._path = self.address if self._device.type == "cpu" else ""
         self._socket = _bind(self.address)

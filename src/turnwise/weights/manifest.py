@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from mmap import mmap
 
 import torch
 
@@ -38,13 +37,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-    def view(self, buffer: mmap) -> torch.Tensor:
-        """Return the tensor in a writable buffer, without a copy."""
-        dtype = getattr(torch, self.dtype)
-        count = self.nbytes // dtype.itemsize
-        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=self.offset)
-        return flat.view(self.shape)
 
     def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a flat tensor of bytes on any device, without a copy."""

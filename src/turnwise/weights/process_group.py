@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from turnwise.core import secret
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.environ import environment_variable
+from turnwise.core.optional import Foreign
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
 
 LOOPBACK = "127.0.0.1"
@@ -76,16 +77,6 @@ def device_name(device: torch.device) -> str:
     return socket.gethostname()
 
 
-class _Backend(Protocol):
-    """The methods of torch's process groups that are used here; torch's stubs lack them."""
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
-    ) -> dist.Work: ...
-
-    def abort(self) -> None: ...
-
-
 class ProcessGroup:
     """One rank of the process group of a trainer and its engines.
 
@@ -114,6 +105,8 @@ class ProcessGroup:
         """Number of the last update that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
+        self._group: Foreign
+        """torch's backend, whose stubs lack the methods that are used here."""
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
@@ -142,10 +135,9 @@ class ProcessGroup:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit
                 with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
-                    group: object = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
+                    self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
             else:
-                group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
-            self._group = cast(_Backend, group)
+                self._group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
         except (RuntimeError, OSError) as error:
             raise InputError(
                 f"no process group could be made at {self.where}: {first_line(error)}"
@@ -202,7 +194,8 @@ class ProcessGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=seconds + _LINGER_SECONDS)
-        return self._group.broadcast([buffer], options)
+        work: dist.Work = self._group.broadcast([buffer], options)
+        return work
 
     def wait(self, work: dist.Work, what: str, seconds: float, round_number: int = 0) -> None:
         """Wait for a broadcast; `DeadlineError`, which begins with `what`, breaks the group.

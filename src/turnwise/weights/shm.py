@@ -89,10 +89,10 @@ def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Map the buffer of a version, and return its tensors as views of it."""
     file = open_address(manifest.path, f"the buffer of version {manifest.version}")
     try:
-        buffer = mmap.mmap(file, manifest.nbytes)
+        buffer = torch.frombuffer(mmap.mmap(file, manifest.nbytes), dtype=torch.uint8)
     finally:
         os.close(file)
-    return ((entry.name, entry.view(buffer)) for entry in manifest.tensors)
+    return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
 
 
 def address_of(file: int) -> str:

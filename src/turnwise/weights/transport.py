@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -51,6 +51,7 @@ WAIT_SECONDS = 120.0
 ANSWER_SHARE = 0.5
 """Fraction of an update's time for each answer of a worker to a stream, so that the others can
 still be served when it gives none."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,20 @@ class SenderOptions:
 
     tensors: Sequence[tuple[str, torch.Tensor]]
     """Names and shapes, without data, of the tensors of every update, in their order."""
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
     """Type that the engines load."""
-    device: torch.device
+    device: torch.device = _CPU
     """Device of this rank's tensors."""
     folder: str | os.PathLike[str] = ""
     """Folder for transports that write files; "" is none."""
     buffer_bytes: int = BUFFER_BYTES
-    """Maximum size of each of a stream's two buffers."""
+    """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
-    """Seconds for an update."""
+    """Seconds for an update; in the sender of a stream, for each answer of an engine."""
+
+    def for_answers(self) -> "SenderOptions":
+        """Return the options of a stream's sender, whose `timeout` is that of an answer."""
+        return replace(self, timeout=self.timeout * ANSWER_SHARE)
 
 
 @dataclass(slots=True)
@@ -225,33 +230,22 @@ class Transport(Protocol):
 class StreamSender(WeightSender):
     """Sends named tensors, in the engines' `dtype`, through two buffers.
 
-    Each `send` must get the constructor's tensors in the constructor's order.
-
-    Args:
-        buffer_bytes: Maximum size of each of the two buffers; a larger tensor enlarges them.
-        device: Device of the buffers, whose type must be that of the engines; None is a CPU.
-        timeout: Seconds for each answer of an engine.
+    Each `send` must get the tensors of the options, in their order. The device's type must be that
+    of the engines.
     """
 
-    def __init__(
-        self,
-        tensors: NamedTensors,
-        dtype: torch.dtype = torch.float32,
-        *,
-        buffer_bytes: int = BUFFER_BYTES,
-        device: torch.device | None = None,
-        timeout: float = WAIT_SECONDS,
-    ) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self, options: SenderOptions) -> None:
+        self._device = options.device
         if self._device.type not in ("cpu", "cuda"):
             raise InputError(
-                f"weights.transport: {self.transport} works between CPUs or GPUs, not {device}"
+                f"weights.transport: {self.transport} works between CPUs or GPUs, not "
+                f"{self._device}"
             )
-        self._entries, self._nbytes = lay_out(tensors, dtype)
-        self._bound = buffer_bytes
-        self._chunks = Manifest(0, "", "", 0, self._entries, buffer_bytes).chunks
+        self._entries, self._nbytes = lay_out(options.tensors, options.dtype)
+        self._bound = options.buffer_bytes
+        self._chunks = Manifest(0, "", "", 0, self._entries, self._bound).chunks
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
-        self._timeout = timeout
+        self._timeout = options.timeout
         self._path = ""
         """Where engines find this sender, for their manifest."""
 
@@ -370,7 +364,7 @@ def make_sender(
         InputError: when the transport cannot be used on this machine.
     """
     chosen = find_transport(transport)
-    device = device or torch.device("cpu")
+    device = device or _CPU
     # Without data: a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout)

@@ -7,7 +7,7 @@ until the layer is complete, so tensors in a buffer that is reused are copied fi
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import ParamSpec
 
 import torch
@@ -129,7 +129,6 @@ class WorkerExtension:
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
     _weight_update_active: bool
-    _receiver_options: ReceiverOptions
     _validated: Manifest | None
     """The update that was checked last; None once it is opened."""
 
@@ -147,7 +146,7 @@ class WorkerExtension:
     @_replying
     def expect_tensors(self, info: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Set the tensors that every update must contain from now on."""
-        self._options().expected = {
+        self._options.expected = {
             name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()
         }
 
@@ -156,10 +155,9 @@ class WorkerExtension:
         self, rank_prefix: int, ip: str, port: int, world_size: int, ranks: int, seconds: float
     ) -> None:
         """Join the process group of the trainer's `ranks`; replaces an earlier one."""
-        options = self._options()
-        options.group = None
-        rank = ranks + rank_prefix + self.rank
-        options.group = ProcessGroup(rank, ip, port, world_size, ranks, self.device, seconds)
+        self._options.group = None
+        group = (ranks + rank_prefix + self.rank, ip, port, world_size, ranks)
+        self._options.group = ProcessGroup(*group, self.device, seconds)
 
     @_replying
     def check_update(self, manifest: JsonObject) -> JsonObject:
@@ -182,7 +180,7 @@ class WorkerExtension:
         self._weight_update_active = False  # vLLM leaves it set after an interrupted update
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
-        engine.receiver = transport.receive(update, self._options(), seconds)
+        engine.receiver = transport.receive(update, self._options, seconds)
         return self.poll_update()
 
     @_replying
@@ -244,13 +242,12 @@ class WorkerExtension:
         """Report to the trainer how its update ended."""
         self.weight_transfer_engine.end_update(error)
 
+    @cached_property
     def _options(self) -> ReceiverOptions:
-        if not hasattr(self, "_receiver_options"):
-            self._receiver_options = ReceiverOptions(self.device, self.rank)
-        return self._receiver_options
+        return ReceiverOptions(self.device, self.rank)
 
     def _validate(self, manifest: Manifest) -> None:
-        options = self._options()
+        options = self._options
         try:
             if error := manifest.mismatch(options.expected):
                 raise WeightUpdateError(error)
