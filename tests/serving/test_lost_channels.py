@@ -23,8 +23,8 @@ from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.engine_worker import EngineWorker, Mailbox
 from turnwise.serving.front_process import FrontProcess
 from turnwise.serving.front_processes import FrontProcesses, Process
+from turnwise.serving.manager import WorkerFailure, WorkerSupervisor
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.supervisor import WorkerSupervisor
 from turnwise.serving.worker_handle import WorkerHandle
 
 SECONDS = 60
@@ -137,23 +137,20 @@ class Fleet:
         self.follower = Follower(config)
         self.processes = Processes(config, self.driver, self.follower)
         self.lost: list[str] = []
+        self.scheduler, self.is_busy = self.driver, False
+        self.failures: list[WorkerFailure] = []
         self.supervisors: list[WorkerSupervisor] = []
         for index, (name, worker) in enumerate(self.workers.items()):
-            supervisor = WorkerSupervisor(
-                index,
-                config.serving,
-                self.driver,
-                start=self._restart,
-                is_busy=lambda: False,
-                on_failure=lambda failure: None,
-                on_give_up=lambda why: None,
-            )
+            supervisor = WorkerSupervisor(index, config.serving, self)  # type: ignore[arg-type]
             supervisor.admit(WorkerHandle(LocalActor(worker, name, EngineError), config))
             self.supervisors.append(supervisor)
 
-    async def _restart(self, supervisor: WorkerSupervisor) -> None:
+    async def start_worker(self, supervisor: WorkerSupervisor) -> None:
         self.lost.append(supervisor.name)
         raise TurnwiseError("no test here loses a worker")
+
+    def close_if_empty(self, why: str) -> None:
+        pass
 
     async def turn(self, scheduler: Scheduler, name: str) -> Completion:
         async with asyncio.timeout(SECONDS):

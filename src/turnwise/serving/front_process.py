@@ -24,9 +24,9 @@ from turnwise.engine.protocol import Engine
 from turnwise.errors import DeadlineError, EngineError, InputError
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import both_urls, listen
+from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.serving.worker_state import Worker
 
 if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer

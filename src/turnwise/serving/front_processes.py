@@ -38,8 +38,8 @@ from turnwise.serving.front_process import (
     Report,
 )
 from turnwise.serving.openai.address import EVERYWHERE, with_api_key
+from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.worker_state import Worker
 
 logger = logging.getLogger(__name__)
 
