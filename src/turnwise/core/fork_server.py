@@ -46,7 +46,7 @@ SENDING_SECONDS = 10.0
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
-    "turnwise.serving.worker",
+    "turnwise.serving.engine_worker",
     "turnwise.training.rank",
     "turnwise.observe.trackers",
     "typer",

@@ -1,0 +1,229 @@
+"""The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
+
+    environment: bfcl:multi_turn_base
+    data: {eval_path: environment}
+    rollout: {max_turns: 100}
+
+Its simulated systems are the tools, its checker the reward. The package is imported when it is
+first used, and its folders for results are kept out of Python's.
+"""
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
+from uuid import uuid4
+
+from turnwise.compat.package import check_name
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import required
+from turnwise.errors import InputError
+from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.problems import Row
+from turnwise.tools import Tool
+from turnwise.trajectory import Message, Trajectory
+
+_LONG = "long_context"
+_ALL = "multi_turn"
+"""Name of all multi-turn categories together."""
+
+
+class Bfcl(Environment):
+    """An entry of a multi-turn category: requests of a user, and simulated systems as tools.
+
+    An answer that calls no tool ends the user's request, and the next one follows. The reward is 1
+    if the checker finds each request fulfilled, otherwise 0, and so is the metric with the
+    category's name, whose mean is the category's accuracy. Calls that do not fit a tool's schema
+    are answered with the mistake, and not run.
+
+    Args:
+        row: `id` of the entry.
+        category: Name of a category, or `multi_turn` for all; "" uses the class's.
+        train: Share of the entries that are for training; the others are held out. Entries of one
+            number, which are variants of one scenario, are on the same side.
+
+    Attributes:
+        category: Name of the category, for subclasses.
+
+    Example:
+        class Base(turnwise.Bfcl):
+            category = "multi_turn_base"
+    """
+
+    category: ClassVar[str] = ""
+
+    def __init__(self, row: Row, category: str = "", *, train: float = 0.0) -> None:
+        self._category = str(row["id"]).rpartition("_")[0]
+        self._entry, self._answers = _entries(self._category)[row["id"]]
+        self._requests: list[list[Message]] = self._entry["question"]
+        self.problem = self._requests[0]
+        later: Mapping[str, list[JsonObject]] = self._entry.get("missed_function", {})
+        self._later = {int(turn): functions for turn, functions in later.items()}
+        self._calls: list[dict[int, list[str]]] = [{}]
+        self._valid = False
+
+    @classmethod
+    def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
+        """Return the ids of a split's entries; without `train`, all are for evaluation.
+
+        Raises:
+            InputError: when the split has none.
+        """
+        rows = list[Row]()
+        for name in _categories(category or cls.category):
+            ids = list(_entries(name))
+            first = round(train * len(ids))
+            rows += [{"id": id} for id in (ids[:first] if split == "train" else ids[first:])]
+        if not rows:
+            raise InputError(
+                f"bfcl has no {split} rows with environment_args.train {train:g}: that is the "
+                "share of its entries to train on; data.eval_path: environment has the others"
+            )
+        return rows
+
+    def setup(self) -> None:
+        """Make the simulated systems in the state that the entry begins with."""
+        backends = _module("constants.executable_backend_config")
+        self._systems = dict[str, object]()
+        for name in self._entry["involved_classes"]:
+            module = importlib.import_module(backends.CLASS_FILE_PATH_MAPPING[name])
+            system = getattr(module, name)()
+            if name not in backends.STATELESS_CLASSES:
+                beginning = deepcopy(self._entry["initial_config"].get(name, {}))
+                system._load_scenario(beginning, long_context=_LONG in self._category)
+            self._systems[name] = system
+        shown = [self._tool(function, 0) for function in self._entry["function"]]
+        hidden = [
+            self._tool(function, request)
+            for request, functions in self._later.items()
+            for function in functions
+        ]
+        self.tools = [*shown, *hidden]
+
+    def step(self, message: Message) -> Sequence[Message] | None:
+        """Follow with the user's next request, if there is one."""
+        request = len(self._calls)
+        if request == len(self._requests):
+            return None
+        self._calls.append({})
+        if request not in self._later:
+            return self._requests[request]
+        prompts = _module("constants.default_prompts")
+        form: str = prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+        functions = [_schema(function) for function in self._later[request]]
+        return [{"role": "user", "content": form.format(functions=json.dumps(functions))}]
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """Return 1 if the checker finds nothing wrong, otherwise 0."""
+        if len(self._calls) < len(self._answers):
+            return 0.0
+        checker = _module("eval_checker.multi_turn_eval.multi_turn_checker")
+        name = f"turnwise_{uuid4().hex}"
+        said = [list(request.values()) for request in self._calls]
+        try:
+            verdict = checker.multi_turn_checker(
+                said, self._answers, deepcopy(self._entry), self._category, name
+            )
+        finally:  # the checker keeps its own systems under that name for ever
+            kept = vars(_module("eval_checker.multi_turn_eval.multi_turn_utils"))
+            for key in [key for key in list(kept) if key.startswith(name)]:  # others add theirs
+                del kept[key]
+        self._valid = bool(verdict["valid"])
+        return float(self._valid)
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the verdict under the category's name."""
+        return {self._category: float(self._valid)}
+
+    def _tool(self, function: JsonObject, request: int) -> Tool:
+        """Return a function of a system as a tool, which is there from a request on."""
+        described, name = _schema(function), str(function["name"])
+        limit: int = _module("constants.default_prompts").MAXIMUM_STEP_LIMIT
+
+        def call(arguments: JsonObject) -> str:
+            if len(self._calls) <= request:
+                raise ValueError(f"there is no tool {name!r}")
+            if not all(key.isidentifier() for key in arguments):
+                raise ValueError(f"the arguments of {name} have names that it does not take")
+            written = ",".join(f"{key}={value!r}" for key, value in arguments.items())
+            steps = self._calls[-1]
+            steps.setdefault(self.current_turn, []).append(f"{name}({written})")
+            self.done = len(steps) > limit
+            return self._run(name, arguments)
+
+        return Tool(
+            name,
+            str(described["description"]),
+            described["parameters"],
+            call,
+            in_order=True,
+            hidden=request > 0,
+        )
+
+    def _run(self, name: str, arguments: JsonObject) -> str:
+        """Call a method of the system that has it; what it returns becomes a text, as in BFCL."""
+        systems = reversed(self._systems.values())  # the checker takes the last, too
+        method = next(getattr(system, name) for system in systems if hasattr(system, name))
+        try:
+            result = method(**arguments)
+        except Exception as error:  # the simulation's own
+            return f"Error during execution: {error}"
+        if isinstance(result, dict):
+            return json.dumps(result, default=str)
+        return str(result)
+
+
+def at(name: str) -> EnvironmentType:
+    """Return the environment of a category: `environment: bfcl:multi_turn_base`.
+
+    Raises:
+        InputError: when the package is not installed, or has no such multi-turn category.
+    """
+    check_name(f"bfcl:{name}", [*_categories(_ALL), _ALL])
+    return partial(Bfcl, category=name)
+
+
+def _categories(name: str) -> list[str]:
+    known: list[str] = _module("constants.category_mapping").MULTI_TURN_CATEGORY
+    return known if name == _ALL else [name]
+
+
+@lru_cache(maxsize=8)
+def _entries(category: str) -> dict[str, tuple[JsonObject, list[list[str]]]]:
+    """Return the entries of a category by id, with their true calls; read once."""
+    utils = _module("utils")
+    answers = {a["id"]: a["ground_truth"] for a in utils.load_ground_truth_entry(category)}
+    entries = utils.load_dataset_entry(category)
+    return {entry["id"]: (entry, answers[entry["id"]]) for entry in entries}
+
+
+def _schema(function: JsonObject) -> JsonObject:
+    """Return a function's description with a JSON schema, without that of its result."""
+    types: Mapping[str, str] = _module("constants.type_mappings").GORILLA_TO_OPENAPI
+
+    def translated(part: object) -> object:
+        if isinstance(part, list):
+            return [translated(below) for below in part]
+        if not isinstance(part, dict):
+            return part
+        return {
+            key: types.get(value, "string")
+            if key == "type" and isinstance(value, str)
+            else translated(value)
+            for key, value in part.items()
+        }
+
+    described = {key: value for key, value in function.items() if key != "response"}
+    return {**described, "parameters": translated(function["parameters"])}
+
+
+def _module(name: str) -> ModuleType:
+    folder = Path(tempfile.gettempdir(), f"turnwise-bfcl-{os.getuid()}")
+    os.environ.setdefault("BFCL_PROJECT_ROOT", str(folder))  # it makes folders when it is imported
+    return required(f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", "environment: bfcl")

@@ -1,0 +1,296 @@
+"""Environments of Gymnasium as conversations: the model reads texts, and its answers are actions.
+
+    environment: gymnasium:FrozenLake-v1
+    environment_args: {is_slippery: false}
+    data: {path: environment, eval_path: environment}
+
+A row is a seed. The package is imported when it is first used.
+"""
+
+import importlib
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+from turnwise.compat.package import seed_rows, turn_rewards
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import required
+from turnwise.errors import InputError, describe_error
+from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.problems import Row
+from turnwise.tools import Tool
+from turnwise.trajectory import Message, Trajectory
+
+if TYPE_CHECKING:
+    from gymnasium import Env
+    from gymnasium.spaces import Space
+
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_COLOURED = re.compile(rf"{_COLOUR.pattern}(.*?)\x1b\[0m", re.DOTALL)
+_NAMED_ACTION = re.compile(r"^\s*[-*] (\d+): (.+?)\s*$", re.MULTILINE)
+_WORD = re.compile(r"[^\W\d_]+")
+_IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RULES = {
+    "FrozenLakeEnv": "Cross the frozen lake from S to G over the ice (F). A hole (H) ends the "
+    "game. You are at the place in brackets.",
+    "CliffWalkingEnv": "Walk from the lower left corner to the target (T). You are at x. A step "
+    "into the cliff (C) takes you back to the start.",
+    "TaxiEnv": "Drive the taxi to the passenger, pick the passenger up, drive to the destination, "
+    "and drop the passenger off there. No step leads through a wall (|).",
+    "BlackjackEnv": "Play Blackjack: come closer to 21 than the dealer, but not above it. Picture "
+    "cards count 10, an ace 1 or 11.",
+}
+"""Rules of the toy-text environments by class; others have their docstring's."""
+
+
+class Gymnasium(Environment):
+    """An environment of Gymnasium: the model reads observations, and answers with actions.
+
+    It ends when the environment terminates or truncates (`max_episode_steps`), or at
+    `rollout.max_turns`. The reward is the sum of the environment's, each for its own turn.
+
+    Args:
+        row: `seed` of the environment's `reset`.
+        id: Name of the environment; "" uses the class's.
+        tool: Offer the actions as a tool, `act`, instead of reading them from answers.
+        rules: Beginning of the problem; None uses the environment's own description.
+        rows: Number of rows that `rows` makes.
+        arguments: Arguments of `gymnasium.make`, such as `max_episode_steps`, and of the
+            environment.
+
+    Attributes:
+        id: Name of the environment, for subclasses, which may also change `describe`.
+
+    Example:
+        class Lake(turnwise.Gymnasium):
+            id = "FrozenLake-v1"
+
+            def describe(self, observation):
+                return f"You are at place {observation}."
+    """
+
+    id: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        row: Row,
+        id: str = "",
+        *,
+        tool: bool = False,
+        rules: str | None = None,
+        rows: int = 1000,
+        **arguments: object,
+    ) -> None:
+        self._id, self._seed, self._arguments = id or self.id, row.get("seed"), arguments
+        self._by_tool, self._rules = tool, rules
+        self._earned = defaultdict[int, float](float)
+        self._steps = self._unreadable = 0
+        self.env: Env | None = None
+        """Gymnasium's environment; None before `setup`."""
+
+    @classmethod
+    def rows(cls, split: str, *, rows: int = 1000) -> Sequence[Row]:
+        """Return seeds; those of `eval` are none of `train`'s."""
+        return seed_rows(split, rows)
+
+    def setup(self) -> None:
+        """Make and reset the environment."""
+        gym, arguments = _package(), dict(self._arguments)
+        kind = gym.spec(self._id).entry_point
+        if isinstance(kind, str):
+            kind = gym.envs.registration.load_env_creator(kind)
+        if "ansi" in getattr(kind, "metadata", {}).get("render_modes", ()):
+            arguments.setdefault("render_mode", "ansi")
+        try:
+            self.env = env = gym.make(self._id, disable_env_checker=True, **arguments)
+        except TypeError as error:  # an argument that it does not take
+            said = str(error).partition(" was raised from")[0]
+            raise InputError(f"environment_args: {said}") from error
+        if env.action_space.shape is None or len(env.action_space.shape) > 1:
+            raise InputError(f"gymnasium:{self._id}: actions of {env.action_space} are no numbers")
+        observation, _ = env.reset(seed=self._seed)
+        described = inspect.getdoc(type(env.unwrapped)) or ""
+        self._names = _action_names(described)
+        actions = ", ".join(f"{number} ({name})" for number, name in self._names.items())
+        parts = [
+            self._rules or _RULES.get(type(env.unwrapped).__name__) or _section(described),
+            f"Actions: {actions or env.action_space}.",
+            self.describe(observation),
+            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
+        ]
+        self.problem = "\n\n".join(parts)
+        if self._by_tool:
+            schema = _schema(env.action_space, self._names)
+            self.tools = [Tool("act", "Act in the environment.", schema, self._call, in_order=True)]
+
+    def describe(self, observation: object) -> str:
+        """Return an observation as the model reads it: the environment's text, or the value."""
+        assert self.env is not None
+        env = self.env.unwrapped
+        text = str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
+        words = _WORDS.get(type(env).__name__)
+        if words is None:
+            text = _COLOURED.sub(r"[\1]", text)
+        text = _COLOUR.sub("", text).strip("\n")
+        return text if words is None else words(env, text, observation)
+
+    def step(self, message: Message) -> str | None:
+        """Act as the answer says, and answer with the observation."""
+        if self._by_tool:
+            return None
+        assert self.env is not None
+        action = read_action(str(message.get("content") or ""), self.env.action_space, self._names)
+        if action is None:
+            self._unreadable += 1
+            return f"There is no action in your answer. {_how_to_answer(self.env.action_space)}"
+        text = self._act(action)
+        return None if self.done else text
+
+    def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's rewards, each for the turn that earned it."""
+        return turn_rewards(self._earned, len(trajectory.turns))
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the numbers of steps, and of answers without an action."""
+        return {"steps": self._steps, "answers_without_action": self._unreadable}
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self.env is not None:
+            self.env.close()
+
+    def _call(self, arguments: JsonObject) -> str:
+        assert self.env is not None
+        if self.done:
+            return "The episode has ended."
+        action = _from_json(arguments["action"], self.env.action_space)
+        if action is None:
+            raise ValueError(f"{arguments['action']} is no action of {self.env.action_space}")
+        return self._act(action)
+
+    def _act(self, action: object) -> str:
+        assert self.env is not None
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        self._steps += 1
+        self._earned[self.current_turn] += float(reward)
+        self.done = bool(terminated or truncated)
+        return self.describe(observation)
+
+
+def at(name: str) -> EnvironmentType:
+    """Return the environment of a name: `environment: gymnasium:FrozenLake-v1`.
+
+    `gymnasium:my_module:MyGame-v0` imports the module, which registers the environment.
+
+    Raises:
+        InputError: when the package is not installed, or has no such environment.
+    """
+    module, _, id = name.rpartition(":")
+    gym = _package()
+    try:
+        if module:
+            importlib.import_module(module)
+        gym.spec(id)
+    except Exception as error:  # Gymnasium's own, which names the closest; the module's own
+        raise InputError(f"environment: gymnasium:{name}: {describe_error(error)}") from error
+    return partial(Gymnasium, id=id)
+
+
+def read_action(text: str, space: "Space", names: dict[int, str]) -> object:
+    """Return the action in an answer: the last one in brackets, or else the whole text or the last
+    number.
+
+    Args:
+        names: Names of discrete actions, whose words are understood where they are unique.
+
+    Returns:
+        An action of the space; None if there is none.
+    """
+    bracketed = _IN_BRACKETS.findall(text)
+    for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
+        meant = [number for number, name in names.items() if _words(said) in _words(name)]
+        if len(meant) == 1:
+            return _from_json(meant[0], space)
+        for form in (said, f"[{said}]"):
+            with suppress(ValueError):
+                action = _from_json(json.loads(form), space)
+                if action is not None:
+                    return action
+    return None
+
+
+def _words(text: str) -> str:
+    """Return the words of a text between spaces, so that whole ones are found in another's."""
+    return f" {' '.join(re.findall(_WORD, text.casefold()))} "
+
+
+def _from_json(value: object, space: "Space") -> object:
+    """Return a JSON value as an action of a space; None if it is none."""
+    try:
+        (action,) = space.from_jsonable([value])
+    except Exception:  # spaces convert in their own ways
+        return None
+    return action if space.contains(action) else None
+
+
+def _package() -> ModuleType:
+    return required("gymnasium", "gymnasium", "environment: gymnasium")
+
+
+def _action_names(described: str) -> dict[int, str]:
+    """Return the names of discrete actions, as a docstring lists them."""
+    return {int(n): name for n, name in _NAMED_ACTION.findall(_section(described, "Action Space"))}
+
+
+def _section(described: str, title: str = "Description") -> str:
+    """Return a section of an environment's docstring; its first paragraph if it lacks it."""
+    found = re.search(rf"^\s*#+ {title}\s*$(.*?)(?=^\s*#|\Z)", described, re.DOTALL | re.MULTILINE)
+    if found is None:
+        return described.partition("\n\n")[0] if title == "Description" else ""
+    return inspect.cleandoc(found[1])
+
+
+def _how_to_answer(space: "Space") -> str:
+    if space.shape == ():
+        return f"Answer with one action in square brackets, such as [{space.start}]."
+    return f"Answer with one action in square brackets, a list of {space.shape[0]}."
+
+
+def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
+    if space.shape == ():
+        first = int(space.start)
+        kind: JsonObject = {
+            "type": "integer",
+            "minimum": first,
+            "maximum": first + int(space.n) - 1,
+        }
+    else:
+        kind = {"type": "array", "items": {"type": "number"}}
+    kind["description"] = ", ".join(f"{n}: {name}" for n, name in names.items()) or str(space)
+    return {"type": "object", "properties": {"action": kind}, "required": ["action"]}
+
+
+def _taxi(env: "Env", drawn: str, observation: object) -> str:
+    row, column, passenger, destination = env.decode(observation)
+    places = "RGYB"
+    waits = "is in the taxi" if passenger == 4 else f"waits at {places[passenger]}"
+    return (
+        f"{drawn}\nThe taxi is in row {row}, column {column}, counted from 0. The passenger "
+        f"{waits}, and goes to {places[destination]}."
+    )
+
+
+def _blackjack(env: "Env", drawn: str, observation: tuple[int, int, int]) -> str:
+    total, dealer, ace = observation
+    counted = ", with an ace that counts 11" if ace else ""
+    return f"Your cards: {total}{counted}. The dealer shows {'an ace' if dealer == 1 else dealer}."
+
+
+_WORDS: dict[str, Callable[..., str]] = {"TaxiEnv": _taxi, "BlackjackEnv": _blackjack}
+"""Observations in words by the environment's class, where its text leaves something out."""

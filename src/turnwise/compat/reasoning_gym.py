@@ -1,0 +1,162 @@
+"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself.
+
+    environment: reasoning_gym:chain_sum
+    data: {path: environment, eval_path: environment}
+
+The package is imported when it is first used.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+from turnwise.compat.package import HELD_OUT, check_name
+from turnwise.core.optional import required
+from turnwise.errors import InputError, describe_error
+from turnwise.rollouts.environment import Environment, EnvironmentType
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+_EVERY = "*"
+"""Name of all attributes of a curriculum together, as in reasoning-gym's own configurations."""
+
+
+class ReasoningGym(Environment):
+    """A problem of a dataset of reasoning-gym: one turn, unless a subclass or the run has tools.
+
+    The reward is the dataset's `score_answer` of the last answer: of the text between `<answer>`
+    and `</answer>`, or of the whole text if it has no such tags.
+
+    Args:
+        row: An entry of the dataset, with `question` and `answer`.
+        dataset: Name of the dataset; "" uses the class's.
+        curriculum: Levels of the dataset's curriculum by attribute, or one level for all.
+        system_prompt: One of reasoning-gym's own by name (`default`, `simple`, `direct` ...), or a
+            text; None for no system message.
+        config: Further keys of the dataset's configuration, such as `size` and `seed`.
+
+    Attributes:
+        dataset: Name of the dataset, for subclasses.
+
+    Example:
+        class Sums(turnwise.ReasoningGym):
+            dataset = "chain_sum"
+
+            def __init__(self, row, **config):
+                super().__init__(row, **config)
+                self.tools = [add]
+    """
+
+    dataset: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        row: Row,
+        dataset: str = "",
+        *,
+        curriculum: int | Mapping[str, int] | None = None,
+        system_prompt: str | None = "default",
+        **config: object,
+    ) -> None:
+        self.entry = row
+        """The entry of the dataset."""
+        self._data = _dataset(dataset or self.dataset, curriculum, config)
+        self.problem = [{"role": "user", "content": row["question"]}]
+        if system_prompt is not None:
+            own: Mapping[str, str] = _package().utils.SYSTEM_PROMPTS
+            text = own.get(system_prompt, system_prompt)
+            self.problem.insert(0, {"role": "system", "content": text})
+
+    @classmethod
+    def rows(
+        cls,
+        split: str,
+        dataset: str = "",
+        *,
+        curriculum: int | Mapping[str, int] | None = None,
+        system_prompt: str | None = "default",
+        **config: object,
+    ) -> Sequence[Row]:
+        """Return the dataset's entries; held-out ones have another seed, and no question twice.
+
+        Raises:
+            InputError: when every held-out question is one of training.
+        """
+        name = dataset or cls.dataset
+        trained = list(_dataset(name, curriculum, config))
+        if split != "eval":
+            return trained
+        seen = {entry["question"] for entry in trained}
+        rows = list[Row]()
+        for entry in _dataset(name, curriculum, config, HELD_OUT):
+            if entry["question"] not in seen:
+                seen.add(entry["question"])
+                rows.append(entry)
+        if not rows:
+            raise InputError(
+                f"reasoning_gym:{name}: every held-out question is one of training: lower "
+                "environment_args.size, or let the dataset's other keys make more questions"
+            )
+        return rows
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """Return the dataset's score of the last answer."""
+        return self.score(trajectory.final_text)
+
+    def score(self, text: str) -> float:
+        """Return the dataset's score of a text with an answer, from 0 to 1."""
+        answer = _package().utils.extract_answer(text)
+        return float(
+            self._data.score_answer(text.strip() if answer is None else answer, self.entry)
+        )
+
+
+def at(name: str) -> EnvironmentType:
+    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`.
+
+    Raises:
+        InputError: when the package is not installed, or has no such dataset.
+    """
+    check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
+    return partial(ReasoningGym, dataset=name)
+
+
+def _package() -> ModuleType:
+    return required("reasoning_gym", "reasoning-gym", "environment: reasoning_gym")
+
+
+def _dataset(
+    name: str,
+    curriculum: int | Mapping[str, int] | None,
+    config: Mapping[str, object],
+    seed_offset: int = 0,
+) -> "ProceduralDataset":
+    levels = {_EVERY: curriculum} if isinstance(curriculum, int) else dict(curriculum or {})
+    return _made(name, json.dumps([levels, config], sort_keys=True), seed_offset)
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, keys: str, seed_offset: int) -> "ProceduralDataset":
+    """Make a dataset, which all environments with these keys share."""
+    levels, config = json.loads(keys)
+    factory = _package().factory
+    config["seed"] = config.get("seed", 0) + seed_offset
+    try:
+        if not levels:
+            return factory.create_dataset(name, **config)
+        made = factory.create_curriculum(name)
+        if (level := levels.pop(_EVERY, None)) is not None:
+            made.set_global_level(level)
+        for attribute, level in levels.items():
+            made.set_attr_level(attribute, level)
+        kind, _ = factory.DATASETS[name]
+        return kind(config=made.generate_configuration(config))
+    except Exception as error:  # an unknown key, a wrong value, a level that there is not
+        raise InputError(
+            f"environment_args: reasoning_gym:{name} cannot be made: {describe_error(error)}"
+        ) from error

@@ -1,0 +1,130 @@
+"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and what the environment needs.
+
+    environment: skyrl_gym:gsm8k
+    data: {path: train.parquet, eval_path: validation.parquet}
+
+The package is imported when it is first used.
+"""
+
+import dataclasses
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar, get_args
+
+from turnwise.compat.package import check_name, turn_rewards
+from turnwise.core.optional import required
+from turnwise.errors import InputError
+from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.problems import Row
+from turnwise.rollouts.reading import finite_number, is_list
+from turnwise.trajectory import Message, Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+
+class SkyRLGym(Environment):
+    """An environment of SkyRL-Gym, whose `step` reads each answer and replies with observations.
+
+    Its rewards belong to the turns that earned them. An answer that `sampling.max_tokens` cut off
+    is judged too, as SkyRL does. A `postprocessed_action` is ignored: what is trained was sampled.
+
+    Args:
+        row: `prompt` (messages), and further fields, which are the environment's `extras`.
+        name: Name of the environment; "" uses the class's.
+        max_turns: Turns that the environment counts with; None leaves that to the row or the
+            environment.
+        config: Keys of the environment's own configuration, such as `search_url`.
+
+    Attributes:
+        name: Name of the environment, for subclasses.
+
+    Example:
+        class Math(turnwise.SkyRLGym):
+            name = "gsm8k"
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(
+        self, row: Row, name: str = "", *, max_turns: int | None = None, **config: object
+    ) -> None:
+        if not is_list(row.get("prompt")):
+            raise InputError("a row of SkyRL's data has a prompt, a list of messages")
+        self._prompt = row["prompt"]
+        self._extras = {key: value for key, value in row.items() if key != "prompt"}
+        if max_turns is not None:
+            self._extras["max_turns"] = max_turns
+        self._name, self._config = name or self.name, config
+        self._earned = defaultdict[int, float](float)
+        self.env: BaseTextEnv | None = None
+        """SkyRL's environment; None before `setup`."""
+
+    def setup(self) -> None:
+        """Make the environment, and let it begin with the prompt."""
+        package = _package()
+        entry = package.spec(self._name).entry_point
+        load = package.envs.registration.load_env_creator
+        kind = load(entry) if isinstance(entry, str) else entry
+        self.env = package.make(
+            self._name, env_config=_configuration(kind, self._config), extras=self._extras
+        )
+        self.problem, _ = self.env.init([dict(message) for message in self._prompt])
+
+    def step(self, message: Message) -> Sequence[Message] | None:
+        """Let the environment read an answer; reply with what it observes."""
+        assert self.env is not None
+        output = self.env.step(str(message.get("content") or ""))
+        self._earned[self.current_turn] += float(output["reward"])
+        self.done = bool(output["done"])
+        if self.done:
+            return None
+        return output["observations"] or [{"role": "user", "content": ""}]
+
+    def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the environment's rewards, each for its turn."""
+        turns = len(trajectory.turns)
+        if turns and turns - 1 not in self._earned and not self.done:  # `step` was not called
+            self.current_turn = turns - 1
+            self.step({"role": "assistant", "content": trajectory.final_text})
+        return turn_rewards(self._earned, turns)
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the environment's own metrics, those that are numbers."""
+        assert self.env is not None
+        numbers = {name: finite_number(value) for name, value in self.env.get_metrics().items()}
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self.env is not None:
+            self.env.close()
+
+
+def at(name: str) -> EnvironmentType:
+    """Return the environment of a name: `environment: skyrl_gym:gsm8k`.
+
+    Raises:
+        InputError: when the package is not installed, or has no such environment.
+    """
+    check_name(f"skyrl_gym:{name}", _package().registry)
+    return partial(SkyRLGym, name=name)
+
+
+def _package() -> ModuleType:
+    return required("skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
+
+
+def _configuration(kind: Callable[..., object], keys: Mapping[str, object]) -> object:
+    """Return an environment's configuration: of the class that it names, which has defaults."""
+    parameter = inspect.signature(kind).parameters.get("env_config")
+    for known in get_args(parameter.annotation) if parameter else ():
+        if dataclasses.is_dataclass(known) and isinstance(known, type):
+            try:
+                return known(**keys)
+            except TypeError as error:
+                raise InputError(f"environment_args: {error}") from error
+    return SimpleNamespace(**keys)

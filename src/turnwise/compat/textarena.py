@@ -1,0 +1,234 @@
+"""Games of TextArena: of one player, against a scripted opponent, or by self-play.
+
+    environment: textarena:TicTacToe-v0
+    environment_args: {players: 2}
+    rollout: {loop: self_play}
+    data: {path: environment}
+
+A row is a seed. The package is imported when it is first used. Its games draw from Python's global
+random numbers; here each game has a state of its own, so that a seed gives the same game whatever
+runs beside it.
+"""
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+from turnwise.compat.package import check_name, seed_rows
+from turnwise.core.optional import required
+from turnwise.errors import InputError
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    Move,
+    Rewards,
+    load_object,
+)
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory import Message, Trajectory
+
+if TYPE_CHECKING:
+    from textarena import Env
+
+Opponent = Callable[[str], str]
+"""Returns the action of the player who reads an observation, such as an agent of TextArena."""
+_QUOTED_ACTION = re.compile(r"'(\[[^\[\]]+\])'")
+_randomness = threading.Lock()
+"""Held while Python's global random numbers are a game's own."""
+
+
+class TextArena(Environment):
+    """A game of TextArena: observations are messages of the user, answers are actions.
+
+    With several players and no opponent, the policy plays them all (`rollout.loop: self_play`).
+    The reward is the game's own; a game that is cut off by `rollout.max_turns` earns 0.
+
+    Args:
+        row: `seed` of the game.
+        game: Name of the game; "" uses the class's.
+        players: Number of players.
+        opponent: Plays all seats but one: `random`, which picks one of the actions in the last
+            line that offers some in quotes, or package.module:function(observation) -> action.
+        seat: The policy's seat beside an opponent, from 0.
+        rows: Number of rows that `rows` makes.
+        arguments: Arguments of the game.
+
+    Attributes:
+        game: Name of the game, for subclasses.
+
+    Example:
+        class Guess(turnwise.TextArena):
+            game = "GuessTheNumber-v0"
+    """
+
+    game: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        row: Row,
+        game: str = "",
+        *,
+        players: int = 1,
+        opponent: str | None = None,
+        seat: int = 0,
+        rows: int = 1000,
+        **arguments: object,
+    ) -> None:
+        self._game, self._seed, self._arguments = game or self.game, row.get("seed", 0), arguments
+        self._count, self._seat, self._rewards = players, seat, dict[int, float]()
+        self._opponent = None if opponent is None else self._load_opponent(opponent)
+        self._random: tuple[object, ...] | None = None
+        self.env: Env | None = None
+        """TextArena's environment; None before `setup`."""
+
+    @classmethod
+    def rows(cls, split: str, *, rows: int = 1000) -> Sequence[Row]:
+        """Return seeds; those of `eval` are none of `train`'s."""
+        return seed_rows(split, rows)
+
+    def setup(self) -> None:
+        """Make the game, and read what each player reads at first."""
+        with self._own_randomness():
+            try:
+                env = _without_history(_package().make(self._game, **self._arguments))
+                env.reset(num_players=self._count, seed=self._seed)
+            except AssertionError as error:
+                raise InputError(
+                    f"textarena:{self._game}: {error}; set environment_args.players"
+                ) from error
+        self.env = env
+        if self._count == 1 or self._opponent is not None:
+            opening = self._read(self._seat)
+            self._let_opponents_act()
+            self.problem = "\n".join(filter(None, (opening, self._read(self._seat))))
+            return
+        first = env.state.current_player_id
+        order = [first, *(player for player in range(self._count) if player != first)]
+        self.players = {_name(player): self._read(player) for player in order}
+
+    def step(self, message: Message) -> str | Move | None:
+        """Act as the answer says; return what is read next, with `players` by whom."""
+        assert self.env is not None
+        self._act(str(message.get("content") or ""))
+        if self._count > 1 and self._opponent is None:
+            if self.done:
+                return None
+            player = self.env.state.current_player_id
+            return {_name(player): self._read(player)}
+        self._let_opponents_act()
+        return None if self.done else self._read(self._seat)
+
+    def reward(self, trajectory: Trajectory) -> Rewards:
+        """Return the game's rewards, with self-play each for its player."""
+        if self._count > 1 and self._opponent is None:
+            given = {_name(player): reward for player, reward in self._rewards.items()}
+            return Rewards(players={name: given.get(name, 0.0) for name in self.players})
+        return Rewards(self._rewards.get(self._seat, 0.0))
+
+    def metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return whether the game came to its end, and the share of players who broke its rules."""
+        assert self.env is not None
+        info = self.env.state.game_info.values()
+        broken = sum(bool(player.get("invalid_move")) for player in info)
+        return {"game_ended": float(self.done), "game_invalid_moves": broken / self._count}
+
+    def _act(self, action: str) -> None:
+        assert self.env is not None
+        if self.done:  # by an opponent, before the first answer
+            return
+        with self._own_randomness():
+            self.done, _ = self.env.step(action=action)
+            if self.done:
+                rewards, _ = self.env.close()
+                self._rewards = {int(who): float(number) for who, number in (rewards or {}).items()}
+
+    def _let_opponents_act(self) -> None:
+        assert self.env is not None
+        while self._opponent is not None and not self.done:
+            player = self.env.state.current_player_id
+            if player == self._seat:
+                return
+            self._act(self._opponent(self._read(player)))
+
+    def _read(self, player: int) -> str:
+        """Return what a player has not read yet: not its own actions, and only the last board."""
+        assert self.env is not None
+        state, package = self.env.state, _package()
+        new, state.observations[player] = state.observations[player], []
+        kinds = package.ObservationType
+        last = max((i for i, one in enumerate(new) if one[2] == kinds.GAME_BOARD), default=-1)
+        lines = list[str]()
+        for number, (sender, text, kind) in enumerate(new):
+            if (sender == player and kind == kinds.PLAYER_ACTION) or (
+                kind == kinds.GAME_BOARD and number != last
+            ):
+                continue
+            who = state.role_mapping.get(sender, _name(sender))
+            lines.append(text if sender == package.GAME_ID else f"[{who}] {text}")
+        return "\n".join(lines)
+
+    def _load_opponent(self, opponent: str) -> Opponent:
+        if opponent != "random":
+            loaded: Opponent = load_object(opponent, "environment_args.opponent")
+            return loaded
+        generator = random.Random(self._seed)
+
+        offered = [""]
+
+        def choose(observation: str) -> str:
+            nonlocal offered
+            lines = map(_QUOTED_ACTION.findall, reversed(observation.splitlines()))
+            offered = next(filter(None, lines), offered)
+            return generator.choice(offered)
+
+        return choose
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Put the game's state in place of Python's global random numbers."""
+        with _randomness:
+            others = random.getstate()
+            if self._random is None:
+                random.seed(self._seed)
+            else:
+                random.setstate(self._random)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(others)
+
+
+def at(name: str) -> EnvironmentType:
+    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`.
+
+    Raises:
+        InputError: when the package is not installed, or has no such game.
+    """
+    check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
+    return partial(TextArena, game=name)
+
+
+def _package() -> ModuleType:
+    return required("textarena", "textarena", "environment: textarena")
+
+
+def _name(player: int) -> str:
+    return f"Player {player}"
+
+
+def _without_history(env: "Env") -> "Env":
+    """Return a game without the wrappers that repeat all that was observed before."""
+    package = _package()
+    if not isinstance(env, package.Wrapper):
+        return env
+    inner = _without_history(env.env)
+    if isinstance(env, package.ObservationWrapper):
+        return inner
+    env.env = inner
+    return env

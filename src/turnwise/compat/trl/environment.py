@@ -1,0 +1,390 @@
+"""TRL's environments, tools and reward functions, played and called by ours; TRL is not imported.
+
+`environment: trl:package.module:Name` names an `environment_factory`: a class or a function without
+arguments, or a dictionary of them, from which a row's `environment` chooses by name. An instance
+has `reset(**row)`, whose text is appended to the prompt's last message, and optionally
+`get_reward()`. Its other public methods are tools; their result reaches the model as `str(result)`.
+
+As in TRL, instances are reused: each trajectory has one of its own until its group has been
+rewarded. An instance whose trajectory failed, or a call of which has not returned, is not.
+
+`rollout.rewards: [{trl: package.module:function}]` names a function
+
+    def reward(prompts, completions, completion_ids, **kwargs) -> list[float | None]
+
+TRL calls it once for a generation batch; it is called here once for each group, as soon as its
+trajectories are finished. It also gets the row's other columns as lists, `trainer_state`,
+`log_metric`, `log_extra` and, if the environment is TRL's, `environments`.
+"""
+
+import inspect
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from turnwise.errors import InputError
+from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.environment import Environment, EnvironmentType, load_object
+from turnwise.rollouts.episode import Episode
+from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.problems import Row
+from turnwise.rollouts.reading import finite_number, read_messages
+from turnwise.rollouts.rewards import UserCall
+from turnwise.rollouts.run_files import RunFiles
+from turnwise.tools import ToolFunction
+from turnwise.trajectory import Message, Trajectory
+
+RewardFunction = Callable[..., object]
+"""A reward function with TRL's signature, sync or async."""
+_NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
+_NO_ANSWER: Message = {"role": "assistant", "content": ""}
+_NOT_TOOLS = ("reset", "get_reward")
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+def load_trl(path: str) -> EnvironmentType:
+    """Import the environment factory `package.module:Name`.
+
+    Raises:
+        InputError: when it cannot be imported, or is no environment of TRL's.
+    """
+    return TrlEnvironments(load_object(path, "environment"))
+
+
+class TrlEnvironments:
+    """An environment type made of an `environment_factory` and tools that need no instance.
+
+    Args:
+        factory: A class or function without arguments, a dictionary of them, or None.
+        tools: Functions that every row offers, before the methods of its instance.
+
+    Raises:
+        InputError: when the factory is something else, or a class without `reset`.
+
+    Example:
+        environments = TrlEnvironments(MyEnv)
+        turnwise.train(model="...", environment=environments, data=rows)
+    """
+
+    def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
+        self.chooses = isinstance(factory, Mapping)
+        """Whether a row's `environment` names its factory."""
+        named: Mapping[object, Any] = factory if isinstance(factory, Mapping) else {None: factory}
+        for one in named.values():
+            if isinstance(one, type) and not callable(getattr(one, "reset", None)):
+                raise InputError(f"{one.__name__} has no reset, which TRL's environments need")
+            if one is not None and not callable(one):
+                raise InputError(
+                    "environment_factory must be a class, a function or a dictionary of them, not "
+                    f"{one!r:.80}"
+                )
+        self._factories: dict[object, Callable[[], Any] | None] = dict(named)
+        self.tools = tuple(tools)
+        self.reward_functions: dict[str, RewardFunction] = {}
+        """Reward functions of a program, by their paths in `rollout.rewards`."""
+        self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
+
+    def __call__(self, row: Row) -> "TrlEnvironment":
+        """Return the environment of a row.
+
+        Raises:
+            InputError: when the row names no environment of the dictionary.
+        """
+        return TrlEnvironment(row, self)
+
+    @property
+    def rewards(self) -> bool:
+        """Whether an instance has a `get_reward`; makes the first instance of each factory."""
+        rewards = False
+        for name, factory in self._factories.items():
+            if factory is not None:
+                instance = self.take(name)
+                self.give_back(name, instance)
+                rewards = rewards or hasattr(type(instance), "get_reward")
+        return rewards
+
+    def name_for(self, row: Row) -> object:
+        """Return the name of a row's factory."""
+        name = row.get("environment") if self.chooses else None
+        if name not in self._factories:
+            names = ", ".join(map(repr, self._factories))
+            raise InputError(f"environment is {name!r}; the environment factory has {names}")
+        return name
+
+    def take(self, name: object) -> Any:
+        """Return a free instance, or a new one; runs user code."""
+        try:
+            return self._free[name].pop()
+        except IndexError:
+            factory = self._factories[name]
+        instance = None if factory is None else factory()
+        if factory is not None and not callable(getattr(instance, "reset", None)):
+            raise InputError(
+                f"{type(instance).__name__} has no reset, which TRL's environments need"
+            )
+        return instance
+
+    def give_back(self, name: object, instance: object) -> None:
+        """Let another trajectory have an instance."""
+        self._free[name].append(instance)
+
+
+class TrlEnvironment(Environment):
+    """The environment of one trajectory: a row's prompt, and an instance of its factory."""
+
+    def __init__(self, row: Row, environments: TrlEnvironments) -> None:
+        self._row = row
+        self._environments = environments
+        self._name = environments.name_for(row)
+        self._calls = _Calls()
+        self.instance: Any = None
+        """The user's object; None before `setup`, and without a factory."""
+        prompt = row.get("prompt", _NO_PROMPT)
+        self.text: str | None = prompt if isinstance(prompt, str) else None
+        """The prompt, if it is a plain text, which no chat template renders."""
+        self.problem = prompt
+
+    def setup(self) -> None:
+        """Take an instance, reset it with the row, and read its observation and tools."""
+        given = self._environments
+        self.instance = given.take(self._name)
+        tools = list(given.tools)
+        if self.instance is not None:
+            hidden = {"environment"} if given.chooses else set[str]()
+            row = {key: value for key, value in self._row.items() if key not in hidden}
+            self._observe(self.instance.reset(**row))
+            tools += [
+                getattr(self.instance, name)
+                for name, _ in inspect.getmembers(type(self.instance), inspect.isfunction)
+                if name not in _NOT_TOOLS and not name.startswith("_")
+            ]
+        self.tools = [_Tool(tool, self._calls) for tool in tools]
+        if self.text is not None and self.tools:
+            raise InputError("prompt must be a list of messages where there are tools, not a text")
+
+    def _observe(self, observation: object) -> None:
+        """Append what `reset` returned to the last message of the prompt."""
+        if observation is None:
+            return
+        if self.text is not None:
+            raise InputError("prompt must be a list of messages if reset returns an observation")
+        *before, last = read_messages(self.problem, "prompt")
+        content = last.get("content")
+        joined: object
+        if isinstance(observation, str) and isinstance(content, str):
+            joined = content + observation
+        elif isinstance(observation, str | list) and isinstance(content, str | list):
+            both = (content, observation)
+            parts = ([{"type": "text", "text": p}] if isinstance(p, str) else p for p in both)
+            joined = [part for each in parts for part in each]
+        else:
+            name = type(self.instance).__name__
+            raise InputError(f"{name}.reset must return a text or None, not {observation!r:.80}")
+        self.problem = [*before, {**last, "content": joined}]
+
+    def reward(self, trajectory: Trajectory) -> float | Awaitable[float]:
+        """Return what the instance's `get_reward` returns."""
+        if not hasattr(type(self.instance), "get_reward"):
+            if self._environments.chooses:
+                return 0.0  # another environment of the dictionary may have one
+            name = "the data" if self.instance is None else type(self.instance).__name__
+            raise InputError(f"{name} has no get_reward: list reward functions in rollout.rewards")
+        reward: float | Awaitable[float] = self.instance.get_reward()
+        return reward
+
+    def _group_ended(self) -> None:
+        """Give the instance back."""
+        if self.instance is not None and not self._calls.running:
+            self._environments.give_back(self._name, self.instance)
+
+
+class TextLoop(SingleTurnLoop):
+    """Continues a plain text, without a chat template, as TRL does if `prompt` is a string."""
+
+    async def run(self, environment: Environment, context: RolloutContext) -> None:
+        await super().run(environment, context)
+        if context.trajectory.turns:
+            tokens = context.trajectory.turns[-1].completion_token_ids
+            content = context.template.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            context.trajectory.messages[-1]["content"] = content
+
+    async def prompt(self, context: RolloutContext) -> list[int]:
+        """Return the ids of the row's `prompt`, after those that begin any text."""
+        return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
+
+
+class _Calls:
+    """The number of an instance's calls that have not returned."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.running -= 1
+
+
+class _Tool:
+    """A function or method of TRL's as a tool of ours: it returns a text."""
+
+    def __init__(self, function: ToolFunction, calls: _Calls) -> None:
+        self.__name__ = function.__name__
+        self.__func__ = getattr(function, "__func__", function)  # describes it to the model
+        self._function = function
+        self._calls = calls
+
+    def __call__(self, **arguments: object) -> object:
+        with self._calls:
+            result = self._function(**arguments)
+            return self._finish(result) if inspect.isawaitable(result) else _shown(result)
+
+    async def _finish(self, result: Awaitable[object]) -> object:
+        with self._calls:
+            return _shown(await result)
+
+
+def _shown(result: object) -> object:
+    """Return a result as TRL shows it; of a list of text parts, their texts."""
+    if not isinstance(result, list):
+        return str(result)
+    texts = [part.get("text") for part in result if isinstance(part, Mapping)]
+    if len(texts) == len(result) and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The part of TRL's `trainer_state` that a rollout knows."""
+
+    global_step: int
+    """Optimizer steps in the newest weights that sampled the completions."""
+    max_steps: int
+    """Optimizer steps of the whole run."""
+
+
+class TrlReward:
+    """A reward function with TRL's signature, for the finished trajectories of a group.
+
+    Args:
+        max_steps: Optimizer steps of the run.
+        files: Files of the run, for `log_extra`; None writes none.
+    """
+
+    def __init__(self, function: RewardFunction, max_steps: int, files: RunFiles | None) -> None:
+        self._function = function
+        self._max_steps = max_steps
+        self._files = files
+
+    async def __call__(
+        self,
+        call: UserCall,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+    ) -> object:
+        """Return what the function returns, and keep what it logs.
+
+        A metric that is no finite number is counted as `metrics_error`.
+        """
+        metrics: dict[str, list[float]] = defaultdict(list)
+        extra: dict[str, list[object]] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            number = finite_number(value)
+            if number is None:
+                trajectories[0].events["metrics_error"] += 1
+            else:
+                metrics[name].append(number)
+
+        def log_extra(column: str, values: Sequence[object]) -> None:
+            if len(values) != len(trajectories):
+                raise InputError(
+                    f"log_extra: {column} needs {len(trajectories)} values, one for each "
+                    f"completion, not {len(values)}"
+                )
+            extra[column] = list(values)
+
+        arguments = self._arguments(trajectories, row, episodes)
+        arguments |= {"log_extra": log_extra, "log_metric": log_metric}
+        values = await call(partial(self._function, **arguments))
+        for name, numbers in metrics.items():
+            for trajectory in trajectories:
+                trajectory.metrics[name] = sum(numbers) / len(numbers)
+        if extra and self._files is not None:
+            await call(partial(_write, self._files, trajectories, extra))
+        return values
+
+    def _arguments(
+        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
+    ) -> dict[str, object]:
+        played = [episodes[trajectory.sample_index] for trajectory in trajectories]
+        conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
+        state = TrainerState(max(map(_newest_version, trajectories)), self._max_steps)
+        arguments: dict[str, object] = {
+            "prompts": [prompt for prompt, _ in conversations],
+            "completions": [completion for _, completion in conversations],
+            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
+            **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
+            "trainer_state": state,
+        }
+        environments = [episode.environment for episode in played]
+        theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+        instances = [each.instance for each in theirs]
+        if len(theirs) == len(played) and any(each is not None for each in instances):
+            arguments["environments"] = instances
+        return arguments
+
+
+def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:
+    """Return prompt and completion: texts if the prompt is a text, otherwise messages."""
+    environment = episode.environment
+    if isinstance(environment, TrlEnvironment) and environment.text is not None:
+        return environment.text, trajectory.final_text
+    messages = deepcopy(trajectory.messages[len(episode.problem) :])
+    for message in messages:  # TRL's calls have no ids
+        message.pop("tool_call_id", None)
+        for call in message.get("tool_calls", ()):
+            call.pop("id", None)
+    return deepcopy(episode.problem), messages or [dict(_NO_ANSWER)]
+
+
+def _completion_ids(trajectory: Trajectory) -> list[int]:
+    """Return all ids after the first prompt, tool results included."""
+    if not trajectory.turns:
+        return []
+    last = len(trajectory.turns) - 1
+    ids = [*trajectory.prompt_token_ids(last), *trajectory.turns[last].completion_token_ids]
+    return ids[len(trajectory.prompt_token_ids(0)) :]
+
+
+def _newest_version(trajectory: Trajectory) -> int:
+    return max((v for turn in trajectory.turns for v in turn.weight_versions), default=0)
+
+
+def _write(
+    files: RunFiles, trajectories: Sequence[Trajectory], extra: Mapping[str, Sequence[object]]
+) -> None:
+    """Append extra columns to `extra.jsonl`."""
+    lines = [
+        {
+            "problem_id": trajectory.problem_id,
+            "sample_index": trajectory.sample_index,
+            "weight_version": _newest_version(trajectory),
+            **{column: values[index] for column, values in extra.items()},
+        }
+        for index, trajectory in enumerate(trajectories)
+    ]
+    files.append("extra.jsonl", "".join(f"{json.dumps(line, default=str)}\n" for line in lines))
