@@ -1,6 +1,6 @@
 """vLLM: the names that Turnwise uses, and what it uses or replaces beyond its public interface.
 
-The names of vLLM's HTTP server are in `serving/openai/vllm_api.py`; nothing else imports vLLM, so a
+The names of vLLM's HTTP server are in `internals/vllm_server.py`; nothing else imports vLLM, so a
 release that moves its names changes these two files. Checked against vLLM 0.32. Every process of an
 engine imports this file, which applies the patches. The import takes a fifth less time without the
 garbage collector.

@@ -45,7 +45,7 @@ from turnwise.engine.protocol import (
 )
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.serving.openai import vllm_api as vllm
+from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.chat_service import ChatService, client_error, echo_of
 from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext, settle
