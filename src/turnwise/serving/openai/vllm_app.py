@@ -302,9 +302,9 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
 
     # Each looks up its request's adapter.
     for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
-        getattr(state, kind)._maybe_get_adapters = choose
+        vllm.choose_adapters(getattr(state, kind), choose)
     if state.anthropic_serving_messages is not None:
-        state.anthropic_serving_messages._maybe_get_adapters = choose
+        vllm.choose_adapters(state.anthropic_serving_messages, choose)
 
 
 def _storing(create_responses: Create, store: SessionStore) -> Create:
