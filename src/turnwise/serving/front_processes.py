@@ -28,7 +28,14 @@ from turnwise.core.aio import is_cancelled, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
-from turnwise.errors import DeadlineError, EngineError, InputError, TurnwiseError, text_of
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    StepError,
+    TurnwiseError,
+    text_of,
+)
 from turnwise.serving.front_process import (
     LOST,
     REPORT_SECONDS,
@@ -157,7 +164,7 @@ class FrontProcesses:
             log=process.name,
             placement=placement,
             max_concurrency=_MAX_CALLS,
-            failure=EngineError,
+            failure=EngineError if self._make_runner is None else StepError,
         )
 
     async def _start(self, process: Process) -> None:
