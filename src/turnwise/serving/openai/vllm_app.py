@@ -35,14 +35,7 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.adapters import POLICY, EngineAdapters
-from turnwise.engine.protocol import (
-    STREAM_INTERVAL,
-    Alternatives,
-    Chunk,
-    Generator,
-    Request,
-    Route,
-)
+from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Generator, Request, Route
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.serving.openai import vllm_api as vllm
