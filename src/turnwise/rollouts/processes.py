@@ -92,7 +92,13 @@ class RolloutProcesses(FrontProcesses):
         """
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
-            process = await self._free_process(tag)
+            with waiting(f"a rollout process for {tag}", "rollout process"):
+                while not self.failure and not self.up:
+                    self.changed.clear()
+                    await self.changed.wait()
+            if self.failure:
+                raise StepError(f"no rollout process is left: {self.failure}")
+            process = min(self.up, key=lambda each: each.busy)
             process.busy += 1
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
@@ -117,17 +123,6 @@ class RolloutProcesses(FrontProcesses):
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._files.path(name), error.strerror)
         return group
-
-    async def _free_process(self, tag: str) -> Process:
-        """Return the process with the fewest groups; wait while there is none."""
-        with waiting(f"a rollout process for {tag}", "rollout process"):
-            while True:
-                if self.failure:
-                    raise StepError(f"no rollout process is left: {self.failure}")
-                if up := self.up:
-                    return min(up, key=lambda process: process.busy)
-                self.changed.clear()
-                await self.changed.wait()
 
     async def _ask(
         self, process: Process, problem: Problem, sampling: SamplingConfig, name: str
