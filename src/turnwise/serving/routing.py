@@ -62,11 +62,9 @@ class Supervisor(Protocol):
 
         Not called again before one of these methods of `Scheduler` is called in return.
         """
-        ...
 
     def excuse_death(self) -> None:
         """Do not count the worker's last death: it was caused by a single request."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -209,7 +209,6 @@ class Transport(Protocol):
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
         """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
-        ...
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check in an engine's worker, before weights are touched, that the update can be loaded.
@@ -224,7 +223,6 @@ class Transport(Protocol):
 
         Streams may be opened with a manifest that has only a transport and a path.
         """
-        ...
 
 
 class StreamSender(WeightSender):
