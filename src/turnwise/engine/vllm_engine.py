@@ -325,6 +325,7 @@ class VllmEngine:
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
+        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
         plain = {
             name: (tuple(shape), str(dtype).removeprefix("torch."))
             for name, (shape, dtype) in state_dict_info.items()
