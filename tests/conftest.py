@@ -185,9 +185,13 @@ async def engine(
     ray_started: None, make_config: Callable[..., Config]
 ) -> AsyncIterator["WorkerHandle"]:
     """The real engine, in its own process; tests that change its weights put them back."""
+    from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
     from turnwise.serving.worker_handle import WorkerHandle
 
-    engine = await WorkerHandle.start(make_config())
+    class Handle(WorkerHandle):
+        worker_class = VllmAsyncGenerationWorker  # our worker, with NeMo-RL's methods too
+
+    engine = await Handle.start(make_config())
     yield engine
     await engine.shutdown()
 

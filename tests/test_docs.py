@@ -18,9 +18,9 @@ import turnwise
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
+from turnwise.compat.chatlearn.model_file import read_model_file
+from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
 from turnwise.config import Config, RolloutConfig, known_keys, load_config
-from turnwise.pipeline.model_file import read_model_file
-from turnwise.pipeline.pipeline_file import read_pipeline_file
 from turnwise.rollouts.environment import load_object
 from turnwise.rollouts.episode import Episode, LocalEpisode
 from turnwise.rollouts.problems import Problem

@@ -19,10 +19,10 @@ TURNWISE = Path(sys.executable).with_name("turnwise")
 START_SECONDS = 300.0
 END_SECONDS = 120.0
 ROLES = {
-    "ray::RolloutProcess": "rollout process",
+    "ray::FrontProcess": "rollout process",
     "EngineCore": "engine",
     "ray::TrainerActor": "rank",
-    "ray::VllmAsyncGenerationWorker": "worker",
+    "ray::EngineWorker": "worker",
     "ray::": "actor",
     "environment_host": "environment",
     "turnwise.core.fork_server": "fork server",

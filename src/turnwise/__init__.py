@@ -14,6 +14,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from turnwise.compat.agent_task import AgentTask
+    from turnwise.compat.bfcl import Bfcl
+    from turnwise.compat.gymnasium import Gymnasium
+    from turnwise.compat.nemo_gym import NemoGym
+    from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
+    from turnwise.compat.openenv import OpenEnv
+    from turnwise.compat.reasoning_gym import ReasoningGym
+    from turnwise.compat.skyrl_gym import SkyRLGym
+    from turnwise.compat.textarena import TextArena
     from turnwise.config import Config, load_config
     from turnwise.engine.vllm_engine import VllmEngine
     from turnwise.errors import (
@@ -38,20 +47,11 @@ if TYPE_CHECKING:
     )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollouts.environment import Environment, Rewards
-    from turnwise.rollouts.foreign.agent_task import AgentTask
-    from turnwise.rollouts.foreign.bfcl import Bfcl
-    from turnwise.rollouts.foreign.gymnasium import Gymnasium
-    from turnwise.rollouts.foreign.nemo_gym import NemoGym
-    from turnwise.rollouts.foreign.openenv import OpenEnv
-    from turnwise.rollouts.foreign.reasoning_gym import ReasoningGym
-    from turnwise.rollouts.foreign.skyrl_gym import SkyRLGym
-    from turnwise.rollouts.foreign.textarena import TextArena
     from turnwise.rollouts.sampler import RolloutSampler
     from turnwise.rollouts.simulated_user import SimulatedUser
     from turnwise.run.api import evaluate, rollout, serve, train
     from turnwise.run.commands import TrainingResult
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
-    from turnwise.serving.worker import VllmAsyncGenerationWorker
     from turnwise.tools import Tool
     from turnwise.tools.mcp import MCPServer
     from turnwise.trajectory import (
@@ -77,14 +77,14 @@ _HOMES = {
     # Your own environment and your own loop.
     "Environment": "turnwise.rollouts.environment",
     "Rewards": "turnwise.rollouts.environment",
-    "AgentTask": "turnwise.rollouts.foreign.agent_task",
-    "Bfcl": "turnwise.rollouts.foreign.bfcl",
-    "Gymnasium": "turnwise.rollouts.foreign.gymnasium",
-    "NemoGym": "turnwise.rollouts.foreign.nemo_gym",
-    "OpenEnv": "turnwise.rollouts.foreign.openenv",
-    "ReasoningGym": "turnwise.rollouts.foreign.reasoning_gym",
-    "SkyRLGym": "turnwise.rollouts.foreign.skyrl_gym",
-    "TextArena": "turnwise.rollouts.foreign.textarena",
+    "AgentTask": "turnwise.compat.agent_task",
+    "Bfcl": "turnwise.compat.bfcl",
+    "Gymnasium": "turnwise.compat.gymnasium",
+    "NemoGym": "turnwise.compat.nemo_gym",
+    "OpenEnv": "turnwise.compat.openenv",
+    "ReasoningGym": "turnwise.compat.reasoning_gym",
+    "SkyRLGym": "turnwise.compat.skyrl_gym",
+    "TextArena": "turnwise.compat.textarena",
     "SimulatedUser": "turnwise.rollouts.simulated_user",
     "Tool": "turnwise.tools",
     "MCPServer": "turnwise.tools.mcp",
@@ -99,9 +99,9 @@ _HOMES = {
     "ValueModule": "turnwise.pipeline",
     # Engines without training.
     "ChatCompletionScheduler": "turnwise.serving.chat_scheduler",
-    "LLMServerManager": "turnwise.pipeline",
+    "LLMServerManager": "turnwise.compat.verl",
     "RolloutSampler": "turnwise.rollouts.sampler",
-    "VllmAsyncGenerationWorker": "turnwise.serving.worker",
+    "VllmAsyncGenerationWorker": "turnwise.compat.nemo_rl",
     "VllmEngine": "turnwise.engine.vllm_engine",
     # Exact tokens.
     "ChatTemplate": "turnwise.trajectory",

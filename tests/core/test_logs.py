@@ -39,8 +39,8 @@ from turnwise.core import logs
 logs.follow()
 print("printed")
 os.system("echo a child")
-logging.getLogger("turnwise.serving.worker").info("ours")
-logging.getLogger("turnwise.serving.worker").debug("a trifle")
+logging.getLogger("turnwise.serving.scheduler").info("ours")
+logging.getLogger("turnwise.serving.scheduler").debug("a trifle")
 """
 
 
@@ -93,7 +93,7 @@ def test_an_actor_and_its_children_write_to_a_file_of_their_own(
     lines = (tmp_path / "run" / "logs" / "worker-3.log").read_text().splitlines()
     assert {"printed", "a child"} < set(lines)
     (own,) = (line for line in lines if line not in ("printed", "a child"))
-    assert own.endswith("turnwise.serving.worker: ours")
+    assert own.endswith("turnwise.serving.scheduler: ours")
     assert "printed" in run(ACTOR).stdout  # where it was started without a file
 
 

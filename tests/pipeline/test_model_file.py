@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.compat.chatlearn.model_file import read_model_args, read_model_file
 from turnwise.config import load_config
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
-from turnwise.pipeline.model_file import read_model_args, read_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "calculator"
 

@@ -251,7 +251,7 @@ def test_nothing_is_left_after_the_blocks(seen: Seen) -> None:
 def test_classes_are_exported_and_imported_when_asked_for() -> None:
     """Importing turnwise, or reading a pipeline's file, imports no torch."""
     text = (
-        "import sys, turnwise.pipeline.pipeline_file;"
+        "import sys, turnwise.compat.chatlearn.pipeline_file;"
         "print({'torch', 'ray', 'vllm'} & sys.modules.keys())"
     )
     said = subprocess.run(

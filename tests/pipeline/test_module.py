@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.simulated import SimulatedEngine
+from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
 from turnwise.config import Config, dump_config
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.engine import Request, generate
@@ -446,7 +447,12 @@ def test_flat_names_of_the_configuration_are_there_for_ported_code(
 
 
 async def test_an_engine_runs_what_a_flat_model_file_asks_for(
-    ray_started: None, pipeline_file: Path, model_path: str, tokenizer: Any, tmp_path: Path
+    ray_started: None,
+    pipeline_file: Path,
+    model_path: str,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """D26, D29: prompts longer than a batch, and a model's folder without a tokenizer in it."""
     words, weights = tmp_path / "words", tmp_path / "weights"
@@ -463,6 +469,7 @@ async def test_an_engine_runs_what_a_flat_model_file_asks_for(
     config = Pipeline(pipeline_file, VLLMModule("policy", model_file)).config
     assert config.engine.vllm_args == {"block_size": 32, "gpu_memory_utilization": 0.5}
     prompt = [5 + number % 300 for number in range(300)]
+    monkeypatch.setattr(WorkerHandle, "worker_class", VllmAsyncGenerationWorker)
     engine = await WorkerHandle.start(config)
     server = OpenAIServer(config, engine, port=0)
     try:

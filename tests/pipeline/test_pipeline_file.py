@@ -8,9 +8,9 @@ import yaml
 
 from tests.conftest import ROOT
 from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
+from turnwise.compat.chatlearn.pipeline_file import is_pipeline_file, read_pipeline_file
 from turnwise.config import Gae
 from turnwise.errors import InputError
-from turnwise.pipeline.pipeline_file import is_pipeline_file, read_pipeline_file
 
 FILES = {
     "rlhf": """

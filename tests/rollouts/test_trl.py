@@ -11,12 +11,12 @@ import pytest
 
 from tests.simulated import SimulatedEngine
 from tests.trl_maze import CALLS, MADE, PROMPT, Maze, Odd, Quiet, few
+from turnwise.compat.trl.environment import TrlEnvironments
 from turnwise.config import Config, RewardConfig, SamplingConfig
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner
 from turnwise.rollouts.environment import load_environment
-from turnwise.rollouts.foreign.trl import TrlEnvironments
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.trajectory import audit
 
@@ -315,7 +315,7 @@ async def test_a_metric_that_is_no_number_is_counted(play: Play) -> None:
 
 
 async def test_a_text_is_continued_without_a_template(play: Play, tokenizer: Any) -> None:
-    loop = "turnwise.rollouts.foreign.trl:TextLoop"
+    loop = "turnwise.compat.trl.environment:TextLoop"
     group, engine, _ = await play(
         " blue",
         row={"prompt": "The sky is"},

@@ -25,7 +25,7 @@ from turnwise.core.ray import start_ray, watching_ray
 from turnwise.engine import Request, generate
 from turnwise.errors import TurnwiseError
 from turnwise.run.fleet import make_manager
-from turnwise.serving.worker import VllmAsyncGenerationWorker
+from turnwise.serving.engine_worker import EngineWorker
 from turnwise.serving.worker_handle import WorkerHandle
 
 SAMPLING = SamplingConfig(max_tokens=96)
@@ -33,7 +33,7 @@ ROOM = 3 * 2**30
 """Bytes above what the machine uses now at which Ray's monitor begins to kill."""
 
 
-class LightWorker(VllmAsyncGenerationWorker):
+class LightWorker(EngineWorker):
     """A worker whose engine is simulated."""
 
     async def post_init_async(self) -> int:

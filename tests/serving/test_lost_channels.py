@@ -20,12 +20,11 @@ from turnwise.engine import Chunk, Completion, Request, generate
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.serving.engine_worker import Mailbox
+from turnwise.serving.engine_worker import EngineWorker, Mailbox
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.manager import WorkerFailure, WorkerSupervisor
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.scheduler_process import SchedulerProcess
-from turnwise.serving.scheduler_processes import Process, SchedulerProcesses
-from turnwise.serving.worker import VllmAsyncGenerationWorker
 from turnwise.serving.worker_handle import WorkerHandle
 
 SECONDS = 60
@@ -91,7 +90,7 @@ def make_config(**sections: Any) -> Config:
 class RemoteProcess:
     """Ray's handle of a process that lives here; its calls begin in any order."""
 
-    def __init__(self, process: SchedulerProcess) -> None:
+    def __init__(self, process: FrontProcess) -> None:
         self._process = process
 
     def __getattr__(self, name: str) -> Method:
@@ -109,26 +108,23 @@ class LocalActor(ActorHandle):
         LocalActor.killed += 1
 
 
-class Processes(SchedulerProcesses):
+class Processes(FrontProcesses):
     """One follower, in this process."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, follower: SchedulerProcess) -> None:
-        super().__init__(config, scheduler, ["rollout-0"])
+    def __init__(self, config: Config, scheduler: Scheduler, follower: FrontProcess) -> None:
+        super().__init__(config, scheduler, names=["rollout-0"])
         self._follower = follower
 
     def create(self, process: Process) -> ActorHandle:
         return LocalActor(RemoteProcess(self._follower), process.name, EngineError)
 
-    async def start_actor(self, process: Process, actor: ActorHandle) -> None:
-        pass
 
+class Follower(FrontProcess):
+    async def start(self, port: int, lost: Any) -> tuple[str, str]:
+        return "", ""
 
-class Follower(SchedulerProcess):
     def _attach(self, name: str, worker: Any) -> WorkerHandle:
         return WorkerHandle(LocalActor(worker, name, EngineError), self.config)
-
-    async def stop(self) -> bool:
-        return True
 
 
 class Fleet:
@@ -382,7 +378,7 @@ async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> N
 
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(TwoArgumentsError(1, 2)))
-    engine_worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
+    engine_worker = EngineWorker(make_config(), name="worker-0")
     engine_worker._engine = Failing()  # type: ignore[assignment]
     worker = Real("worker-0")
     handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())

@@ -68,7 +68,7 @@ async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncI
 
 async def shards(worker: Any) -> list[psutil.Process]:
     """The processes that compute for a worker (B22: it names the device of each)."""
-    devices = await worker.actor.report_device_id_async.remote()
+    devices = await worker._call("device_ids")
     return [psutil.Process(int(device.rpartition("-")[2])) for device in devices]
 
 

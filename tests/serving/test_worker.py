@@ -10,10 +10,10 @@ import pytest
 import ray
 import torch
 
+from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker, as_ready
 from turnwise.config import Config, EngineConfig, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError
-from turnwise.serving.worker import VllmAsyncGenerationWorker, as_ready
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate
 

@@ -14,8 +14,7 @@ from turnwise.engine import Chunk, Request, generate
 from turnwise.errors import EngineError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.serving.engine_worker import Mailbox
-from turnwise.serving.worker import VllmAsyncGenerationWorker
+from turnwise.serving.engine_worker import EngineWorker, Mailbox
 from turnwise.serving.worker_handle import WorkerHandle
 
 
@@ -99,7 +98,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
         def add(self, request_id: str, event: Any) -> None:
             self.events.append(event)
 
-    worker = VllmAsyncGenerationWorker(make_config(), name="worker-0")
+    worker = EngineWorker(make_config(), name="worker-0")
     worker._engine = Mute()
     await worker._run(Box(), Request([5], SamplingConfig(), "mute"))
     with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):

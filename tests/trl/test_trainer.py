@@ -95,7 +95,7 @@ def test_a_stream_of_rows_is_read_as_far_as_it_is_needed() -> None:
 
 def test_plain_texts_get_the_loop_for_texts() -> None:
     made = trainer(train_dataset=[{"prompt": "The sky is"}] * 8)
-    assert made.settings["rollout.loop"] == "turnwise.rollouts.foreign.trl:TextLoop"
+    assert made.settings["rollout.loop"] == "turnwise.compat.trl.environment:TextLoop"
 
 
 def test_a_model_in_memory_is_saved(model_path: str, tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ async def _train(config: Config, resume: Path | None = None) -> None:
 
 
 async def _pipeline(file: Path, changes: Sequence[str], command: _Command) -> None:
-    from turnwise.pipeline.pipeline_file import read_pipeline_file
+    from turnwise.compat.chatlearn.pipeline_file import read_pipeline_file
 
     read = await run_in_thread(lambda: read_pipeline_file(file, changes))
     config = command.of(read.config)

@@ -41,7 +41,7 @@ CLIENT = fork_client.__file__
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
-    "turnwise.serving.worker",
+    "turnwise.serving.engine_worker",
     "turnwise.training.rank",
     "turnwise.observe.trackers",
     "typer",

@@ -1,15 +1,16 @@
 """Modules and pipelines: training loops that users write as programs of synchronous calls.
 
 A module defines its prompts, requests and outputs; a pipeline runs the engines and the trainer
-behind it, and keeps the engines at the trainer's weights. `pipeline_file` describes the file with
-several models that `turnwise pipeline` runs without a program. `LLMServerManager` runs only
-engines, for chats and batches of conversations.
+behind it, and keeps the engines at the trainer's weights. `compat.chatlearn.pipeline_file`
+describes the file with several models that `turnwise pipeline` runs without a program.
+`LLMServerManager` runs only engines, for chats and batches of conversations.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from turnwise.compat.verl import LLMServerManager
     from turnwise.pipeline.companions import (
         ReferenceModule,
         RewardModule,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from turnwise.pipeline.module import VLLMModule
     from turnwise.pipeline.outputs import CompletionOutput, RequestOutput
     from turnwise.pipeline.pipeline import Pipeline
-    from turnwise.pipeline.server_manager import LLMServerManager
 
 __all__ = [
     "CompletionOutput",
@@ -33,11 +33,11 @@ __all__ = [
     "ValueModule",
 ]
 _PLACES = {
-    "CompletionOutput": "outputs",
-    "LLMServerManager": "server_manager",
-    "Pipeline": "pipeline",
-    "RequestOutput": "outputs",
-    "VLLMModule": "module",
+    "CompletionOutput": "turnwise.pipeline.outputs",
+    "LLMServerManager": "turnwise.compat.verl",
+    "Pipeline": "turnwise.pipeline.pipeline",
+    "RequestOutput": "turnwise.pipeline.outputs",
+    "VLLMModule": "turnwise.pipeline.module",
 }
 
 
@@ -45,5 +45,6 @@ def __getattr__(name: str) -> object:
     """Import a class at its first use: a pipeline's imports take seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    found: object = getattr(import_module(f"{__name__}.{_PLACES.get(name, 'companions')}"), name)
+    place = _PLACES.get(name, "turnwise.pipeline.companions")
+    found: object = getattr(import_module(place), name)
     return found

@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from turnwise.compat.chatlearn.model_file import Settings, model_settings
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs
 from turnwise.pipeline.pipeline import Module
-from turnwise.pipeline.role_file import model_settings
-from turnwise.pipeline.yaml_file import Settings
 from turnwise.rollouts import Group
 from turnwise.training.model import ModelName
 from turnwise.trajectory import Message, Trajectory

@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from turnwise.compat.chatlearn.model_file import REWARDS, Settings
+from turnwise.compat.chatlearn.pipeline_file import (
+    CONVERSATION,
+    is_pipeline_file,
+    read_pipeline_file,
+)
 from turnwise.config import Config, load_config, make_config
 from turnwise.errors import InputError
-from turnwise.pipeline.pipeline_file import is_pipeline_file, read_pipeline_file
-from turnwise.pipeline.pipeline_keys import CONVERSATION, REWARDS
-from turnwise.pipeline.yaml_file import Settings
 
 _DEFAULTS: Settings = {"environment": CONVERSATION}
 _OPTIONAL = ("data.path",)

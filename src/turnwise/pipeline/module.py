@@ -23,10 +23,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model_args, read_model_file
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
-from turnwise.pipeline.chatlearn import args_of
 from turnwise.pipeline.conversation import (
     Conversation,
     ConversationProblem,
@@ -34,11 +34,9 @@ from turnwise.pipeline.conversation import (
     TokenProblem,
 )
 from turnwise.pipeline.dataset import ProblemBuilder, Prompt, PromptFields
-from turnwise.pipeline.model_file import read_model_args, read_model_file
 from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
 from turnwise.pipeline.pipeline import Module, Pipeline
 from turnwise.pipeline.provided_model import ProvidedModel
-from turnwise.pipeline.yaml_file import Settings
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
 from turnwise.trajectory import ChatTemplate

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from turnwise.compat.chatlearn.model_file import Settings
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
@@ -21,7 +22,6 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.pipeline.merged_config import merge_config, merge_settings, resolve_config
 from turnwise.pipeline.running import Progress, RunningPipeline, open_pipeline, rewarded_groups
-from turnwise.pipeline.yaml_file import Settings
 from turnwise.rollouts import Runner
 from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.training import checkpoint

@@ -4,8 +4,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol, runtime_checkable
 
+from turnwise.compat.chatlearn.model_file import Settings
 from turnwise.errors import InputError
-from turnwise.pipeline.yaml_file import Settings
 
 
 @runtime_checkable

@@ -166,14 +166,14 @@ EnvironmentType = Callable[[Row], Any]
 
 
 ADAPTERS = {
-    "bfcl": "turnwise.rollouts.foreign.bfcl:at",
-    "gymnasium": "turnwise.rollouts.foreign.gymnasium:at",
-    "nemo_gym": "turnwise.rollouts.foreign.nemo_gym:at",
-    "openenv": "turnwise.rollouts.foreign.openenv:at",
-    "reasoning_gym": "turnwise.rollouts.foreign.reasoning_gym:at",
-    "skyrl_gym": "turnwise.rollouts.foreign.skyrl_gym:at",
-    "textarena": "turnwise.rollouts.foreign.textarena:at",
-    "trl": "turnwise.rollouts.foreign.trl:load_trl",
+    "bfcl": "turnwise.compat.bfcl:at",
+    "gymnasium": "turnwise.compat.gymnasium:at",
+    "nemo_gym": "turnwise.compat.nemo_gym:at",
+    "openenv": "turnwise.compat.openenv:at",
+    "reasoning_gym": "turnwise.compat.reasoning_gym:at",
+    "skyrl_gym": "turnwise.compat.skyrl_gym:at",
+    "textarena": "turnwise.compat.textarena:at",
+    "trl": "turnwise.compat.trl.environment:load_trl",
 }
 """Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
 address."""

@@ -1,16 +1,16 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
 A part is the environment's own reward, a function, or a reward model, whose parts of one trajectory
-are computed concurrently; or a function of all finished trajectories of a group, of our kind or
-TRL's. If a part fails or is not a finite number, the trajectory has no reward:
-it is dropped under `reward_error`, and the message names the part.
+are computed concurrently; or a function of all finished trajectories of a group (`REWARD_KINDS`).
+If a part fails or is not a finite number, the trajectory has no reward: it is dropped under
+`reward_error`, and the message names the part.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from turnwise.config import RewardConfig, RolloutConfig
 from turnwise.core.aio import task_group
@@ -20,7 +20,6 @@ from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Rewards, load_object
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
-from turnwise.rollouts.foreign.trl_reward import Batch, RewardFunction
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.reading import BEYOND_LIMIT, is_list, read_reward, shown
 from turnwise.rollouts.run_files import RunFiles
@@ -30,7 +29,50 @@ if TYPE_CHECKING:
     from turnwise.rollouts.reward_model import RemoteRewardModel
 
 _T = TypeVar("_T")
-_OF_GROUP = ("group function", "TRL function")
+UserCall = Callable[[Callable[..., object]], Awaitable[object]]
+"""Calls a function of the user, plain or async, within the deadline of rewards."""
+
+
+class GroupFunction(Protocol):
+    """Gives the finished trajectories of a group their numbers."""
+
+    async def __call__(
+        self,
+        call: UserCall,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+    ) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    """A kind of entry of `rollout.rewards`."""
+
+    label: str
+    """Its name in errors."""
+    compares: bool = False
+    """Whether it needs all finished trajectories of a group."""
+    optional: bool = False
+    """Whether None may stand for a number: the entry does not apply to the trajectory."""
+    adapter: str | None = None
+    """`package.module:Name`, which makes a `GroupFunction` of the user's function, the run's
+    optimizer steps and its files; None calls the user's with the trajectories and the row."""
+
+
+REWARD_KINDS = {
+    "function": RewardKind("function"),
+    "group_function": RewardKind("group function", compares=True),
+    "trl": RewardKind(
+        "TRL function",
+        compares=True,
+        optional=True,
+        adapter="turnwise.compat.trl.environment:TrlReward",
+    ),
+    "model": RewardKind("model"),
+    "environment": RewardKind("environment"),
+}
+"""Kinds by the key that an entry has; one without any of them is the environment's own reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +81,16 @@ class _Part:
 
     name: str
     """Configured name, or else the function, the model's path, or `environment`."""
-    kind: Literal["environment", "function", "group function", "TRL function", "model"]
+    kind: RewardKind
     weight: float
     function: Callable[..., object] | None = None
+    of_group: GroupFunction | None = None
     model: str = ""
     """Path of the reward model; "" for the other kinds."""
 
     def __str__(self) -> str:
-        return (
-            f"the reward {self.kind} {self.name}" if self.kind != self.name else "the environment"
-        )
+        label = self.kind.label
+        return f"the reward {label} {self.name}" if label != self.name else "the environment"
 
 
 class RewardManager:
@@ -56,11 +98,11 @@ class RewardManager:
 
     Args:
         parts: Entries of `rollout.rewards`; if empty, only the environment's reward.
-        functions: Functions of a program, by the path that a `trl` entry has for them; other paths
-            are imported.
+        functions: Functions of a program, by the path that an entry has for them; other paths are
+            imported.
         rollout: Its `stall_timeout` is the deadline of each call of a function.
-        max_steps: Optimizer steps of the run, which TRL's functions are given.
-        files: Files of the run, for what TRL's functions log; None writes nothing.
+        max_steps: Optimizer steps of the run, which functions of other systems are given.
+        files: Files of the run, for what such functions log; None writes nothing.
 
     Raises:
         InputError: when a function cannot be loaded, or a part is named twice.
@@ -69,18 +111,17 @@ class RewardManager:
     def __init__(
         self,
         parts: Sequence[RewardConfig],
-        functions: Mapping[str, RewardFunction] | None = None,
+        functions: Mapping[str, Callable[..., object]] | None = None,
         *,
         rollout: RolloutConfig | None = None,
         max_steps: int = 0,
         files: RunFiles | None = None,
     ) -> None:
         self._seconds = (rollout or RolloutConfig()).stall_timeout
-        self._parts = [_load(part, functions or {}) for part in parts or [RewardConfig()]]
-        self._of_group = [part for part in self._parts if part.kind in _OF_GROUP]
-        self._own = [part for part in self._parts if part not in self._of_group]
-        self._max_steps = max_steps
-        self._files = files
+        run = (max_steps, files)
+        self._parts = [_load(part, functions or {}, run) for part in parts or [RewardConfig()]]
+        self._of_group = [part for part in self._parts if part.kind.compares]
+        self._own = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
         names = [part.name for part in self._parts]
@@ -177,9 +218,8 @@ class RewardManager:
                         trajectory.player_rewards[player] += part.weight * value
 
     def lacks(self, trajectory: Trajectory) -> bool:
-        """Return whether no part applies to a judged trajectory: TRL's functions returned None."""
-        trl = any(part.kind == "TRL function" for part in self._parts)
-        return trl and not trajectory.reward_parts
+        """Return whether no part applies to a judged trajectory: all optional ones were None."""
+        return any(part.kind.optional for part in self._parts) and not trajectory.reward_parts
 
     @property
     def compares(self) -> bool:
@@ -193,16 +233,14 @@ class RewardManager:
         row: Row,
         episodes: Mapping[int, Episode],
     ) -> list[float | None]:
-        """Return a group function's numbers; None where one of TRL's does not apply."""
-        assert part.function is not None
-        trl = part.kind == "TRL function"
+        """Return a group function's numbers; None where an optional one does not apply."""
         try:
             with waiting(f"{part.name} of {trajectories[0].problem_id}", "reward"):
-                if trl:
-                    batch = Batch(trajectories, row, episodes, self._max_steps)
-                    values = await self._call(part, partial(part.function, **batch.arguments))
-                    await self._call(part, batch.keep, self._files)
+                if part.of_group is not None:
+                    call = partial(self._call, part)
+                    values = await part.of_group(call, trajectories, row, episodes)
                 else:
+                    assert part.function is not None
                     values = await self._call(part, part.function, list(trajectories), row)
                 numbers = await self._call(part, _numbers, values, part, len(trajectories))
         except (InputError, TrajectoryError):
@@ -237,7 +275,7 @@ class RewardManager:
         (part,) = named
         if part.name in trajectory.reward_parts:
             return trajectory.reward_parts[part.name]
-        if part.kind != "model":
+        if not part.model:
             raise InputError(
                 f"{part} scores a trajectory together with its row, when it is made; a reward "
                 "model can score any"
@@ -257,7 +295,7 @@ class RewardManager:
         row: Row,
         clock: StallClock | None,
     ) -> Rewards:
-        bounded = clock.held() if clock is not None and part.kind == "model" else nullcontext()
+        bounded = clock.held() if clock is not None and part.model else nullcontext()
         try:
             with waiting(f"{part.name} of {trajectory.problem_id}", "reward"), bounded:
                 value = await self._compute(part, episode, trajectory, row)
@@ -272,7 +310,7 @@ class RewardManager:
     ) -> Rewards:
         if part.function is not None:
             value = await self._call(part, part.function, trajectory, row)
-        elif part.kind == "model":
+        elif part.model:
             value = await self.models[part.model].score(trajectory.messages)
         elif trajectory.reward is not None:
             value = trajectory.reward
@@ -302,25 +340,28 @@ def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
             f"{part} must return a list of {count} numbers, one for each trajectory, not "
             f"{shown(values)}",
         )
-    optional = part.kind == "TRL function"
     return [
-        None if value is None and optional else read_reward(value, str(part)) for value in given
+        None if value is None and part.kind.optional else read_reward(value, str(part))
+        for value in given
     ]
 
 
-def _load(part: RewardConfig, functions: Mapping[str, RewardFunction]) -> _Part:
-    if part.function:
-        function = load_object(part.function, "rollout.rewards.function")
-        return _Part(part.name or part.function, "function", part.weight, function)
-    if path := part.group_function:
-        function = load_object(path, "rollout.rewards.group_function")
-        return _Part(part.name or path, "group function", part.weight, function)
-    if path := part.trl:
-        function = functions.get(path) or load_object(path, "rollout.rewards.trl")
-        return _Part(part.name or path, "TRL function", part.weight, function)
-    if part.model:
-        return _Part(part.name or part.model, "model", part.weight, model=part.model)
-    return _Part(part.name or "environment", "environment", part.weight)
+def _load(
+    part: RewardConfig,
+    functions: Mapping[str, Callable[..., object]],
+    run: tuple[int, RunFiles | None],
+) -> _Part:
+    key = next((key for key in REWARD_KINDS if getattr(part, key, None)), "environment")
+    kind, path = REWARD_KINDS[key], str(getattr(part, key, key))
+    name = part.name or path
+    if key in ("model", "environment"):
+        return _Part(name, kind, part.weight, model=part.model or "")
+    setting = f"rollout.rewards.{key}"
+    function = functions.get(path) or load_object(path, setting)
+    of_group = None
+    if kind.adapter is not None:
+        of_group = load_object(kind.adapter, setting)(function, *run)
+    return _Part(name, kind, part.weight, function, of_group)
 
 
 def _within_limit(reward: float) -> float:

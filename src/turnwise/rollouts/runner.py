@@ -8,7 +8,7 @@ user's input, ends the run from here; a lack of descriptors, threads or memory f
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
@@ -127,8 +127,8 @@ class Runner:
     """Makes groups; each environment has its own tools and agent loop.
 
     Args:
-        environment: None means the configured ones.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
+        environment: None means the configured ones. Its `reward_functions`, if it has any, are
+            those of a program, by their paths in `rollout.rewards`.
         files: None means those of the run's folder.
 
     Raises:
@@ -146,7 +146,6 @@ class Runner:
         config: Config,
         tokenizer: Tokenizer,
         environment: EnvironmentType | None = None,
-        functions: Mapping[str, Callable[..., object]] | None = None,
         files: RunFiles | None = None,
     ) -> None:
         self._config = config
@@ -162,7 +161,7 @@ class Runner:
         max_steps = config.training.steps * config.training.updates_per_step
         self.rewards = RewardManager(
             config.rollout.rewards,
-            functions,
+            getattr(environment, "reward_functions", {}),
             rollout=config.rollout,
             max_steps=max_steps,
             files=self.files,

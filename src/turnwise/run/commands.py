@@ -310,7 +310,6 @@ async def _playing(
             first_of_each(problems),
             progress=display,
             environment=inputs.environment_for(config),
-            functions=inputs.functions,
         ) as runtime:
             display.phase(phase, len(problems))
             yield _Playing(runtime.group_runner(sampling), problems, display)
@@ -356,7 +355,6 @@ async def _attempt(
         folder=folder.path,
         progress=display,
         environment=inputs.environment_for(config),
-        functions=inputs.functions,
     ) as runtime:
         loop = TrainingLoop(config, runtime, problems, heldout, folder, display, resume)
         scheduler = runtime.manager.scheduler

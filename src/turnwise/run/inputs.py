@@ -3,7 +3,7 @@
 Everything is checked before anything slow is imported.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,6 @@ from turnwise.errors import InputError
 
 if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
-    from turnwise.rollouts.foreign.trl_reward import RewardFunction
     from turnwise.rollouts.problems import Problem
 
 _T = TypeVar("_T")
@@ -34,8 +33,6 @@ class ProgramInputs:
     """Training rows; replace data.path."""
     eval_rows: Sequence[JsonObject] | None = None
     """Held-out rows; replace data.eval_path."""
-    functions: "Mapping[str, RewardFunction] | None" = None
-    """Reward functions by the paths that `rollout.rewards` has for them under `trl`."""
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names.

@@ -23,12 +23,10 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.rollouts.loops import import_chat_scheduler
-from turnwise.rollouts.processes import RolloutProcesses
+from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
-from turnwise.rollouts.rollout_process import open_front
 from turnwise.run.fleet import (
     FRONTS,
     begin_imports,
@@ -85,7 +83,6 @@ async def open_runtime(
     folder: Path | None = None,
     progress: Progress = SILENT,
     environment: EnvironmentType | None = None,
-    functions: Mapping[str, RewardFunction] | None = None,
 ) -> AsyncIterator[Runtime]:
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
@@ -95,7 +92,6 @@ async def open_runtime(
         folder: Run folder for training; None starts no trainer.
         progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
-        functions: Reward functions of a program, by their paths in `rollout.rewards`.
 
     Raises:
         InputError: when anything that the user gave cannot be used; nothing is left running.
@@ -110,7 +106,7 @@ async def open_runtime(
         _check_trainable(config)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        make = partial(Runner, config, environment=environment, functions=functions)
+        make = partial(Runner, config, environment=environment)
         runner = await import_user_code(
             *(_make_runner, make, config, first, training),
             config=config,
@@ -153,7 +149,7 @@ async def open_runtime(
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if config.rollout.processes > 1:
-            processes = RolloutProcesses(config, manager.scheduler, environment, functions)
+            processes = RolloutProcesses(config, manager.scheduler, environment)
             stack.push_async_callback(processes.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))

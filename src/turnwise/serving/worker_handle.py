@@ -23,8 +23,7 @@ from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Request, WeightUpdate
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, Event
-from turnwise.serving.worker import VllmAsyncGenerationWorker
+from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -62,7 +61,7 @@ class WorkerHandle:
     all requests on it, or that there is none; the next request, or health check, opens another.
     """
 
-    worker_class: type = VllmAsyncGenerationWorker
+    worker_class: type = EngineWorker
     """Class of the actors that `start` starts."""
 
     def __init__(self, process: ActorHandle, config: Config) -> None:

@@ -3,7 +3,7 @@
 from turnwise.trl import GRPOConfig, GRPOTrainer
 """
 
-from turnwise.trl.config import GRPOConfig
-from turnwise.trl.trainer import GRPOTrainer
+from turnwise.compat.trl.config import GRPOConfig
+from turnwise.compat.trl.trainer import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from turnwise.compat.nemo_gym import read_input, to_response
 from turnwise.config import RolloutConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.rollouts.environment import load_environment
 from turnwise.rollouts.episode import LocalEpisode, playing
-from turnwise.rollouts.foreign.nemo_gym import read_input, to_response
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.trajectory import Trajectory
 

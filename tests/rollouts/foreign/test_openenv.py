@@ -15,6 +15,7 @@ import turnwise
 from tests.conftest import ROOT, command_environment, python
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.simulated import SimulatedEngine
+from turnwise.compat import openenv_session
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code
@@ -23,7 +24,6 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import load_environment
 from turnwise.rollouts.episode import Episode, LocalEpisode, playing
-from turnwise.rollouts.foreign import openenv_session
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 

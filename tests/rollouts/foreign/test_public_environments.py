@@ -342,7 +342,7 @@ def calls_of(texts: Sequence[str], functions: Any) -> list[str]:
 async def test_the_true_calls_of_bfcl_earn_the_reward_and_others_do_not(
     category: str, run: Callable[..., Any]
 ) -> None:
-    from turnwise.rollouts.foreign.bfcl import _entries
+    from turnwise.compat.bfcl import _entries
 
     name = f"bfcl:{category}"
     rows = made(name, "eval")

@@ -19,6 +19,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+from turnwise.compat.package import check_name, seed_rows
 from turnwise.core.optional import required
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import (
@@ -28,7 +29,6 @@ from turnwise.rollouts.environment import (
     Rewards,
     load_object,
 )
-from turnwise.rollouts.foreign.package import check_name, seed_rows
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
 

@@ -18,11 +18,11 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+from turnwise.compat.package import seed_rows, turn_rewards
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
-from turnwise.rollouts.foreign.package import seed_rows, turn_rewards
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory

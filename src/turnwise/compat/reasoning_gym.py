@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+from turnwise.compat.package import HELD_OUT, check_name
 from turnwise.core.optional import required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType
-from turnwise.rollouts.foreign.package import HELD_OUT, check_name
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Trajectory
 

@@ -1,4 +1,4 @@
-"""TRL's environments and tools as an environment of ours; TRL is not imported.
+"""TRL's environments, tools and reward functions, played and called by ours; TRL is not imported.
 
 `environment: trl:package.module:Name` names an `environment_factory`: a class or a function without
 arguments, or a dictionary of them, from which a row's `environment` chooses by name. An instance
@@ -7,25 +7,44 @@ has `reset(**row)`, whose text is appended to the prompt's last message, and opt
 
 As in TRL, instances are reused: each trajectory has one of its own until its group has been
 rewarded. An instance whose trajectory failed, or a call of which has not returned, is not.
+
+`rollout.rewards: [{trl: package.module:function}]` names a function
+
+    def reward(prompts, completions, completion_ids, **kwargs) -> list[float | None]
+
+TRL calls it once for a generation batch; it is called here once for each group, as soon as its
+trajectories are finished. It also gets the row's other columns as lists, `trainer_state`,
+`log_metric`, `log_extra` and, if the environment is TRL's, `environments`.
 """
 
 import inspect
+import json
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, EnvironmentType, load_object
+from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.loops.single_turn import SingleTurnLoop
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import read_messages
+from turnwise.rollouts.reading import finite_number, read_messages
+from turnwise.rollouts.rewards import UserCall
+from turnwise.rollouts.run_files import RunFiles
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
 
+RewardFunction = Callable[..., object]
+"""A reward function with TRL's signature, sync or async."""
 _NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
+_NO_ANSWER: Message = {"role": "assistant", "content": ""}
 _NOT_TOOLS = ("reset", "get_reward")
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 def load_trl(path: str) -> EnvironmentType:
@@ -33,9 +52,6 @@ def load_trl(path: str) -> EnvironmentType:
 
     Raises:
         InputError: when it cannot be imported, or is no environment of TRL's.
-
-    Example:
-        environments = load_trl("my_module:MyEnv")
     """
     return TrlEnvironments(load_object(path, "environment"))
 
@@ -58,11 +74,19 @@ class TrlEnvironments:
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
         self.chooses = isinstance(factory, Mapping)
         """Whether a row's `environment` names its factory."""
-        named = factory if isinstance(factory, Mapping) else {None: factory}
-        self._factories: dict[object, Callable[[], Any] | None] = {
-            name: _checked(one) for name, one in named.items()
-        }
+        named: Mapping[object, Any] = factory if isinstance(factory, Mapping) else {None: factory}
+        for one in named.values():
+            if isinstance(one, type) and not callable(getattr(one, "reset", None)):
+                raise InputError(f"{one.__name__} has no reset, which TRL's environments need")
+            if one is not None and not callable(one):
+                raise InputError(
+                    "environment_factory must be a class, a function or a dictionary of them, not "
+                    f"{one!r:.80}"
+                )
+        self._factories: dict[object, Callable[[], Any] | None] = dict(named)
         self.tools = tuple(tools)
+        self.reward_functions: dict[str, RewardFunction] = {}
+        """Reward functions of a program, by their paths in `rollout.rewards`."""
         self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
 
     def __call__(self, row: Row) -> "TrlEnvironment":
@@ -76,16 +100,13 @@ class TrlEnvironments:
     @property
     def rewards(self) -> bool:
         """Whether an instance has a `get_reward`; makes the first instance of each factory."""
-        return any(
-            hasattr(type(self._first(name)), "get_reward")
-            for name, factory in self._factories.items()
-            if factory is not None
-        )
-
-    def _first(self, name: object) -> Any:
-        instance = self.take(name)
-        self.give_back(name, instance)
-        return instance
+        rewards = False
+        for name, factory in self._factories.items():
+            if factory is not None:
+                instance = self.take(name)
+                self.give_back(name, instance)
+                rewards = rewards or hasattr(type(instance), "get_reward")
+        return rewards
 
     def name_for(self, row: Row) -> object:
         """Return the name of a row's factory."""
@@ -132,13 +153,17 @@ class TrlEnvironment(Environment):
         """Take an instance, reset it with the row, and read its observation and tools."""
         given = self._environments
         self.instance = given.take(self._name)
-        methods: list[ToolFunction] = []
+        tools = list(given.tools)
         if self.instance is not None:
             hidden = {"environment"} if given.chooses else set[str]()
             row = {key: value for key, value in self._row.items() if key not in hidden}
             self._observe(self.instance.reset(**row))
-            methods = _methods(self.instance)
-        self.tools = [_Tool(tool, self._calls) for tool in (*given.tools, *methods)]
+            tools += [
+                getattr(self.instance, name)
+                for name, _ in inspect.getmembers(type(self.instance), inspect.isfunction)
+                if name not in _NOT_TOOLS and not name.startswith("_")
+            ]
+        self.tools = [_Tool(tool, self._calls) for tool in tools]
         if self.text is not None and self.tools:
             raise InputError("prompt must be a list of messages where there are tools, not a text")
 
@@ -150,12 +175,14 @@ class TrlEnvironment(Environment):
             raise InputError("prompt must be a list of messages if reset returns an observation")
         *before, last = read_messages(self.problem, "prompt")
         content = last.get("content")
-        joined: object = None
+        joined: object
         if isinstance(observation, str) and isinstance(content, str):
             joined = content + observation
         elif isinstance(observation, str | list) and isinstance(content, str | list):
-            joined = [*_parts(content), *_parts(observation)]
-        if joined is None:
+            both = (content, observation)
+            parts = ([{"type": "text", "text": p}] if isinstance(p, str) else p for p in both)
+            joined = [part for each in parts for part in each]
+        else:
             name = type(self.instance).__name__
             raise InputError(f"{name}.reset must return a text or None, not {observation!r:.80}")
         self.problem = [*before, {**last, "content": joined}]
@@ -177,15 +204,9 @@ class TrlEnvironment(Environment):
 
 
 class TextLoop(SingleTurnLoop):
-    """Continues a plain text, without a chat template, as TRL does if `prompt` is a string.
-
-    Example:
-        rollout:
-          loop: turnwise.rollouts.foreign.trl:TextLoop
-    """
+    """Continues a plain text, without a chat template, as TRL does if `prompt` is a string."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        """Sample the continuation and record it."""
         await super().run(environment, context)
         if context.trajectory.turns:
             tokens = context.trajectory.turns[-1].completion_token_ids
@@ -244,26 +265,126 @@ def _shown(result: object) -> object:
     return result
 
 
-def _parts(content: str | list[object]) -> list[object]:
-    """Return a message's content as parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The part of TRL's `trainer_state` that a rollout knows."""
+
+    global_step: int
+    """Optimizer steps in the newest weights that sampled the completions."""
+    max_steps: int
+    """Optimizer steps of the whole run."""
 
 
-def _checked(factory: object) -> Callable[[], Any] | None:
-    if isinstance(factory, type) and not callable(getattr(factory, "reset", None)):
-        raise InputError(f"{factory.__name__} has no reset, which TRL's environments need")
-    if factory is None or callable(factory):
-        return factory
-    raise InputError(
-        f"environment_factory must be a class, a function or a dictionary of them, not "
-        f"{factory!r:.80}"
-    )
+class TrlReward:
+    """A reward function with TRL's signature, for the finished trajectories of a group.
+
+    Args:
+        max_steps: Optimizer steps of the run.
+        files: Files of the run, for `log_extra`; None writes none.
+    """
+
+    def __init__(self, function: RewardFunction, max_steps: int, files: RunFiles | None) -> None:
+        self._function = function
+        self._max_steps = max_steps
+        self._files = files
+
+    async def __call__(
+        self,
+        call: UserCall,
+        trajectories: Sequence[Trajectory],
+        row: Row,
+        episodes: Mapping[int, Episode],
+    ) -> object:
+        """Return what the function returns, and keep what it logs.
+
+        A metric that is no finite number is counted as `metrics_error`.
+        """
+        metrics: dict[str, list[float]] = defaultdict(list)
+        extra: dict[str, list[object]] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            number = finite_number(value)
+            if number is None:
+                trajectories[0].events["metrics_error"] += 1
+            else:
+                metrics[name].append(number)
+
+        def log_extra(column: str, values: Sequence[object]) -> None:
+            if len(values) != len(trajectories):
+                raise InputError(
+                    f"log_extra: {column} needs {len(trajectories)} values, one for each "
+                    f"completion, not {len(values)}"
+                )
+            extra[column] = list(values)
+
+        arguments = self._arguments(trajectories, row, episodes)
+        arguments |= {"log_extra": log_extra, "log_metric": log_metric}
+        values = await call(partial(self._function, **arguments))
+        for name, numbers in metrics.items():
+            for trajectory in trajectories:
+                trajectory.metrics[name] = sum(numbers) / len(numbers)
+        if extra and self._files is not None:
+            await call(partial(_write, self._files, trajectories, extra))
+        return values
+
+    def _arguments(
+        self, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
+    ) -> dict[str, object]:
+        played = [episodes[trajectory.sample_index] for trajectory in trajectories]
+        conversations = [_conversation(*one) for one in zip(trajectories, played, strict=True)]
+        state = TrainerState(max(map(_newest_version, trajectories)), self._max_steps)
+        arguments: dict[str, object] = {
+            "prompts": [prompt for prompt, _ in conversations],
+            "completions": [completion for _, completion in conversations],
+            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
+            **{key: [v] * len(played) for key, v in row.items() if key not in _NOT_COLUMNS},
+            "trainer_state": state,
+        }
+        environments = [episode.environment for episode in played]
+        theirs = [each for each in environments if isinstance(each, TrlEnvironment)]
+        instances = [each.instance for each in theirs]
+        if len(theirs) == len(played) and any(each is not None for each in instances):
+            arguments["environments"] = instances
+        return arguments
 
 
-def _methods(instance: object) -> list[ToolFunction]:
-    """Return the tools of an instance: its public methods, in the order of their names."""
-    return [
-        getattr(instance, name)
-        for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
-        if name not in _NOT_TOOLS and not name.startswith("_")
+def _conversation(trajectory: Trajectory, episode: Episode) -> tuple[object, object]:
+    """Return prompt and completion: texts if the prompt is a text, otherwise messages."""
+    environment = episode.environment
+    if isinstance(environment, TrlEnvironment) and environment.text is not None:
+        return environment.text, trajectory.final_text
+    messages = deepcopy(trajectory.messages[len(episode.problem) :])
+    for message in messages:  # TRL's calls have no ids
+        message.pop("tool_call_id", None)
+        for call in message.get("tool_calls", ()):
+            call.pop("id", None)
+    return deepcopy(episode.problem), messages or [dict(_NO_ANSWER)]
+
+
+def _completion_ids(trajectory: Trajectory) -> list[int]:
+    """Return all ids after the first prompt, tool results included."""
+    if not trajectory.turns:
+        return []
+    last = len(trajectory.turns) - 1
+    ids = [*trajectory.prompt_token_ids(last), *trajectory.turns[last].completion_token_ids]
+    return ids[len(trajectory.prompt_token_ids(0)) :]
+
+
+def _newest_version(trajectory: Trajectory) -> int:
+    return max((v for turn in trajectory.turns for v in turn.weight_versions), default=0)
+
+
+def _write(
+    files: RunFiles, trajectories: Sequence[Trajectory], extra: Mapping[str, Sequence[object]]
+) -> None:
+    """Append extra columns to `extra.jsonl`."""
+    lines = [
+        {
+            "problem_id": trajectory.problem_id,
+            "sample_index": trajectory.sample_index,
+            "weight_version": _newest_version(trajectory),
+            **{column: values[index] for column, values in extra.items()},
+        }
+        for index, trajectory in enumerate(trajectories)
     ]
+    files.append("extra.jsonl", "".join(f"{json.dumps(line, default=str)}\n" for line in lines))

@@ -1,7 +1,6 @@
-"""Our configuration from the fields of TRL's `GRPOConfig`.
+"""Our configuration from the fields of TRL's `GRPOConfig`, and from a `peft_config`.
 
-Every field is either mapped here, or is in `WITHOUT_EFFECT`, or is refused unless it has TRL's
-default. Values that cannot be mapped raise an `InputError` that names the field.
+Values that cannot be mapped raise an `InputError` that names the field.
 """
 
 import logging
@@ -10,50 +9,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import NoReturn
 
+from turnwise.compat.trl.config import MAPPED, WITHOUT_EFFECT, GRPOConfig
+from turnwise.core.gguf import resolve_model
+from turnwise.core.optional import optional
 from turnwise.errors import InputError
-from turnwise.trl.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
-
-WITHOUT_EFFECT = frozenset({
-    "average_tokens_across_devices", "accelerator_config", "batch_eval_metrics", "bf16_full_eval",
-    "cache_implementation", "dataloader_drop_last", "dataloader_in_order",
-    "dataloader_multiprocessing_context", "dataloader_num_workers",
-    "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-    "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
-    "ddp_static_graph", "ddp_timeout", "disable_dropout", "do_eval", "do_predict", "do_train",
-    "ds3_gather_for_generation", "enable_jit_checkpoint", "eval_accumulation_steps",
-    "eval_do_concat_batches", "eval_on_start", "eval_use_gather_object",
-    "gradient_checkpointing_kwargs", "include_num_input_tokens_seen", "label_names",
-    "length_column_name", "local_rank", "log_completions", "log_level", "log_level_replica",
-    "log_multimodal", "log_on_each_node", "log_unique_prompts", "logging_first_step",
-    "logging_nan_inf_filter", "logging_steps", "logging_strategy", "num_completions_to_print",
-    "pad_to_multiple_of", "per_device_eval_batch_size", "prediction_loss_only", "project",
-    "ref_model_mixup_alpha", "ref_model_sync_steps", "remove_unused_columns", "run_name",
-    "save_on_each_node", "save_only_model", "skip_memory_metrics", "tf32",
-    "torch_empty_cache_steps", "transformers_continuous_batching_config", "use_cache", "use_cpu",
-    "use_transformers_continuous_batching", "use_transformers_paged", "vllm_enable_sleep_mode",
-})  # fmt: skip
-"""Fields about TRL's own machinery, or about what Turnwise always does: it logs each step and each
-trajectory, evaluates before the first step, disables dropout, and samples with vLLM."""
-
-MAPPED = frozenset({
-    "beta", "bf16", "chat_template_kwargs", "delta", "disable_tqdm", "epsilon", "epsilon_high",
-    "eval_steps", "eval_strategy", "full_determinism", "generation_batch_size",
-    "generation_kwargs", "gradient_accumulation_steps", "gradient_checkpointing",
-    "importance_sampling_level", "learning_rate", "loss_type", "lr_scheduler_type",
-    "max_completion_length", "max_grad_norm", "max_steps", "max_tool_calling_iterations",
-    "model_init_kwargs", "num_generations", "num_generations_eval", "num_train_epochs", "optim",
-    "output_dir", "per_device_train_batch_size", "report_to", "resume_from_checkpoint",
-    "reward_weights", "save_steps", "save_strategy", "save_total_limit", "scale_rewards", "seed",
-    "steps_per_generation", "temperature", "top_k", "top_p", "trust_remote_code", "turnwise",
-    "use_bias_correction_kl", "use_vllm", "vllm_gpu_memory_utilization",
-    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-    "vllm_max_model_length", "vllm_model_impl", "vllm_tensor_parallel_size", "warmup_steps",
-    "weight_decay",
-})  # fmt: skip
-"""Fields that `settings` or the trainer reads."""
 
 _ADAM_BETA2 = 0.95
 """Ours in any case; a field with this value is accepted too."""
@@ -74,6 +35,13 @@ _CORRECTIONS = {"token_truncate": "token_tis", "sequence_truncate": "sequence_ti
 _SAMPLING = ("ignore_eos", "max_tokens", "min_tokens", "stop", "stop_token_ids")
 _UNLIMITED = 1_000_000
 
+_LORA = {"r", "lora_alpha", "target_modules", "use_rslora"}
+_LORA_ANY = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version",
+    "revision", "task_type",
+}  # fmt: skip
+"""Fields of a `LoraConfig` about the file and the library."""
+
 
 def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, object]:
     """Return values of our configuration by their keys.
@@ -84,19 +52,25 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
 
     Raises:
         InputError: naming a field that cannot be mapped.
-
-    Example:
-        >>> settings(GRPOConfig(num_generations=4, max_steps=10), None, tools=False)["sampling.n"]
-        4
     """
     _refuse_unsupported(args)
     (n, groups), updates = _groups(args), updates_per_step(args)
     steps = _steps(args, rows)
     every = steps if rows is None else max(1, rows // groups)
+    schedule = str(args.lr_scheduler_type)
+    if schedule not in _SCHEDULES:
+        _refuse("lr_scheduler_type", schedule, f"it must be {', '.join(_SCHEDULES)}")
+    if args.optim not in _OPTIMIZERS:
+        _refuse("optim", args.optim, f"the optimizer is AdamW: {', '.join(_OPTIMIZERS)}")
+    warmup = 0 if schedule == _CONSTANT else _count(args.warmup_steps, steps * updates)
+    report_to = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    for name in report_to:
+        if name not in ("none", "tensorboard", "wandb", "mlflow", "trackio"):
+            _refuse("report_to", name, "it must be none, tensorboard, wandb, mlflow or trackio")
     values: dict[str, object] = {
         "seed": args.seed,
         "deterministic": args.full_determinism,
-        "trackers": _trackers(args.report_to),
+        "trackers": [name for name in report_to if name not in ("none", "tensorboard")],
         "model.trust_remote_code": args.trust_remote_code,
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
         **_model(args),
@@ -104,8 +78,8 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "training.steps": steps,
         "training.updates_per_step": updates,
         "training.learning_rate": args.learning_rate,
-        "training.lr_schedule": _schedule(args),
-        "training.warmup_steps": _warmup(args, steps * updates),
+        "training.lr_schedule": _SCHEDULES[schedule],
+        "training.warmup_steps": warmup,
         "training.weight_decay": args.weight_decay,
         "training.max_grad_norm": args.max_grad_norm,
         "training.activation_checkpointing": args.gradient_checkpointing,
@@ -125,46 +99,36 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
     return values | args.turnwise
 
 
-def updates_per_step(args: GRPOConfig) -> int:
-    """Return the number of optimizer steps on each batch of completions."""
-    return max(1, _per_generation(args) // args.gradient_accumulation_steps)
-
-
 def _refuse_unsupported(args: GRPOConfig) -> None:
     """Raise for fields that cannot be honoured, and log those without effect."""
-    unused, without = [], _unread(args)
+    without: set[str] = set() if args.use_vllm else set(_WITH_VLLM)
+    if str(args.lr_scheduler_type) == _CONSTANT:  # what others leave without effect in TRL, too
+        without.add("warmup_steps")
+    if args.loss_type == "cispo":
+        without |= {"epsilon", "delta"}
+    unused = []
     for item in fields(GRPOConfig):
         made = item.default_factory
         default = item.default if made is MISSING else made()
-        value = getattr(args, item.name)
-        if value == default:
+        value, name = getattr(args, item.name), item.name
+        if value == default or (name == "adam_beta2" and value == _ADAM_BETA2):
             continue
-        if item.name in MAPPED:
-            if item.name in without:
-                unused.append(item.name)
-            continue
-        if item.name == "adam_beta2" and value == _ADAM_BETA2:
-            continue
-        if item.name not in WITHOUT_EFFECT:
-            why = _WHY.get(item.name, "Turnwise has nothing of the kind")
-            _refuse(item.name, value, f"{why}; TRL's default is {default!r}")
-        unused.append(item.name)
+        if name in without or name in WITHOUT_EFFECT:
+            unused.append(name)
+        elif name not in MAPPED:
+            why = _WHY.get(name, "Turnwise has nothing of the kind")
+            _refuse(name, value, f"{why}; TRL's default is {default!r}")
     if unused:
         logger.warning("GRPOConfig: without effect in Turnwise: %s", ", ".join(unused))
 
 
-def _unread(args: GRPOConfig) -> set[str]:
-    """Return the mapped fields that the values of others leave without effect, as in TRL."""
-    unread = set() if args.use_vllm else set(_WITH_VLLM)
-    if str(args.lr_scheduler_type) == _CONSTANT:
-        unread.add("warmup_steps")
-    if args.loss_type == "cispo":
-        unread |= {"epsilon", "delta"}
-    return unread
-
-
 def _refuse(name: str, value: object, why: str) -> NoReturn:
     raise InputError(f"GRPOConfig.{name}={value!r} is not supported: {why}")
+
+
+def updates_per_step(args: GRPOConfig) -> int:
+    """Return the number of optimizer steps on each batch of completions."""
+    return max(1, _per_generation(args) // args.gradient_accumulation_steps)
 
 
 def _per_generation(args: GRPOConfig) -> int:
@@ -222,37 +186,12 @@ def _count(value: float, whole: int) -> int:
 def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int) -> int:
     """Return training steps between saves or evaluations; 0 for none."""
     strategy = str(getattr(args, f"{kind}_strategy"))
-    if strategy == "no":
-        return 0
-    if strategy == "epoch":
-        return epoch
+    if strategy in ("no", "epoch"):
+        return 0 if strategy == "no" else epoch
     if strategy != "steps":
         _refuse(f"{kind}_strategy", strategy, "it must be no, steps or epoch")
     given = args.save_steps if kind == "save" else args.eval_steps or args.logging_steps
     return max(1, math.ceil(_count(given, steps * updates) / updates))
-
-
-def _schedule(args: GRPOConfig) -> str:
-    name = str(args.lr_scheduler_type)
-    if name not in _SCHEDULES:
-        _refuse("lr_scheduler_type", name, f"it must be {', '.join(_SCHEDULES)}")
-    if args.optim not in _OPTIMIZERS:
-        _refuse("optim", args.optim, f"the optimizer is AdamW: {', '.join(_OPTIMIZERS)}")
-    return _SCHEDULES[name]
-
-
-def _warmup(args: GRPOConfig, updates: int) -> int:
-    if str(args.lr_scheduler_type) == _CONSTANT:
-        return 0
-    return _count(args.warmup_steps, updates)
-
-
-def _trackers(report_to: str | list[str] | None) -> list[str]:
-    names = [report_to] if isinstance(report_to, str) else report_to or []
-    for name in names:
-        if name not in ("none", "tensorboard", "wandb", "mlflow", "trackio"):
-            _refuse("report_to", name, "it must be none, tensorboard, wandb, mlflow or trackio")
-    return [name for name in names if name not in ("none", "tensorboard")]
 
 
 def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
@@ -305,12 +244,10 @@ def _engine(args: GRPOConfig) -> dict[str, object]:
         "training.colocated": True,
         "training.ranks": size,
     }
-    extra: dict[str, object] = {}
-    if args.vllm_gpu_memory_utilization != GRPOConfig.vllm_gpu_memory_utilization:
-        extra["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
-    if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
-        extra["model_impl"] = args.vllm_model_impl
-    return values | {f"engine.vllm_args.{key}": value for key, value in extra.items()}
+    for field in ("vllm_gpu_memory_utilization", "vllm_model_impl"):
+        if (value := getattr(args, field)) != getattr(GRPOConfig, field):
+            values[f"engine.vllm_args.{field.removeprefix('vllm_')}"] = value
+    return values
 
 
 def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
@@ -319,16 +256,6 @@ def _algorithm(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
         scale = "group" if scale else "none"
     if scale not in ("group", "none"):
         _refuse("scale_rewards", scale, "it must be group or none")
-    return {
-        "algorithm.advantage": "grpo" if scale == "group" else "dr_grpo",
-        "algorithm.kl.coef": args.beta,
-        "algorithm.kl.importance_weight": args.use_bias_correction_kl,
-        **_loss(args, tools=tools),
-        **_correction(args),
-    }
-
-
-def _loss(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
     name, level = args.loss_type, args.importance_sampling_level
     if level not in ("token", "sequence"):
         _refuse("importance_sampling_level", level, "it must be token or sequence")
@@ -339,26 +266,27 @@ def _loss(args: GRPOConfig, *, tools: bool) -> dict[str, object]:
     if name == "dr_grpo" and tools:
         why = "its constant would be that of rollout.max_turns turns; use dapo or grpo with tools"
         _refuse("loss_type", name, why)
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     return {
-        "algorithm.loss": _cispo(args, high) if name == "cispo" else _clipped(args, high),
+        "algorithm.advantage": "grpo" if scale == "group" else "dr_grpo",
+        "algorithm.kl.coef": args.beta,
+        "algorithm.kl.importance_weight": args.use_bias_correction_kl,
+        "algorithm.loss": _loss(args, name, level),
         "algorithm.reduction": _REDUCTIONS.get(name, "token_mean"),
+        **_correction(args),
     }
 
 
-def _cispo(args: GRPOConfig, high: float) -> dict[str, object]:
-    if args.importance_sampling_level == "sequence":
-        _refuse("importance_sampling_level", "sequence", "cispo clips the weight of each token")
-    if high <= 1:
-        _refuse("epsilon_high", high, "cispo clips the weight itself there; set it above 1")
-    return {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}
-
-
-def _clipped(args: GRPOConfig, high: float) -> dict[str, object]:
-    """Return PPO's loss or GSPO's."""
+def _loss(args: GRPOConfig, name: str, level: str) -> dict[str, object]:
+    """Return CISPO's loss, PPO's or GSPO's."""
+    high, delta = args.epsilon if args.epsilon_high is None else args.epsilon_high, args.delta
+    if name == "cispo":
+        if level == "sequence":
+            _refuse("importance_sampling_level", level, "cispo clips the weight of each token")
+        if high <= 1:
+            _refuse("epsilon_high", high, "cispo clips the weight itself there; set it above 1")
+        return {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}
     bounds: dict[str, object] = {"clip_low": args.epsilon, "clip_high": high}
-    delta = args.delta
-    if args.importance_sampling_level == "sequence":
+    if level == "sequence":
         if delta is not None:
             _refuse("delta", delta, "importance_sampling_level sequence has no second bound")
         return {"name": "gspo", **bounds}
@@ -381,14 +309,61 @@ def _correction(args: GRPOConfig) -> dict[str, object]:
     high = args.vllm_importance_sampling_clip_max
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return {}
-    default = GRPOConfig.vllm_importance_sampling_mode
-    if mode not in _CORRECTIONS and (
-        mode != default or (low, high) != (None, GRPOConfig.vllm_importance_sampling_clip_max)
-    ):
-        names = ", ".join(_CORRECTIONS)
-        _refuse("vllm_importance_sampling_mode", mode, f"bounds apply to {names}")
-    if mode == default:
-        return {}
-    if low is not None or high is None:
-        _refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
-    return {"algorithm.correction.name": _CORRECTIONS[mode], "algorithm.correction.high": high}
+    if mode in _CORRECTIONS:
+        if low is not None or high is None:
+            _refuse("vllm_importance_sampling_clip_min", low, "only clip_max bounds the weight")
+        return {"algorithm.correction.name": _CORRECTIONS[mode], "algorithm.correction.high": high}
+    bounds = (None, GRPOConfig.vllm_importance_sampling_clip_max)
+    if mode != GRPOConfig.vllm_importance_sampling_mode or (low, high) != bounds:
+        why = f"bounds apply to {', '.join(_CORRECTIONS)}"
+        _refuse("vllm_importance_sampling_mode", mode, why)
+    return {}
+
+
+def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
+    """Return values of `model.lora` for a `LoraConfig` of PEFT.
+
+    Args:
+        model: The model's folder or name: without `target_modules`, PEFT chooses by its kind.
+
+    Raises:
+        InputError: naming a field that Turnwise cannot honour.
+    """
+    peft = optional("peft", "lora", "peft_config")
+    if not isinstance(peft_config, peft.LoraConfig):
+        _refuse_lora("", peft_config, "it must be a peft.LoraConfig")
+    given, defaults = peft_config.to_dict(), peft.LoraConfig().to_dict()
+    for name, value in given.items():
+        if name in _LORA | _LORA_ANY or value == defaults.get(name):
+            continue
+        if name != "lora_dropout":  # with it, the trainer would not compute what the engine does
+            _refuse_lora(f".{name}", value, f"PEFT's default is {defaults.get(name)!r}")
+        logger.warning("peft_config.%s: without effect in Turnwise", name)
+    targets = given["target_modules"]
+    if targets is None:
+        from transformers import AutoConfig
+
+        kind = AutoConfig.from_pretrained(
+            resolve_model(model), trust_remote_code=trust_remote_code
+        ).model_type
+        table = optional("peft.utils.constants", "lora", "peft_config")
+        targets = table.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+        if targets is None:
+            why = f"PEFT knows no default for {kind}; name the layers"
+            _refuse_lora(".target_modules", None, why)
+    if not isinstance(targets, str):
+        targets = sorted(targets)
+    elif targets.lower() == "all-linear":
+        targets = "all-linear"
+    else:
+        _refuse_lora(".target_modules", targets, "it must be all-linear or a list of names")
+    return {
+        "model.lora.rank": given["r"],
+        "model.lora.alpha": float(given["lora_alpha"]),
+        "model.lora.target_modules": targets,
+        "model.lora.rslora": given["use_rslora"],
+    }
+
+
+def _refuse_lora(field: str, value: object, why: str) -> NoReturn:
+    raise InputError(f"GRPOTrainer: peft_config{field}={str(value)[:80]!r} is not supported: {why}")

@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import ClassVar
 from uuid import uuid4
 
+from turnwise.compat.package import check_name
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import required
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, EnvironmentType
-from turnwise.rollouts.foreign.package import check_name
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory

@@ -14,10 +14,10 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, get_args
 
+from turnwise.compat.package import check_name, turn_rewards
 from turnwise.core.optional import required
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
-from turnwise.rollouts.foreign.package import check_name, turn_rewards
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.reading import finite_number, is_list
 from turnwise.trajectory import Message, Trajectory

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
+from turnwise.compat.openenv_session import OpenEnvError, OpenEnvSession, StepResult
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
-from turnwise.rollouts.foreign.openenv_session import OpenEnvError, OpenEnvSession, StepResult
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory

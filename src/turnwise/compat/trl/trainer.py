@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -11,23 +11,20 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
+from turnwise.compat.trl.config import GRPOConfig
+from turnwise.compat.trl.environment import RewardFunction, TextLoop, TrlEnvironments
+from turnwise.compat.trl.mapping import lora_settings, settings, updates_per_step
 from turnwise.config import Config, make_config
 from turnwise.core.gguf import resolve_model
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollouts.data import given_rows
-from turnwise.rollouts.foreign.trl import TrlEnvironments
-from turnwise.rollouts.foreign.trl_reward import RewardFunction
 from turnwise.run import commands
 from turnwise.run.api import run_command
 from turnwise.run.commands import TrainingResult
 from turnwise.run.inputs import ProgramInputs
 from turnwise.tools import ToolFunction
-from turnwise.trl.adapters import lora_settings
-from turnwise.trl.config import GRPOConfig
-from turnwise.trl.mapping import settings, updates_per_step
 
-_TEXT_LOOP = "turnwise.rollouts.foreign.trl:TextLoop"
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
 RewardSource = str | Path | RewardFunction
@@ -114,22 +111,25 @@ class GRPOTrainer:
         self.args = _with_folder(args, model)
         self._environments = TrlEnvironments(environment_factory, tools or ())
         rows = self._rows(train_dataset, environment_factory)
-        self._rows_given, self._eval_rows = rows, _listed(eval_dataset, "eval_dataset")
-        self._functions: dict[str, RewardFunction] = {}
+        self._eval_rows = _listed(eval_dataset, "eval_dataset")
         with_tools = bool(tools) or environment_factory is not None
         known = None if train_dataset is None else len(rows)
         values = settings(self.args, known, tools=with_tools)
         folder = Path(str(self.args.output_dir)).resolve()
+        environment = f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
+        if environment_factory is not None and not isinstance(environment_factory, Mapping):
+            module = getattr(environment_factory, "__module__", "__main__")
+            environment = f"trl:{module}:{_name(environment_factory)}"
         values |= {
             "output_dir": str(folder.parent),
             "name": folder.name,
-            "environment": _environment_path(environment_factory),
+            "environment": environment,
             "rollout.rewards": self._rewards(reward_funcs),
         }
         if isinstance(rows[0].get("prompt"), str):
             if with_tools:
                 raise InputError("prompt must be a list of messages where there are tools")
-            values["rollout.loop"] = _TEXT_LOOP
+            values["rollout.loop"] = f"{TextLoop.__module__}:{TextLoop.__name__}"
         values |= _saved(model, processing_class, folder)
         if peft_config is not None:
             trust = self.args.trust_remote_code
@@ -138,40 +138,34 @@ class GRPOTrainer:
         values.setdefault("model.max_length", _context(values, self.args))
         self.settings = values | self.args.turnwise
         """Keys of Turnwise's configuration, with their values."""
+        self._updates = updates_per_step(self.args)
+        self._console = Console(quiet=bool(self.args.disable_tqdm))
+        self._inputs = ProgramInputs(self._environments, rows, self._eval_rows)
         self.state = TrainState(max_steps=self._config.training.steps * self._updates)
         self._result: TrainingResult | None = None
 
     @property
-    def _updates(self) -> int:
-        return updates_per_step(self.args)
-
-    @property
     def _config(self) -> Config:
         return make_config({}, settings=self.settings, optional=["data.path"])
-
-    @property
-    def _inputs(self) -> ProgramInputs:
-        return ProgramInputs(self._environments, self._rows_given, self._eval_rows, self._functions)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train, and write all results to the run folder `args.output_dir`.
 
         Args:
             resume_from_checkpoint: True, or the run folder, continues from its last checkpoint.
-
-        Raises:
-            InputError: when anything that was given cannot be used.
-            TurnwiseError: naming what failed.
         """
-        config, console = self._config, Console(quiet=bool(self.args.disable_tqdm))
+        config = self._config
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         if resume:
-            run = commands.run_folder(config) if resume is True else _run_of(str(resume))
+            run = commands.run_folder(config)
+            if resume is not True:
+                run = Path(str(resume)).resolve()
+                run = run.parent.parent if run.parent.name == "checkpoints" else run
             home = {"output_dir": str(run.parent), "name": run.name}
             config = config.model_copy(update=home)
-            work = partial(commands.resume, run, config, console, self._inputs)
+            work = partial(commands.resume, run, config, self._console, self._inputs)
         else:
-            work = partial(commands.train, config, console, None, self._inputs)
+            work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")
         trained = [record for record in result.metrics if record["step"]]
         self.state.log_history = [_logged(record, self._updates) for record in trained]
@@ -181,29 +175,19 @@ class GRPOTrainer:
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the trained model, or before training the given one, on `eval_dataset`.
-
-        Raises:
-            InputError: without `eval_dataset`.
-        """
+        """Evaluate the trained model, or before training the given one, on `eval_dataset`."""
         if self._eval_rows is None:
             raise InputError("GRPOTrainer.evaluate needs eval_dataset")
         settings = dict(self.settings)
         if self._result is not None and self._result.checkpoint is not None:
             settings["model.path"] = str(self._result.checkpoint)
         config = make_config({}, settings=settings, optional=["data.path"])
-        console = Console(quiet=bool(self.args.disable_tqdm))
-        work = partial(commands.evaluate, config, console, self._inputs)
+        work = partial(commands.evaluate, config, self._console, self._inputs)
         evaluation = run_command(work, "the evaluation")
         return {f"eval_{name}": value for name, value in evaluation.summary.items()}
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model or adapter, with its tokenizer, to a folder; None means
-        `args.output_dir`.
-
-        Raises:
-            InputError: before `train`.
-        """
+        """Copy the trained model or adapter, with its tokenizer; None means `args.output_dir`."""
         checkpoint = None if self._result is None else self._result.checkpoint
         if checkpoint is None:
             raise InputError("GRPOTrainer.save_model needs a finished train()")
@@ -220,9 +204,8 @@ class GRPOTrainer:
         if train_dataset is None:
             if factory is None or isinstance(factory, Mapping):
                 raise InputError("train_dataset is required unless one environment has the data")
-            return [{"prompt": [{"role": "user", "content": ""}]}] * max(
-                1, self.args.num_generations or 1
-            )
+            row = {"prompt": [{"role": "user", "content": ""}]}
+            return [row] * max(1, self.args.num_generations or 1)
         train_dataset = given_rows(cast("Iterable[JsonObject]", train_dataset))
         if not isinstance(train_dataset, Sized):
             if self.args.max_steps <= 0:
@@ -240,9 +223,9 @@ class GRPOTrainer:
         self, given: RewardSource | Sequence[RewardSource] | None
     ) -> list[dict[str, object]]:
         """Return the parts of the reward, and keep the functions by their paths."""
-        sources = (
-            list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-        )
+        sources: list[object] = [] if given is None else [given]
+        if isinstance(given, list | tuple):
+            sources = list(given)
         weights = self.args.reward_weights or [1.0] * len(sources)
         if len(weights) != len(sources):
             raise InputError(
@@ -256,9 +239,12 @@ class GRPOTrainer:
                 continue
             if not callable(source) or hasattr(source, "state_dict"):
                 _refuse("reward_funcs", f"{source!r:.80} is no function or path of a model")
-            name = _unused(_name(source), [str(part.get("name")) for part in parts])
+            name = _name(source)
+            taken = [str(part.get("name")).partition("#")[0] for part in parts]
+            if name in taken:
+                name = f"{name}#{taken.count(name) + 1}"
             path = f"{getattr(source, '__module__', '__main__')}:{name}"
-            self._functions[path] = source
+            self._environments.reward_functions[path] = source
             parts.append({"trl": path, "name": name, "weight": weight})
         if self._environments.rewards:
             parts.append({"name": "environment", "weight": 1.0})
@@ -297,23 +283,10 @@ def _listed(rows: Iterable[Mapping[str, Any]] | None, name: str) -> Sequence[Jso
     return listed
 
 
-def _environment_path(factory: object) -> str:
-    """Return the configuration's name of the environments."""
-    if factory is None or isinstance(factory, Mapping):
-        return f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
-    return f"trl:{getattr(factory, '__module__', '__main__')}:{_name(factory)}"
-
-
 def _name(function: object) -> str:
     if isinstance(function, partial):
         return _name(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _unused(name: str, names: Sequence[str]) -> str:
-    """Return a name that is not in use yet."""
-    number = sum(other.partition("#")[0] == name for other in names)
-    return f"{name}#{number + 1}" if number else name
 
 
 def _saved(model: object, tokenizer: object, folder: Path) -> dict[str, object]:
@@ -322,20 +295,16 @@ def _saved(model: object, tokenizer: object, folder: Path) -> dict[str, object]:
     if tokenizer is not None:
         if not hasattr(tokenizer, "save_pretrained") or hasattr(tokenizer, "image_processor"):
             _refuse("processing_class", "it must be a tokenizer")
-        values["model.tokenizer"] = _save(tokenizer, folder / "tokenizer")
+        values["model.tokenizer"] = str(folder / "tokenizer")
+        tokenizer.save_pretrained(values["model.tokenizer"])
     if isinstance(model, str | Path):
         return values | {"model.path": str(model)}
     if not hasattr(model, "save_pretrained") or hasattr(model, "peft_config"):
         _refuse("model", "it must be a path, a name or a Transformers model without adapters")
     if tokenizer is None:
         values["model.tokenizer"] = str(getattr(model, "name_or_path", ""))
-    return values | {"model.path": _save(model, folder / "initial_model")}
-
-
-def _save(thing: object, folder: Path) -> str:
-    save = cast(Callable[[str], object], thing.save_pretrained)  # type: ignore[attr-defined]
-    save(str(folder))
-    return str(folder)
+    model.save_pretrained(str(folder / "initial_model"))
+    return values | {"model.path": str(folder / "initial_model")}
 
 
 def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
@@ -353,12 +322,6 @@ def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
         return wanted
     known = getattr(model.get_text_config(), "max_position_embeddings", None)
     return min(wanted, known or wanted)
-
-
-def _run_of(path: str) -> Path:
-    """Return the run folder of a path to it, or to one of its checkpoints."""
-    folder = Path(path).resolve()
-    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def _logged(record: JsonObject, updates: int) -> JsonObject:

@@ -1,0 +1,1 @@
+"""ChatLearn: its files of models and pipelines, with its names of keys."""

@@ -1,0 +1,525 @@
+"""The YAML files of a pipeline's models: their keys, ChatLearn's flat keys, and their includes.
+
+    includes: [shared.yaml]      # relative to this file; a later one wins, own keys win over all
+    model: {path: ..., dtype: bfloat16}
+    tokenizer: {tool_parser: hermes}
+    sampling: {n: 8, temperature: 1.0}
+    eval_sampling: {n: 1, temperature: 0}
+    scheduler: {max_num_seqs: 128}
+    cache: {prefix_caching: true}
+    engine: {threads: 1}         # all other keys of engine
+
+Sections are merged key by key, and so are values that are mappings. Only names are checked here;
+values are checked with the whole configuration. ChatLearn's flat keys may be used beside sections
+or instead of them:
+
+    n: 1                       # sampling.n, times num_inference_per_prompt in training
+    eval_temperature: 0.6      # eval.sampling.temperature; so for every key of sampling
+    stop_token_list: <EOS>;</s>
+    new_token_limit: true      # sampling.max_tokens is max_new_tokens, not the whole context
+    tokenizer: some/tokenizer  # model.tokenizer
+
+A value of null, or the text None, means that the key is not set, and any text may be an
+environment variable, `${VARIABLE:default}`. The files of the models beside the policy (reference,
+reward, value, and the two trainers) have sections `model`, `training` and `algorithm`, or the flat
+keys in `_FLAT`.
+"""
+
+import ast
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+from turnwise.config import (
+    ALIASES,
+    PARTS,
+    REPLACED_KEYS,
+    Config,
+    ModelConfig,
+    SamplingConfig,
+    asks_for_nothing,
+    known_keys,
+)
+from turnwise.config.base import Tree
+from turnwise.errors import InputError
+
+Settings = Tree
+"""Values by dotted keys of the configuration."""
+Args = Tree
+"""Values by ChatLearn's flat keys."""
+REWARDS = "rollout.rewards"
+_VARIABLE = re.compile(r"\$\{(\w+)(?::(.*))?\}")
+_BOTH = ("sampling", "eval.sampling")
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    **{name: (f"sampling.{name}",) for name in ("temperature", "top_k", "top_p")},
+    **{f"eval_{name}": (f"eval.sampling.{name}",) for name in SamplingConfig.model_fields},
+    **{name: tuple(f"{s}.{name}" for s in _BOTH) for name in ("ignore_eos", "prompt_logprobs")},
+    "block_size": ("engine.vllm_args.block_size",),
+    "dtype": ("model.dtype",),
+    "enable_thinking": ("model.template_args.enable_thinking",),
+    "generation_batch_size": ("engine.max_num_seqs",),
+    "gpu_memory_utilization": ("engine.vllm_args.gpu_memory_utilization",),
+    "load": ("model.path",),
+    "max_num_batched_tokens": ("engine.max_num_batched_tokens",),
+    "max_num_seqs": ("engine.max_num_seqs",),
+    "pipeline_model_parallel_size": ("engine.pipeline_parallel_size",),
+    "seed": ("seed",),
+    "seq_length": ("model.max_length",),
+    "tensor_model_parallel_size": ("engine.tensor_parallel_size",),
+    "tokenizer": ("model.tokenizer",),
+    "trust_remote_code": ("model.trust_remote_code",),
+}
+"""Flat keys that stand for one key of the configuration, or for several."""
+_COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
+_READ = (*_COUNTS, "stop_token_list", "prompt_key", "vllm_input_ids_key", "vllm_prompt_key")
+"""Further flat keys, which `_meant` and modules read."""
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+FixedKeys = dict[str, tuple[Callable[[object], bool], str]]
+"""Keys that accept only some values: a test of the value, and advice for the others."""
+_FIXED: FixedKeys = {
+    "apply_replica_id_to_seed": (bool, "every engine has its own seed, derived from seed"),
+    "bf16": (_is_bool, "set it to true for model.dtype bfloat16, or to false"),
+    "enable_stage_resume": (lambda value: not value, "set training.checkpoint_every"),
+    "enforce_eager": (_is_bool, "set it to true or false"),
+    "fp16": (lambda value: not value, "model.dtype is bfloat16 or float32"),
+    "include_prompt": (
+        bool,
+        "all_tokens begin with the prompt; cut them at prompt_token_length in decode_internal",
+    ),
+    "init_shuffle_prompts": (
+        lambda value: value == 0,
+        "pass the prompts to build_dataset in the desired order",
+    ),
+    "new_token_limit": (_is_bool, "set it to true or false"),
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_REFUSED = {
+    "describe a model and its checkpoint to Megatron; here the folder of load (model.path), in "
+    "Hugging Face's format, contains all of this: leave them out": _words(
+        """
+        adaptive_parallel_strategy_on_checkpoint add_bias_linear add_position_embedding
+        apply_query_key_layer_scaling attention_dropout attention_softmax_in_fp32 build_path
+        distributed_timeout_minutes exit_on_missing_checkpoint ffn_hidden_size finetune
+        gradient_accumulation_fusion group_query_attention hidden_dropout hidden_size hysteresis
+        inference_batch_times_seqlen_threshold load_iteration log_num_zeros_in_grad
+        make_vocab_size_divisible_by masked_softmax_fusion max_position_embeddings
+        max_tokens_to_oom no_load_args no_load_optim no_load_rng no_load_scheduler normalization
+        num_attention_heads num_layers num_query_groups numerical_stable
+        retro_encoder_attention_dropout retro_encoder_hidden_dropout swiglu tokenizer_model
+        tokenizer_type transformer_impl untie_embeddings_and_output_weights use_attn_acc
+        use_checkpoint_args use_distributed_optimizer use_flash_attn use_legacy_models
+        use_rotary_position_embeddings
+        """
+    ),
+    "belong to the trainer, not to a model's file; see algorithm and training in the pipeline's "
+    "configuration": _words(
+        """
+        clipped_value_only cliprange cliprange_reward cliprange_value do_math_eval dpo_weight
+        fix_kl_coef gamma horizon init_kl_coef lam lm_coef log_entropy log_interval loss_on_prompts
+        math_coef ngram_coef raw_reward_coeff save_interval scale_reward target
+        train_to_compare_num_responses trainer_engine use_ipo
+        """
+    ),
+}
+"""Flat keys that are accepted only without a value, by what is said about the others."""
+_KNOWN = frozenset({*_KEYS, *_READ, *_FIXED}.union(*_REFUSED.values()))
+
+_RENAMED = {
+    "tokenizer": {
+        "path": "model.tokenizer",
+        "tool_parser": "rollout.tool_parser",
+        "reasoning_parser": "serving.reasoning_parser",
+        "template_args": "model.template_args",
+        "trust_remote_code": "model.trust_remote_code",
+    },
+    "scheduler": {
+        "max_num_seqs": "engine.max_num_seqs",
+        "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    },
+    "cache": {
+        "kv_cache_gib": "engine.kv_cache_gib",
+        "prefix_caching": "engine.prefix_caching",
+        "block_size": "engine.vllm_args.block_size",
+        "gpu_memory_utilization": "engine.vllm_args.gpu_memory_utilization",
+    },
+}
+
+
+def _section(prefix: str) -> dict[str, str]:
+    """Return every key of a section of the configuration that has no name elsewhere."""
+    taken = {key for keys in _RENAMED.values() for key in keys.values()}
+    own = (key for key in known_keys() if key.startswith(prefix) and key not in taken)
+    return {key.removeprefix(prefix): key for key in own}
+
+
+_SECTIONS = {
+    "model": _section("model."),
+    "tokenizer": _RENAMED["tokenizer"],
+    "sampling": _section("sampling."),
+    "eval_sampling": _section("eval.sampling."),
+    "scheduler": _RENAMED["scheduler"],
+    "cache": _RENAMED["cache"],
+    "engine": _section("engine."),
+}
+"""Keys of the configuration by their names in each section."""
+
+_COMPANION = {"load": "model.path", "bf16": "model.dtype", "dtype": "model.dtype"}
+_VALUE_TRAINER = {
+    **_COMPANION,
+    "cliprange_value": "algorithm.advantage.clip",
+    "gamma": "algorithm.advantage.gamma",
+    "lam": "algorithm.advantage.lam",
+    "lr": "training.learning_rate",
+}
+_FLAT = {
+    "ppo_policy": {
+        **_COMPANION,
+        "clip_grad": "training.max_grad_norm",
+        "cliprange": "algorithm.loss.clip_low",
+        "dpo_weight": "algorithm.loss.beta",
+        "gamma": "algorithm.advantage.gamma",
+        "init_kl_coef": "algorithm.kl.coef",
+        "lam": "algorithm.advantage.lam",
+        "lr": "training.learning_rate",
+        "lr_decay_style": "training.lr_schedule",
+        "lr_warmup_iters": "training.warmup_steps",
+        "recompute_activations": "training.activation_checkpointing",
+        "seed": "seed",
+        "seq_length": "model.max_length",
+        "weight_decay": "training.weight_decay",
+    },
+    "ppo_value": _VALUE_TRAINER,
+    "reference": _COMPANION,
+    "reward": _COMPANION,
+    "value": _COMPANION,
+}
+"""ChatLearn's flat keys in the file of each role, and the keys that they stand for."""
+_TRAINER_SECTIONS = ("model.", "training.", "algorithm.", "seed")
+"""Beginnings of the keys that ppo_policy takes from its file; other roles take those in `_FLAT`."""
+
+ROLES = tuple(_FLAT)
+"""Roles of the models beside the policy."""
+
+
+def _expanded(value: object) -> object:
+    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables.
+
+    A variable's text is read as a Python or YAML value. One that is not set and has no default is
+    null.
+    """
+    if isinstance(value, dict):
+        return {key: _expanded(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_expanded(below) for below in value]
+    if not isinstance(value, str) or not (found := _VARIABLE.fullmatch(value.strip())):
+        return value
+    text: str | None = os.environ.get(found[1], found[2])
+    if text is None:
+        return None
+    readers: tuple[Callable[[str], object], ...] = (ast.literal_eval, yaml.safe_load)
+    for read in readers:
+        with suppress(ValueError, SyntaxError, yaml.YAMLError):
+            return read(text)
+    return text
+
+
+def with_included(
+    path: Path, kind: str, including: tuple[Path, ...] = ()
+) -> Iterator[tuple[Path, Tree]]:
+    """Yield the trees of a file and of everything it includes; included files come first.
+
+    A later tree therefore has the last word.
+
+    Args:
+        kind: Name of such a file in errors: "model file".
+        including: The files that lead to this one.
+
+    Raises:
+        InputError: naming the file that cannot be read, holds no keys, or includes itself.
+    """
+    where = path.resolve()
+    if where in including:
+        chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
+        raise InputError(f"the {kind} {path} includes itself: {chain}")
+    by = f", which {including[-1]} includes" if including else ""
+    try:
+        tree = _expanded(yaml.safe_load(path.read_text()) or {})
+    except FileNotFoundError:
+        raise InputError(f"there is no {kind} {path}{by}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"the {kind} {path}{by} cannot be read: {reason}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"the {kind} {path}{by} must hold keys and values")
+    includes = tree.pop("includes", None) or []
+    includes = [includes] if isinstance(includes, str) else includes
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise InputError(f"{path}: includes must be a list of files, not {includes!r}")
+    for name in includes:
+        yield from with_included(path.parent / Path(name).expanduser(), kind, (*including, where))
+    yield path, tree
+
+
+def load_merged(path: Path) -> Tree:
+    """Return a file's tree over those that it includes."""
+    tree: Tree = {}
+    for _, own in with_included(path, "file"):
+        tree = merged(tree, own)
+    return tree
+
+
+def merged(base: Tree, over: Tree) -> Tree:
+    """Merge two trees, section by section; `over` has the last word."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values below a key, with their dotted keys."""
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}", below)
+    else:
+        yield key, value
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a question about the known name that was probably meant, or ""."""
+    meant = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"; did you mean {meant[0]}?" if meant else ""
+
+
+def read_model_file(path: str | Path) -> Settings:
+    """Return the settings of the policy's file and of everything it includes.
+
+    Raises:
+        InputError: naming the file that cannot be read or is included by itself, or every key
+            that is unknown (with the nearest known one), that vLLM no longer has, or that is not
+            supported.
+    """
+    return _resolved(path)[0]
+
+
+def read_model_args(path: str | Path) -> Args:
+    """Return the values of a file's flat keys, as written in the file.
+
+    Raises:
+        InputError: as `read_model_file` does.
+    """
+    return _resolved(path)[1]
+
+
+def _resolved(path: str | Path) -> tuple[Settings, Args]:
+    """Return the settings of a file, and its flat keys, whose values they include."""
+    mistakes: list[str] = []
+    settings: Settings = {}
+    flat: Args = {}
+    for place, tree in with_included(Path(path).expanduser(), "model file"):
+        own = {
+            str(key): None if value == "None" else value
+            for key, value in tree.items()
+            if key not in _SECTIONS or (key in _KNOWN and isinstance(value, str))
+        }
+        for key in sorted(own.keys() - _KNOWN):
+            if key not in REPLACED_KEYS or not asks_for_nothing(key, own.pop(key)):
+                mistakes.append(f"{place}: {_unknown('', key)}")
+        flat |= own
+        for section, values in tree.items():
+            if section not in _SECTIONS or section in own:
+                continue
+            if values is not None and not isinstance(values, dict):
+                mistakes.append(f"{place}: {section} must hold keys and values, not {values!r}")
+                continue
+            for name, value in (values or {}).items():
+                if name in _SECTIONS[section]:
+                    settings |= _leaves(_SECTIONS[section][name], value)
+                elif name not in REPLACED_KEYS or not asks_for_nothing(name, value):
+                    mistakes.append(f"{place}: {_unknown(section, str(name))}")
+    flat = {key: value for key, value in flat.items() if value is not None}
+    if not mistakes:
+        mistakes = [f"{path}: {mistake}" for mistake in _mistakes(flat)]
+    if mistakes:
+        raise InputError("; ".join(mistakes))
+    meant = _meant(flat)
+    for key in sorted(meant.keys() & settings.keys()):
+        if meant[key] != settings[key]:
+            raise InputError(
+                f"{path}: {key} is {settings[key]!r} in a section and {meant[key]!r} by a flat key "
+                "of ChatLearn's; keep one"
+            )
+    return settings | meant, flat
+
+
+def _unknown(section: str, name: str) -> str:
+    """Return a sentence about an unknown key, with the one that was probably meant."""
+    full = f"{section}.{name}" if section else name
+    if name in REPLACED_KEYS:
+        return f"{full} is not supported: {REPLACED_KEYS[name]}"
+    known = {f"{s}.{k}": k for s, keys in _SECTIONS.items() for k in keys}
+    own = [key for key in known if section and key.startswith(f"{section}.")]
+    alias = ALIASES.get(name.lower().replace("-", "_"), "")
+    named = {key: f"{s}.{k}" for s, keys in _SECTIONS.items() for k, key in keys.items()}
+    if not section and alias and alias not in named:
+        return f"{full} is no key of a model's file: it is {alias} in the configuration"
+    meant = (
+        [named[key] for key in (full, alias) if key in named]
+        or difflib.get_close_matches(full, own, 1, 0.75)
+        or [key for key, leaf in known.items() if leaf == name]
+        or difflib.get_close_matches(full, [*_SECTIONS, *known, *_KNOWN], 1, 0.0)
+    )
+    return f"there is no key {full}; did you mean {meant[0]}?"
+
+
+def _mistakes(args: Args) -> Iterator[str]:
+    """Yield a sentence for each flat key, or group of keys, whose value has no meaning here."""
+    for what, keys in _REFUSED.items():
+        named = sorted(key for key in keys & args.keys() if args[key])
+        if named:
+            yield f"{', '.join(named)} {what}"
+    for key, (is_meant, instead) in _FIXED.items():
+        if key in args and not is_meant(args[key]):
+            yield f"{key} {args[key]!r} is not supported: {instead}"
+    for key in _COUNTS:
+        if key in args and (not isinstance(args[key], int) or args[key] < 1):
+            yield f"{key} must be a whole number of 1 or more, not {args[key]!r}"
+    if args.get("new_token_limit") is False and "seq_length" not in args:
+        yield "new_token_limit false samples up to seq_length, which is not set"
+
+
+def _meant(args: Args) -> Settings:
+    """Return the settings of flat keys without mistakes."""
+    settings = {key: value for name, value in args.items() for key in _KEYS.get(name, ())}
+    if settings.get("engine.max_num_seqs") == -1:
+        del settings["engine.max_num_seqs"]
+    if "n" in args or "num_inference_per_prompt" in args:
+        n = args.get("n", 1)
+        settings["sampling.n"] = n * args.get("num_inference_per_prompt", 1)
+        if "n" in args:
+            settings["eval.sampling.n"] = n
+    if "stop_token_list" in args:
+        stop = args["stop_token_list"]
+        stop = [text for text in stop.split(";") if text] if isinstance(stop, str) else stop
+        settings |= {f"{sampling}.stop": stop for sampling in _BOTH}
+    new = args.get("max_new_tokens")
+    if args.get("new_token_limit") is False:
+        if new is not None:
+            settings["data.max_prompt_tokens"] = args["seq_length"] - new
+        new = args["seq_length"]
+    if new is not None:
+        settings |= {f"{sampling}.max_tokens": new for sampling in _BOTH}
+    if args.get("bf16"):
+        settings["model.dtype"] = "bfloat16"
+    if args.get("enforce_eager"):
+        settings["engine.vllm_args.enforce_eager"] = True
+    return settings
+
+
+def args_of(config: Config, own: Args) -> Args:
+    """Return a configuration under ChatLearn's names, with the other flat keys of a model's file.
+
+    `num_inference_per_prompt` is 1, because `n` holds it.
+    """
+    sampling, held_out = config.sampling, config.eval.sampling
+    both = {"temperature", "top_k", "top_p"}
+    return {
+        "prompt_key": None,
+        "vllm_prompt_key": "prompt",
+        "vllm_input_ids_key": "input_ids",
+        "init_shuffle_prompts": 0,
+        **own,
+        "num_inference_per_prompt": 1,
+        "seq_length": config.model.max_length,
+        "max_new_tokens": sampling.max_tokens,
+        "n": sampling.n,
+        "ignore_eos": sampling.ignore_eos,
+        "prompt_logprobs": 1 if sampling.prompt_logprobs else None,
+        "stop_token_list": list(sampling.stop),
+        **sampling.model_dump(include=both),
+        **{f"eval_{key}": value for key, value in held_out.model_dump(include=both).items()},
+    }
+
+
+def role_of(name: str) -> str | None:
+    """Return a model's role by its name in `models`; None where no model has such a name."""
+    if name == "reward" or name.endswith("_reward"):
+        return "reward"
+    return name if name == "policy" or name in _FLAT else None
+
+
+def model_settings(name: str, role: str, path: str | Path) -> Settings:
+    """Return the values that the file of a model beside the policy sets.
+
+    Args:
+        name: The model's name in the pipeline's file.
+        role: ppo_policy, ppo_value, reference, reward or value.
+
+    Raises:
+        InputError: naming the file, and every key that is unknown.
+    """
+    flat = _FLAT[role]
+    taken = _TRAINER_SECTIONS if role == "ppo_policy" else tuple(flat.values())
+    settings = Settings()
+    mistakes: list[str] = []
+    for key, value in load_merged(Path(path).expanduser()).items():
+        if value is None:
+            continue
+        if key in flat:
+            if key == "bf16":
+                value = "bfloat16" if value else "float32"
+            settings[flat[key]] = value
+            if key == "cliprange":
+                settings["algorithm.loss.clip_high"] = value
+        elif isinstance(value, dict) and key in (*_SECTIONS, "training", "algorithm"):
+            for full, leaf in _leaves(str(key), value):
+                if any(full.startswith(one) if one[-1] == "." else full == one for one in taken):
+                    bare = full in PARTS and isinstance(leaf, str)
+                    settings[f"{full}.name" if bare else full] = leaf
+                elif mistake := _misplaced(full, role):
+                    mistakes.append(mistake)
+        else:
+            names = [*flat, *_SECTIONS, "training", "algorithm"]
+            mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
+    if mistakes:
+        raise InputError(f"{path}: {'; '.join(mistakes)}")
+    if role == "ppo_policy":
+        return settings
+    if role == "reward":
+        keys = {"model.path": "model", "model.dtype": "dtype"}
+        return {REWARDS: [{"name": name} | {keys[k]: v for k, v in settings.items()}]}
+    section = "algorithm.kl" if role == "reference" else "algorithm.advantage"
+    moved = {"training.learning_rate": f"{section}.learning_rate"}
+    return {
+        f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
+        for key, value in settings.items()
+    }
+
+
+def _misplaced(key: str, role: str) -> str:
+    """Return the mistake in a key that a role does not read; "" where it is another model's."""
+    known = known_keys()
+    section, leaf, *_ = [*key.split("."), ""]
+    is_known = key in known or any(key.startswith(f"{name}.") for name in known)
+    if section not in _SECTIONS and is_known:
+        return f"{key} is no key of a {role}'s file: it goes into ppo_policy's"
+    if section not in _SECTIONS or (section == "model" and leaf not in ModelConfig.model_fields):
+        return f"there is no key {key}{nearest(key, [*known])}"
+    return ""

@@ -1,0 +1,492 @@
+"""The file of a pipeline: several models, each with its own file, and how they are trained.
+
+    pipeline: ppo                    # or grpo, or online_dpo
+    models:
+      policy:     {model_config_file: policy.yaml}       # samples: see `model_file`
+      reference:  {model_config_file: reference.yaml}    # for the KL penalty
+      reward:     {model_config_file: reward.yaml}       # a reward model; or {function: a.b:c}
+      value:      {model_config_file: value.yaml}        # ppo: the value model
+      ppo_policy: {model_config_file: ppo_policy.yaml}   # training of the policy
+      ppo_value:  {model_config_file: ppo_value.yaml}    # training of the value model
+    runtime:
+      colocation: [policy,ppo_policy]
+      num_episode: ${num_episode:200}
+      sample_per_episode: 1024
+      data_path: ${data_path}
+    rollout: {concurrency: 64}       # any section of a configuration
+
+The names are ChatLearn's. All of it becomes one `Config`: the models' files and `runtime` are
+translated to keys of the configuration; sections of the configuration in the same file win over
+them, and overrides win over everything. The models are:
+
+    policy       the engines; `num_gpu` devices (serving.workers, each of
+                 engine.tensor_parallel_size)
+    ppo_policy   the trainer; `num_gpu` processes (training.ranks). `policy` in its group of
+                 `colocation` is training.colocated
+    reference    algorithm.kl.model, a frozen model in the trainer's processes
+    value,       algorithm.advantage.model, in the trainer's processes: both files are of the same
+    ppo_value    model, which learns in every step
+                 with model.lora (ppo_policy's `lora`), an adapter on the policy's weights
+    reward,      an entry of rollout.rewards: a model in its own process, or a function
+    any_reward
+
+Keys of `runtime` and the keys that they set (s samples an episode, n = sampling.n):
+
+    num_episode              training.steps
+    sample_per_episode       rollout.prompts_per_step = s / n
+    train_global_batch_size  training.updates_per_step = s / train_global_batch_size
+    train_micro_batch_size   training.micro_batch_tokens = train_micro_batch_size * model.max_length
+    save_episode_interval    training.checkpoint_every
+    eval_episode_interval    eval.every
+    data_path, eval_data_path                      data.path, data.eval_path
+    training_data_num_limit, eval_data_num_limit   data.limit, data.eval_limit; -1 is all
+    output_dir, exp_name     output_dir, name
+    debug                    log_level
+    enable_resume_training   false: an existing run is an error instead of being resumed
+
+Flat keys of the models' files beside the policy's: load, bf16; in ppo_policy lr, lr_warmup_iters,
+lr_decay_style, clip_grad, weight_decay, init_kl_coef, cliprange, gamma, lam, dpo_weight,
+seq_length, recompute_activations; in ppo_value lr and cliprange_value. A reference without a weight
+for its penalty gets algorithm.kl.coef 0.02; ppo subtracts the penalty from the rewards.
+
+Accepted keys without effect are listed when the pipeline starts (`PipelineFile.notes`).
+Without `environment` the rows of the data are `{"prompt": text}` or `{"messages": [...]}`,
+answered in one turn. `${NAME:default}` is the value of an environment variable.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from turnwise.compat.chatlearn.model_file import (
+    REWARDS,
+    ROLES,
+    FixedKeys,
+    Settings,
+    load_merged,
+    merged,
+    model_settings,
+    nearest,
+    read_model_file,
+    role_of,
+)
+from turnwise.config import Config, apply_override, make_config, set_key
+from turnwise.config.base import Tree
+from turnwise.errors import InputError
+
+CONVERSATION = "turnwise.pipeline.conversation:Conversation"
+"""Default of `environment`: rows are prompts, answered in one turn."""
+_OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
+"""Sections of a pipeline's file beside those of a configuration."""
+_KINDS: dict[str, Settings] = {
+    "grpo": {"algorithm.advantage.name": "grpo"},
+    "ppo": {
+        "algorithm.advantage.name": "gae",
+        "algorithm.kl.where": "reward",
+        "algorithm.kl.estimator": "k1",
+    },
+    "online_dpo": {"algorithm.loss.name": "dpo"},
+}
+"""Defaults of each kind of pipeline."""
+_GAE = ("gamma", "lam", "clip", "learning_rate", "model.path", "model.dtype")
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    **{f"algorithm.advantage.{key}": ("ppo",) for key in _GAE},
+    "algorithm.loss.beta": ("online_dpo",),
+    "algorithm.loss.clip_low": ("ppo", "grpo"),
+    "algorithm.loss.clip_high": ("ppo", "grpo"),
+}
+"""Keys that only some kinds of pipeline have; the others ignore them in the files of models."""
+_KL_COEF = 0.02
+"""Default weight of the KL penalty towards a reference model that the file names."""
+
+_RUNTIME = {
+    "num_episode": "training.steps",
+    "save_episode_interval": "training.checkpoint_every",
+    "eval_episode_interval": "eval.every",
+    "data_path": "data.path",
+    "eval_data_path": "data.eval_path",
+    "training_data_num_limit": "data.limit",
+    "eval_data_num_limit": "data.eval_limit",
+    "output_dir": "output_dir",
+    "exp_name": "name",
+}
+"""Keys of `runtime` that stand for one key of the configuration."""
+_SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_size")
+_COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
+_FIXED: FixedKeys = {
+    "num_training_epoch": (
+        lambda value: value == 1,
+        "a sample is trained once; set it to 1 and raise num_episode",
+    ),
+    "max_relay_episode": (
+        lambda value: value in (0, 1),
+        "samples of earlier episodes are not trained again; set it to 0",
+    ),
+    "data_ratio": (lambda value: value is None, "mix the data into one file of data_path"),
+}
+_NO_EFFECT = {
+    key: why
+    for keys, why in {
+        "generation_batch_size batch_generation": "engines take as many requests together as "
+        "engine.max_num_seqs and their memory allow",
+        "validate_param_sync": "every update is checked on a prompt whose log-probs the trainer "
+        "knows",
+        "data_checkpoint_path": "each checkpoint contains the position in the data",
+        "max_data_ckpt_nums": "training.keep_last sets the number of checkpoints kept",
+        "enable_eval_before_training": "with evaluations, the model is evaluated before the first "
+        "step",
+        "log_interval": "every step is written to metrics.jsonl",
+        "concurrent_comm param_sync_comm_type param_sync_max_workers sync_frequency "
+        "free_sync_collective_group coalesced_buffer_mb": "weights.transport selects how weights "
+        "are sent",
+        "free_memory force_free_memory offload_optimizer_states offload_weights free_grad_buffers "
+        "bucket_size_mb_in_memory_manager sync_memory_optimization_level": "engines sleep while "
+        "the trainer computes, where they share their processes",
+        "gpu_per_process num_cpu cpu_per_process cpu_schedule_strategy": "training.resources and "
+        "serving.resources say which resources processes ask Ray for",
+        "nsys profiler_dir concurrent_setup stream_data_loader_type": "there is only one way",
+    }.items()
+    for key in keys.split()
+}
+"""Keys that are accepted and change nothing, and why."""
+_MODEL_KEYS = (
+    *("model_config_file", "num_gpu", "num_device", "num_replica"),
+    *("trainable", "function", "weight", "lora"),
+)
+_LORA_KEYS = ("enable_lora", "lora_dim", "lora_scaling", "lora_dropout", "lora_layer")
+"""Keys of a model's `lora`; layers other than linear ones never get an adapter, and dropout never
+applies."""
+_LORA_DIM, _LORA_SCALING = 8, 1.0
+"""ChatLearn's defaults; it divides the scaling by the dimension."""
+
+
+@dataclass(slots=True)
+class PipelineFile:
+    """The contents of a pipeline's file and of its models' files."""
+
+    config: Config
+    resumes: bool = True
+    """Whether a run that already exists is resumed."""
+    notes: list[str] = field(default_factory=list)
+    """One sentence for each group of keys without effect."""
+
+
+def is_pipeline_file(path: str | Path) -> bool:
+    """Return whether a YAML file is a pipeline's: whether it has `models` or `runtime`."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # the next reader reports it
+    return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
+
+
+def read_pipeline_file(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+) -> PipelineFile:
+    """Read a pipeline's file and the files of its models.
+
+    Args:
+        overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
+        settings: Values by dotted keys of the configuration, over the file and under overrides.
+
+    Raises:
+        InputError: naming the file and every key that cannot be used, or two files that disagree.
+    """
+    return _Reader(Path(path).expanduser(), overrides, settings or {}).read()
+
+
+class _Reader:
+    """Reads one pipeline's file; collects all mistakes before it raises."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], over: Mapping[str, object]) -> None:
+        self._path = path
+        self._tree = load_merged(path)
+        self._overrides = []
+        for override in overrides:
+            if override.partition("=")[0].partition(".")[0] in _OWN_SECTIONS:
+                apply_override(self._tree, override)
+            else:
+                self._overrides.append(override)
+        self._over = over
+        self._settings: Settings = {}
+        self._devices: int | None = None
+        """Devices of the policy's engines, where the file gives their number."""
+        self._sources: dict[str, str] = {}
+        self._mistakes: list[str] = []
+        self._without_effect: dict[str, list[str]] = {}
+
+    def read(self) -> PipelineFile:
+        models, runtime = self._section("models"), self._section("runtime")
+        unknown = self._tree.keys() - {*_OWN_SECTIONS, *Config.model_fields}
+        for name in sorted(map(str, unknown)):
+            known = [*_OWN_SECTIONS, *Config.model_fields]
+            self._mistakes.append(f"there is no section {name}{nearest(name, known)}")
+        entries = {str(name): self._entry(str(name), entry) for name, entry in models.items()}
+        if "policy" not in entries:
+            self._mistakes.append("models needs a policy: the model that samples and is trained")
+        # Without a name, the models decide.
+        kind = self._tree.get("pipeline")
+        if kind is None:
+            kind = "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"
+        elif kind not in _KINDS:
+            self._mistakes.append(f"pipeline is one of {', '.join(_KINDS)}, not {kind!r}")
+            kind = "grpo"
+        self._models(entries, kind)
+        self._runtime(runtime, entries)
+        if self._mistakes:
+            raise InputError(f"{self._path}: {'; '.join(self._mistakes)}")
+        for key, kinds in _ONLY_FOR.items():
+            if kind not in kinds:
+                self._settings.pop(key, None)
+        for key, value in _KINDS[kind].items():
+            self._settings.setdefault(key, value)
+        if "reference" in entries and kind != "online_dpo":
+            self._settings.setdefault("algorithm.kl.coef", _KL_COEF)
+        workers = self._workers()
+        config = self._config(workers | self._sizes(runtime, self._config(workers)))
+        for key, value in _KINDS[kind].items():
+            if key.endswith(".name"):  # sections of the configuration may make it another kind
+                found = getattr(config.algorithm, key.split(".")[1]).name
+                if found != value and (kind != "grpo" or found == "gae"):
+                    raise InputError(
+                        f"{self._path}: pipeline {kind} needs {key} {value}, not {found}"
+                    )
+        resumes = bool(runtime.get("enable_resume_training", True))
+        notes = [
+            f"{', '.join(keys)}: no effect; {why}" for why, keys in self._without_effect.items()
+        ]
+        return PipelineFile(config, resumes, notes)
+
+    def _section(self, name: str) -> Tree:
+        section = self._tree.get(name) or {}
+        if not isinstance(section, dict):
+            raise InputError(f"{self._path}: {name} must hold keys and values, not {section!r}")
+        return section
+
+    def _entry(self, name: str, entry: object) -> Tree:
+        """Return one model's keys without those that have no effect."""
+        if entry is not None and not isinstance(entry, dict):
+            raise InputError(f"{self._path}: models.{name} must hold keys and values")
+        known = self._known(f"models.{name}", entry or {}, _MODEL_KEYS)
+        learns = name in ("ppo_policy", "ppo_value")
+        if known.pop("trainable", learns) is not learns:
+            self._mistakes.append(
+                f"models.{name}.trainable is {not learns}: ppo_policy and ppo_value learn, and no "
+                "others"
+            )
+        return known
+
+    def _known(self, section: str, values: Tree, known: Sequence[str]) -> Tree:
+        """Return the values that have an effect; note those without, and mistakes."""
+        kept: Tree = {}
+        for key, value in values.items():
+            if key in _FIXED:
+                is_meant, instead = _FIXED[key]
+                if not is_meant(value):
+                    self._mistakes.append(f"{section}.{key} is {value!r}: {instead}")
+            elif key in _NO_EFFECT:
+                if value not in (None, False):
+                    self._without_effect.setdefault(_NO_EFFECT[key], []).append(f"{section}.{key}")
+            elif key not in known:
+                names = [*known, *_NO_EFFECT, *_FIXED]
+                self._mistakes.append(f"there is no key {section}.{key}{nearest(key, names)}")
+            elif value is not None:
+                kept[key] = value
+        return kept
+
+    def _models(self, entries: Mapping[str, Tree], kind: str) -> None:
+        """Take the settings of the models' entries and files."""
+        rewards: list[Tree] = []
+        for name, entry in entries.items():
+            role = role_of(name)
+            if role is None:
+                self._mistakes.append(
+                    f"models.{name} is no model of a pipeline{nearest(name, [*ROLES, 'policy'])} "
+                    "(a reward's name ends in _reward)"
+                )
+                continue
+            settings: Settings = {}
+            if "model_config_file" in entry:
+                path = self._path.parent / Path(str(entry["model_config_file"])).expanduser()
+                policy = role == "policy"
+                settings = read_model_file(path) if policy else model_settings(name, role, path)
+            if role == "reward":
+                rewards.append(self._reward(name, entry, settings))
+                continue
+            if kind != "ppo" and role in ("value", "ppo_value"):
+                without = self._without_effect.setdefault("only ppo has a value model", [])
+                without.append(f"models.{name}")
+            self._lora(name, entry.get("lora"))
+            for key, value in settings.items():
+                self._put(key, value, str(entry["model_config_file"]))
+            number = entry.get("num_gpu") or entry.get("num_device")
+            if role == "policy" and (replicas := entry.get("num_replica")):
+                self._put("serving.workers", replicas, f"models.{name}")
+            elif role == "policy":
+                self._devices = number or self._devices
+            elif role == "ppo_policy" and number:
+                self._put("training.ranks", number, f"models.{name}")
+            for key in ("function", "weight"):
+                if key in entry:
+                    self._mistakes.append(f"models.{name}.{key} is for rewards")
+        if rewards:
+            self._put(REWARDS, rewards, "models")
+
+    def _reward(self, name: str, entry: Tree, settings: Settings) -> Tree:
+        """Return the entry of `rollout.rewards` for one reward."""
+        part: Tree = settings[REWARDS][0] if settings else {"name": name}
+        if "function" in entry:
+            part["function"] = entry["function"]
+        if len(part) == 1:
+            self._mistakes.append(
+                f"models.{name} needs a model_config_file with model.path, or a function "
+                "(package.module:function)"
+            )
+        if number := entry.get("num_gpu") or entry.get("num_device"):
+            part["gpus"] = number
+        if "weight" in entry:
+            part["weight"] = entry["weight"]
+        return part
+
+    def _lora(self, name: str, section: object) -> None:
+        """Take the settings of a model's `lora`."""
+        if section is None:
+            return
+        where = f"models.{name}.lora"
+        if not isinstance(section, dict):
+            self._mistakes.append(f"{where} must hold keys and values")
+            return
+        if not section.get("enable_lora"):
+            return
+        given: Tree = {
+            key: value
+            for key, value in section.items()
+            if value is not None and value is not False and value != ""
+        }
+        rank = given.get("lora_dim", _LORA_DIM)
+        if unknown := sorted(given.keys() - {*_LORA_KEYS}):
+            self._mistakes.append(f"{where}.{unknown[0]} is not supported: remove it")
+        elif name == "ppo_value":
+            pass  # it shares the policy's backbone, where that has adapters
+        elif name != "ppo_policy":
+            self._mistakes.append(f"{where}: adapters are trained by ppo_policy; set it there")
+        elif rank == 0:
+            self._mistakes.append(
+                f"{where}.lora_dim is 0: set enable_lora to false to train no adapter"
+            )
+        else:
+            alpha = float(given.get("lora_scaling", _LORA_SCALING))
+            self._put("model.lora.rank", rank, where)
+            self._put("model.lora.alpha", alpha, where)
+
+    def _put(self, key: str, value: object, source: str) -> None:
+        """Set a key of the configuration, on which all sources must agree."""
+        if key in self._settings and self._settings[key] != value:
+            self._mistakes.append(
+                f"{self._sources[key]} and {source} disagree on {key}: {self._settings[key]!r} "
+                f"and {value!r}"
+            )
+        self._settings[key] = value
+        self._sources[key] = source
+
+    def _runtime(self, runtime: Tree, entries: Mapping[str, Tree]) -> None:
+        for key, value in self._known("runtime", runtime, (*_RUNTIME, *_COMPUTED)).items():
+            if key in _RUNTIME and not (key.endswith("_num_limit") and value == -1):
+                self._put(_RUNTIME[key], value, "runtime")
+        if runtime.get("debug"):
+            self._put("log_level", "debug", "runtime")
+        groups = runtime.get("colocation")
+        if groups is None:
+            return
+        groups = [groups] if isinstance(groups, str) else groups
+        if not isinstance(groups, list):
+            self._mistakes.append(f"runtime.colocation is a list of names, not {groups!r}")
+            return
+        named = []
+        for group in groups:  # a list, or a text with commas
+            parts = group if isinstance(group, list) else str(group).split(",")
+            named.append({str(part).strip() for part in parts if str(part).strip()})
+        if all(len(group) == 1 for group in named):  # one group, a name an entry
+            named = [{name for group in named for name in group}]
+        for name in sorted({name for group in named for name in group} - entries.keys()):
+            self._mistakes.append(f"runtime.colocation names {name}, which is not in models")
+        together = any({"policy", "ppo_policy"} <= group for group in named)
+        self._put("training.colocated", together, "runtime.colocation")
+
+    def _workers(self) -> Settings:
+        """Return the number of engines, if `num_gpu` of the policy gives that of their devices."""
+        if self._devices is None:
+            return {}
+        tree = self._merged({})
+        for key, value in self._over.items():
+            set_key(tree, key, value)
+        for override in self._overrides:
+            apply_override(tree, override)
+        engine, each = tree.get("engine"), 1
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = engine.get(name, 1) if isinstance(engine, dict) else 1
+            each *= size if isinstance(size, int) and size > 0 else 1  # others: an error elsewhere
+        what = (
+            f"the {each} devices of an engine (engine.tensor_parallel_size * "
+            "pipeline_parallel_size)"
+        )
+        count = self._quotient("models.policy.num_gpu", self._devices, each, what)
+        return {"serving.workers": count}
+
+    def _sizes(self, runtime: Tree, config: Config) -> Settings:
+        """Return the sizes of an episode and of batches, which count samples.
+
+        Args:
+            config: The configuration without them.
+        """
+        sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise InputError(
+                    f"{self._path}: runtime.{name} must be a whole number of 1 or more, not "
+                    f"{value!r}"
+                )
+        made: Settings = {}
+        group, total = config.sampling.n, sizes.get("sample_per_episode")
+        where = "runtime.sample_per_episode"
+        if total is not None:
+            what = f"sampling.n {group}, the samples of a prompt"
+            made["rollout.prompts_per_step"] = self._quotient(where, total, group, what)
+        batch = sizes.get("train_global_batch_size")
+        if batch is not None:
+            total = total or config.rollout.prompts_per_step * group
+            what = f"train_global_batch_size {batch}"
+            updates = 1 if batch >= total else self._quotient(where, total, batch, what)
+            made["training.updates_per_step"] = updates
+        if "train_micro_batch_size" in sizes:
+            tokens = sizes["train_micro_batch_size"] * config.model.max_length
+            made["training.micro_batch_tokens"] = tokens
+        return made
+
+    def _quotient(self, where: str, total: int, part: int, what: str) -> int:
+        if not isinstance(total, int):
+            raise InputError(f"{self._path}: {where} must be a whole number, not {total!r}")
+        if total % part:
+            raise InputError(f"{self._path}: {where} {total} is no multiple of {what}")
+        return total // part
+
+    def _config(self, more: Settings) -> Config:
+        """Return the configuration.
+
+        In increasing precedence: the models' settings, the file's own sections, the caller's
+        settings, overrides.
+        """
+        defaults = {"environment": CONVERSATION}
+        return make_config(self._merged(more), self._overrides, defaults, self._over)
+
+    def _merged(self, more: Settings) -> Tree:
+        """Return the tree of the models' settings under the file's own sections."""
+        tree: Tree = {}
+        for key, value in {**self._settings, **more}.items():
+            set_key(tree, key, value)
+        own = {key: value for key, value in self._tree.items() if key not in _OWN_SECTIONS}
+        return merged(tree, own)

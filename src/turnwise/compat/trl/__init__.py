@@ -1,0 +1,1 @@
+"""TRL: its trainer and configuration, its environments and its reward functions."""

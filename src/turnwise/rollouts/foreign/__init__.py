@@ -1,1 +1,0 @@
-"""Environments that were written for other systems."""
