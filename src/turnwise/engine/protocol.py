@@ -17,7 +17,7 @@ from turnwise.errors import EngineError
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.engine.vllm_api import SamplingParams
+    from turnwise.internals.vllm import SamplingParams
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
@@ -45,9 +45,6 @@ class Route:
     """Session, group and adapter of a request.
 
     Routers keep a session, and a group's start, on one engine; engines read the adapter alone.
-
-    Example:
-        request = Request(prompt, sampling, "r1", route=Route(session="s1", group="g1"))
     """
 
     session: str = ""
@@ -179,12 +176,7 @@ class Completion:
 
 
 class TurnTimes(NamedTuple):
-    """When a turn was sampled, in seconds since the epoch, and by which worker.
-
-    Example:
-        for call in group.calls[0]:
-            print(call.turn, call.ended - call.asked, call.worker)
-    """
+    """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
     """Index of the turn in its trajectory."""
@@ -200,11 +192,7 @@ class TurnTimes(NamedTuple):
 
 
 class WeightUpdate(Protocol):
-    """The description of one weight update, as engines see it.
-
-    Example:
-        update: WeightUpdate = Manifest(version, "shm", path, nbytes, entries)  # of `weights`
-    """
+    """The description of one weight update, as engines see it."""
 
     @property
     def version(self) -> int: ...
@@ -215,12 +203,7 @@ class WeightUpdate(Protocol):
 
 
 class Generator(Protocol):
-    """A source of completions: an engine, or the scheduler of many.
-
-    Example:
-        request = Request([5, 6, 7], SamplingConfig(max_tokens=16), "request-1")
-        completion = await generate(generator, request)
-    """
+    """A source of completions: an engine, or the scheduler of many."""
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion, whatever `sampling.n` is, `STREAM_INTERVAL` tokens at a time.
@@ -231,12 +214,7 @@ class Generator(Protocol):
 
 
 class Engine(Generator, Protocol):
-    """One inference engine.
-
-    Example:
-        await engine.update_weights(manifest, in_flight="keep")
-        completion = await generate(engine, Request([5, 6, 7], SamplingConfig(), "request-1"))
-    """
+    """One inference engine."""
 
     name: str
     """Name in errors."""
@@ -275,20 +253,17 @@ class Engine(Generator, Protocol):
         ...
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
-        """Check that an update can be loaded; changes no weights.
+        """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
 
         Returns:
             The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
-
-        Raises:
-            WeightUpdateError: when it cannot be loaded.
         """
         ...
 
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
-        """Load the weights that the manifest describes, by its transport.
+        """Load the weights that the manifest describes, and return the version that is now served.
 
         Requests in flight are finished first (`drain`), ended with finish reason `abort`
         (`abort`), or frozen during the update and continued under the new weights, with their
@@ -296,9 +271,6 @@ class Engine(Generator, Protocol):
         cached prefixes of older weights. With `ipc` and `collective`, requests keep running
         until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
         pauses none: requests in flight keep their adapter unless they are to be aborted.
-
-        Returns:
-            The version that is now served: the manifest's, or the one that was sent.
 
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or
@@ -330,9 +302,6 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
     Raises:
         EngineError: when it failed, or ended without a finish reason.
-
-    Example:
-        completion = await generate(engine, Request([5, 6, 7], config.sampling, "request-1"))
     """
     async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
         return await collect(chunks, request.id)
@@ -344,11 +313,8 @@ async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
 
 
 def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
-    """Join the chunks of a whole stream into one completion.
-
-    Raises:
-        EngineError: when the stream ended without a finish reason.
-    """
+    """Join the chunks of a whole stream into one completion; EngineError without a finish
+    reason."""
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")
@@ -364,3 +330,8 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         last.worker,
         last.experts,
     )
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
+    return str(dtype).removeprefix("torch.")

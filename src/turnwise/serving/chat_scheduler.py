@@ -410,7 +410,7 @@ def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingCo
 
 def _own(error: Exception) -> Exception:
     """Return an error of vLLM's application as ours, and any other one as it is."""
-    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
+    from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
     if isinstance(error, TurnwiseError):
         return error

@@ -145,9 +145,9 @@ class EngineWorker:
 
     def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
         """Make the engine; a hook for subclasses that change its arguments."""
-        from turnwise.engine import vllm_api as vllm
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
+        from turnwise.internals import vllm
 
         made = VllmEngine(
             self._config.model,

@@ -36,6 +36,7 @@ import zmq
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
+from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
 from turnwise.weights.manifest import (
     Manifest,
     Source,
@@ -131,7 +132,7 @@ class _CudaBuffer:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def handle(self) -> JsonObject:
-        fields = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        fields = share_gpu_memory(self.bytes)
         return {
             name: value.hex() if isinstance(value, bytes) else value
             for name, value in zip(_CUDA_HANDLE, fields, strict=True)
@@ -150,7 +151,7 @@ class _CudaBuffer:
             for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
         ]
         index = torch.cuda.current_device() if device.index is None else device.index
-        storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
+        storage = open_gpu_memory(index, fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

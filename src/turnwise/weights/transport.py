@@ -9,7 +9,6 @@ A stream (`ipc`, `collective`) sends its manifest, then the tensors in chunks th
 buffers in turn, so that neither side needs memory for a second model.
 """
 
-import importlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
+from turnwise.core.optional import load_object
+from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.manifest import (
     Chunk,
     Manifest,
@@ -324,17 +324,12 @@ def find_transport(name: str) -> Transport:
         InputError: when there is none.
     """
     path = TRANSPORTS.get(name, name)
-    module, _, attribute = path.partition(":")
-    if not attribute:
+    if ":" not in path:
         raise InputError(
             f"weights.transport: {name} is none of {', '.join(TRANSPORTS)}, nor "
             "package.module:Class"
         )
-    try:
-        transport: Transport = getattr(importlib.import_module(module), attribute)()
-    except BaseException as error:  # the module's own code may raise anything
-        why = describe_error(ordinary_error(error))
-        raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
+    transport: Transport = load_object(path, "weights.transport")()
     return transport
 
 

@@ -12,10 +12,11 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from turnwise.errors import EngineError
-from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
+from turnwise.internals.torch import default_group_apart
+from turnwise.serving.colocated.process_state import ProcessState
 
 if TYPE_CHECKING:
-    from turnwise.engine import vllm_api as vllm
+    from turnwise.internals import vllm
 
 
 class _Hosted(NamedTuple):
@@ -49,7 +50,7 @@ class WorkerHost:
         os.environ.update(environment)  # before vLLM is imported, which reads it
         state = ProcessState(threads)
         with state.inside():
-            from turnwise.engine import vllm_api as vllm
+            from turnwise.internals import vllm
 
             wrapper = vllm.WorkerWrapperBase(rpc_rank=rank)
             address: str = vllm.get_distributed_init_method(vllm.get_ip(), vllm.get_open_port())
@@ -63,7 +64,7 @@ class WorkerHost:
             raise EngineError("it no longer hosts a worker of this engine")
         if worker.thread != threading.get_ident():
             raise EngineError("an actor that hosts a worker must run its calls in one thread")
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         with worker.state.inside():
             method, args, kwargs = pickle.loads(call)
@@ -75,7 +76,7 @@ class WorkerHost:
         if worker is None or worker.engine != engine:
             return
         self._colocated = None
-        from turnwise.engine import vllm_api as vllm
+        from turnwise.internals import vllm
 
         state, wrapper = worker.state, worker.wrapper
         with state.inside(), default_group_apart():

@@ -8,37 +8,11 @@ process must not be affected, and the worker needs its own state again at its ne
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-_FIRST_GROUP = 1_000_000
-"""Number of the first group: torch names groups by counting them, and a name may exist only once
-in a process."""
-
-
-_Registry: TypeAlias = Any  # dictionaries of types that are private to torch
-
-
-class _OwnGroups(c10d._World):
-    """Process groups separate from those of the rest of the process, in torch's own registry."""
-
-    # torch's are properties, which only class attributes can hide.
-    pg_map: _Registry = None
-    pg_names: _Registry = None
-    pg_group_ranks: _Registry = None
-    pg_backend_config: _Registry = None
-    tags_to_pg: _Registry = None
-    pg_to_tag: _Registry = None
-    group_count = _FIRST_GROUP
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
-        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+from turnwise.internals.torch import OwnGroups, groups_now, use_groups
 
 
 def _cuda_random() -> list[torch.Tensor]:
@@ -58,7 +32,7 @@ _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
         torch.set_float32_matmul_precision,
     ),
     "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "groups": (lambda: c10d._world, lambda world: setattr(c10d, "_world", world)),
+    "groups": (groups_now, use_groups),
     "python_random": (random.getstate, random.setstate),
     "numpy_random": (np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator),
     "torch_random": (torch.get_rng_state, torch.set_rng_state),
@@ -88,7 +62,7 @@ class ProcessState:
             "dtype": torch.float32,
             "matmul_precision": "highest",
             "deterministic": 0,
-            "groups": _OwnGroups(),
+            "groups": OwnGroups(),
             "numpy_random": np.random.MT19937(),
         }
 
@@ -102,15 +76,3 @@ class ProcessState:
         finally:
             self._state = _read()
             _install(outside)
-
-
-@contextmanager
-def default_group_apart() -> Iterator[None]:
-    """Leave the default process group to the end: ending it ends all groups of the process."""
-    default = c10d._world.default_pg
-    c10d._world.default_pg = None
-    try:
-        yield
-    finally:
-        if default is not None:
-            dist.destroy_process_group(default)
