@@ -5,7 +5,7 @@ raises `DeadlineError` with the engine's name, and a dead engine raises `EngineE
 """
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -231,12 +231,6 @@ class Engine(Generator, Protocol):
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
-        ...
-
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
         ...
 
     async def init_collective(

@@ -317,6 +317,7 @@ class VllmEngine:
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
+        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
         given = state_dict_info.items()
         plain = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in given}
         async with self._deadline("preparing for weight updates", self._timeout):

@@ -55,22 +55,18 @@ class Follower(Protocol):
 
     def add(self, name: str, engine: Engine) -> None:
         """Use a worker, which has the fleet's weights; one of the same name is replaced."""
-        ...
 
     def restore(self, name: str) -> None:
         """Use a worker again on which a request failed: it is alive.
 
         A follower that cannot reach it does not use it until it can.
         """
-        ...
 
     def remove(self, name: str) -> None:
         """Use a worker no longer: it is lost."""
-        ...
 
     def close(self, why: str) -> None:
         """Expect no further worker until one is added."""
-        ...
 
 
 class _MustRestart(Exception):

@@ -337,7 +337,7 @@ class IpcReceiver(StreamReceiver):
             self._socket.disable_monitor()
             self._socket.close()
             raise InputError(f"cannot connect to {address}: {error}") from error
-        self._reply({"hello": os.getpid()})
+        self._socket.send_json({"hello": os.getpid()})
 
     def poll(self) -> int | None:
         while self._first is None:
@@ -345,28 +345,26 @@ class IpcReceiver(StreamReceiver):
                 if not (message := self._receive("a manifest", wait=False)):
                     return None
                 self._accept(Manifest.from_dict(message["manifest"]))
-                self._reply({"error": ""})
+                self._socket.send_json({"error": ""})
             else:
                 if not (message := self._receive(self._chunk_name(0), wait=False)):
                     return None
                 self._first = self._open(message, 0)
-        assert self.manifest is not None
-        return self.manifest.version
+        return self._version
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.manifest is not None
         assert self._first is not None
         buffer = self._first
         for index, chunk in enumerate(self._chunks):
             if index:
                 buffer = self._open(self._receive(self._chunk_name(index)), index)
             yield from self._unpacked(chunk, buffer)
-            self._reply({"error": ""})
-        self._receive(f"the end of version {self.manifest.version}")
+            self._socket.send_json({"error": ""})
+        self._receive(f"the end of version {self._version}")
 
     def end(self, error: str = "") -> None:
         if self.manifest is not None:
-            self._reply({"error": error})
+            self._socket.send_json({"error": error})
         self._socket.disable_monitor()
         self._socket.close()
         self._opened, self._first = {}, None
@@ -391,9 +389,6 @@ class IpcReceiver(StreamReceiver):
                 )
             elif not wait:
                 return {}
-
-    def _reply(self, message: JsonObject) -> None:
-        self._socket.send(json.dumps(message).encode())
 
     def _open(self, message: JsonObject, index: int) -> torch.Tensor:
         if message["chunk"] != index:

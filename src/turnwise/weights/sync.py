@@ -44,19 +44,15 @@ class Trainer(Protocol):
 
     async def publish(self) -> Publication:
         """Call every rank's `WeightSender.publish` with the current weights; returns rank 0's."""
-        ...
 
     async def send(self, devices: Sequence[str]) -> None:
         """Call every rank's `WeightSender.send` with the current weights."""
-        ...
 
     async def rendezvous(self) -> tuple[str, int]:
         """Return the address of rank 0's node and a free port of it."""
-        ...
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
         """Call every rank's `WeightSender.join`."""
-        ...
 
 
 class WeightSync:

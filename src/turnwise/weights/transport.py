@@ -209,7 +209,6 @@ class Transport(Protocol):
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
         """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
-        ...
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Check in an engine's worker, before weights are touched, that the update can be loaded.
@@ -224,7 +223,6 @@ class Transport(Protocol):
 
         Streams may be opened with a manifest that has only a transport and a path.
         """
-        ...
 
 
 class StreamSender(WeightSender):
@@ -270,6 +268,7 @@ class StreamReceiver(Receiver):
     def __init__(self, expected: StateDictInfo, device: torch.device, seconds: float) -> None:
         self.manifest: Manifest | None = None
         """The trainer's manifest; None until it arrives."""
+        self._version = 0
         self._chunks: tuple[Chunk, ...] = ()
         self._expected = expected
         self._device = device
@@ -281,13 +280,12 @@ class StreamReceiver(Receiver):
         return max(0.0, self._deadline - time.monotonic())
 
     def _accept(self, manifest: Manifest) -> None:
-        self.manifest, self._chunks = manifest, manifest.chunks
+        self.manifest, self._version, self._chunks = manifest, manifest.version, manifest.chunks
         if error := manifest.mismatch(self._expected):
             raise WeightUpdateError(error)
 
     def _chunk_name(self, index: int) -> str:
-        assert self.manifest is not None
-        return f"chunk {index + 1} of {len(self._chunks)} of version {self.manifest.version}"
+        return f"chunk {index + 1} of {len(self._chunks)} of version {self._version}"
 
     def _unpacked(
         self, chunk: Chunk, buffer: torch.Tensor

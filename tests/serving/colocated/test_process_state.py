@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from turnwise.internals.torch import default_group_apart
-from turnwise.serving.colocated.process_state import ProcessState
+from turnwise.serving.colocated.host import ProcessState
 
 
 def draw() -> list[float]:
