@@ -117,9 +117,6 @@ class WeightSync:
         """Bring the current weights to one engine that starts later; return their version.
 
         If the trainer has to send them again, it sends its newest.
-
-        Raises:
-            TurnwiseError: when they did not arrive.
         """
         published, seconds = _published(self.current), self._timeout
         lasting = find_transport(published.manifest.transport).lasting
@@ -143,11 +140,7 @@ class WeightSync:
     async def _check(
         self, engines: Iterable[Engine], published: Publication
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
-        """Ask engines whether they can load a version; changes no weights.
-
-        Returns:
-            The devices of the workers of those that can, and the errors of the others.
-        """
+        """Return the devices of engines that can load a version, and the errors of the others."""
         fit: dict[Engine, list[str]] = {}
         errors: UpdateResults = {}
 

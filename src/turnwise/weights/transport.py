@@ -89,11 +89,7 @@ class ReceiverOptions:
     """The process group with the trainer; None before `init_collective`."""
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
-        """Return the tensors of an update's stream: `expected`, or those of its manifest.
-
-        Raises:
-            WeightUpdateError: when neither is known.
-        """
+        """Return the tensors of an update's stream: `expected`, or those of its manifest."""
         if self.expected is not None:
             return self.expected
         if not manifest.tensors:
@@ -114,25 +110,14 @@ class WeightSender(ABC):
 
     @abstractmethod
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Prepare a version; engines are given the manifest that rank 0 returns.
-
-        A streaming transport consumes the tensors in `send` instead.
-        """
+        """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the tensors to the engines' workers while they load; for streaming transports.
-
-        Args:
-            devices: Device of each worker that loads them, as `Engine.check_update` returns it.
-        """
+        """Send the tensors to workers on these devices (`Engine.check_update`) while they load."""
         return
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
-        """Create a process group of rank 0 and the engines' workers; replaces an earlier one.
-
-        Does nothing in transports without `needs_group`. Raises `InputError` when the group cannot
-        be made.
-        """
+        """Create a process group of rank 0 and the engines' workers; replaces an earlier one."""
         return
 
     def close(self) -> None:
@@ -152,8 +137,9 @@ class Receiver(ABC):
     def poll(self) -> int | None:
         """Return the version once its tensors can be read, else None; never blocks.
 
-        Raises `WeightUpdateError` when the update does not fit, or the trainer gave up, and
-        `DeadlineError` when the trainer did not send in time.
+        Raises:
+            WeightUpdateError: when the update does not fit, or the trainer gave up.
+            DeadlineError: when the trainer did not send in time.
         """
 
     @abstractmethod
@@ -211,17 +197,14 @@ class Transport(Protocol):
         """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        """Check in an engine's worker, before weights are touched, that the update can be loaded.
-
-        Raises `WeightUpdateError` if not.
-        """
+        """Raise `WeightUpdateError` if an engine's worker cannot load an update."""
         return
 
     @abstractmethod
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         """Start to receive an update in an engine's worker, within `seconds`.
 
-        Streams may be opened with a manifest that has only a transport and a path.
+        The manifest of a stream may have only a transport and a path.
         """
 
 
@@ -318,11 +301,7 @@ class _GatheringSender(WeightSender):
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport of a short name, or of `package.module:Class`.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the transport of a short name, or of `package.module:Class`."""
     path = TRANSPORTS.get(name, name)
     if ":" not in path:
         raise InputError(
@@ -344,17 +323,12 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
 ) -> WeightSender:
-    """Make the sender of one trainer rank; most arguments are those of `SenderOptions`.
+    """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
             processes.
-        tensors: Names and shapes of the tensors of every update, in their order; DTensors have
-            those of the whole.
-        device: Device of this rank's tensors; None is a CPU.
-
-    Raises:
-        InputError: when the transport cannot be used on this machine.
+        tensors: The tensors of every update; DTensors have the shapes of the whole.
     """
     chosen = find_transport(transport)
     device = device or _CPU
