@@ -8,11 +8,15 @@ import torch
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
-from turnwise.training.advantages import check_group_size, gives_signal
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
-from turnwise.training.samples import make_samples
-from turnwise.training.staleness import RecentVersions, oldest_version
+from turnwise.training.samples import (
+    RecentVersions,
+    check_group_size,
+    gives_signal,
+    make_samples,
+    oldest_version,
+)
 from turnwise.trajectory import Trajectory
 
 

@@ -98,13 +98,8 @@ class Bfcl(Environment):
                 beginning = deepcopy(self._entry["initial_config"].get(name, {}))
                 system._load_scenario(beginning, long_context=_LONG in self._category)
             self._systems[name] = system
-        shown = [self._tool(function, 0) for function in self._entry["function"]]
-        hidden = [
-            self._tool(function, request)
-            for request, functions in self._later.items()
-            for function in functions
-        ]
-        self.tools = [*shown, *hidden]
+        by_request = [(0, self._entry["function"]), *self._later.items()]
+        self.tools = [self._tool(f, request) for request, each in by_request for f in each]
 
     def step(self, message: Message) -> Sequence[Message] | None:
         """Follow with the user's next request, if there is one."""
@@ -157,14 +152,8 @@ class Bfcl(Environment):
             self.done = len(steps) > limit
             return self._run(name, arguments)
 
-        return Tool(
-            name,
-            str(described["description"]),
-            described["parameters"],
-            call,
-            in_order=True,
-            hidden=request > 0,
-        )
+        what, parameters = str(described["description"]), described["parameters"]
+        return Tool(name, what, parameters, call, in_order=True, hidden=request > 0)
 
     def _run(self, name: str, arguments: JsonObject) -> str:
         """Call a method of the system that has it; what it returns becomes a text, as in BFCL."""
@@ -174,17 +163,11 @@ class Bfcl(Environment):
             result = method(**arguments)
         except Exception as error:  # the simulation's own
             return f"Error during execution: {error}"
-        if isinstance(result, dict):
-            return json.dumps(result, default=str)
-        return str(result)
+        return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a category: `environment: bfcl:multi_turn_base`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such multi-turn category.
-    """
+    """Return the environment of a category: `environment: bfcl:multi_turn_base`."""
     check_name(f"bfcl:{name}", [*_categories(_ALL), _ALL])
     return partial(Bfcl, category=name)
 

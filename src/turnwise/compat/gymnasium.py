@@ -116,18 +116,20 @@ class Gymnasium(Environment):
             raise InputError(f"gymnasium:{self._id}: actions of {env.action_space} are no numbers")
         observation, _ = env.reset(seed=self._seed)
         described = inspect.getdoc(type(env.unwrapped)) or ""
-        self._names = _action_names(described)
+        listed = _NAMED_ACTION.findall(_section(described, "Action Space"))
+        self._names = {int(number): name for number, name in listed}
         actions = ", ".join(f"{number} ({name})" for number, name in self._names.items())
         parts = [
             self._rules or _RULES.get(type(env.unwrapped).__name__) or _section(described),
             f"Actions: {actions or env.action_space}.",
             self.describe(observation),
-            *(() if self._by_tool else [_how_to_answer(env.action_space)]),
         ]
-        self.problem = "\n\n".join(parts)
         if self._by_tool:
             schema = _schema(env.action_space, self._names)
             self.tools = [Tool("act", "Act in the environment.", schema, self._call, in_order=True)]
+        else:
+            parts.append(_how_to_answer(env.action_space))
+        self.problem = "\n\n".join(parts)
 
     def describe(self, observation: object) -> str:
         """Return an observation as the model reads it: the environment's text, or the value."""
@@ -187,9 +189,6 @@ def at(name: str) -> EnvironmentType:
     """Return the environment of a name: `environment: gymnasium:FrozenLake-v1`.
 
     `gymnasium:my_module:MyGame-v0` imports the module, which registers the environment.
-
-    Raises:
-        InputError: when the package is not installed, or has no such environment.
     """
     module, _, id = name.rpartition(":")
     gym = _package()
@@ -204,13 +203,10 @@ def at(name: str) -> EnvironmentType:
 
 def read_action(text: str, space: "Space", names: dict[int, str]) -> object:
     """Return the action in an answer: the last one in brackets, or else the whole text or the last
-    number.
+    number; None if there is none.
 
     Args:
         names: Names of discrete actions, whose words are understood where they are unique.
-
-    Returns:
-        An action of the space; None if there is none.
     """
     bracketed = _IN_BRACKETS.findall(text)
     for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
@@ -243,11 +239,6 @@ def _package() -> ModuleType:
     return required("gymnasium", "gymnasium", "environment: gymnasium")
 
 
-def _action_names(described: str) -> dict[int, str]:
-    """Return the names of discrete actions, as a docstring lists them."""
-    return {int(n): name for n, name in _NAMED_ACTION.findall(_section(described, "Action Space"))}
-
-
 def _section(described: str, title: str = "Description") -> str:
     """Return a section of an environment's docstring; its first paragraph if it lacks it."""
     found = re.search(rf"^\s*#+ {title}\s*$(.*?)(?=^\s*#|\Z)", described, re.DOTALL | re.MULTILINE)
@@ -263,26 +254,20 @@ def _how_to_answer(space: "Space") -> str:
 
 
 def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
+    kind: JsonObject = {"type": "array", "items": {"type": "number"}}
     if space.shape == ():
         first = int(space.start)
-        kind: JsonObject = {
-            "type": "integer",
-            "minimum": first,
-            "maximum": first + int(space.n) - 1,
-        }
-    else:
-        kind = {"type": "array", "items": {"type": "number"}}
+        kind = {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
     kind["description"] = ", ".join(f"{n}: {name}" for n, name in names.items()) or str(space)
     return {"type": "object", "properties": {"action": kind}, "required": ["action"]}
 
 
 def _taxi(env: "Env", drawn: str, observation: object) -> str:
     row, column, passenger, destination = env.decode(observation)
-    places = "RGYB"
-    waits = "is in the taxi" if passenger == 4 else f"waits at {places[passenger]}"
+    waits = "is in the taxi" if passenger == 4 else f"waits at {'RGYB'[passenger]}"
     return (
         f"{drawn}\nThe taxi is in row {row}, column {column}, counted from 0. The passenger "
-        f"{waits}, and goes to {places[destination]}."
+        f"{waits}, and goes to {'RGYB'[destination]}."
     )
 
 

@@ -117,11 +117,7 @@ class ReasoningGym(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such dataset.
-    """
+    """Return the environment of a dataset: `environment: reasoning_gym:chain_sum`."""
     check_name(f"reasoning_gym:{name}", _package().factory.DATASETS)
     return partial(ReasoningGym, dataset=name)
 

@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 from turnwise.compat.package import check_name, turn_rewards
 from turnwise.core.optional import required
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    finite_number,
+    is_list,
+)
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import finite_number, is_list
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -66,12 +71,11 @@ class SkyRLGym(Environment):
     def setup(self) -> None:
         """Make the environment, and let it begin with the prompt."""
         package = _package()
-        entry = package.spec(self._name).entry_point
-        load = package.envs.registration.load_env_creator
-        kind = load(entry) if isinstance(entry, str) else entry
-        self.env = package.make(
-            self._name, env_config=_configuration(kind, self._config), extras=self._extras
-        )
+        kind = package.spec(self._name).entry_point
+        if isinstance(kind, str):
+            kind = package.envs.registration.load_env_creator(kind)
+        config = _configuration(kind, self._config)
+        self.env = package.make(self._name, env_config=config, extras=self._extras)
         self.problem, _ = self.env.init([dict(message) for message in self._prompt])
 
     def step(self, message: Message) -> Sequence[Message] | None:
@@ -105,11 +109,7 @@ class SkyRLGym(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a name: `environment: skyrl_gym:gsm8k`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such environment.
-    """
+    """Return the environment of a name: `environment: skyrl_gym:gsm8k`."""
     check_name(f"skyrl_gym:{name}", _package().registry)
     return partial(SkyRLGym, name=name)
 

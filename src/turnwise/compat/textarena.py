@@ -82,6 +82,7 @@ class TextArena(Environment):
         self._game, self._seed, self._arguments = game or self.game, row.get("seed", 0), arguments
         self._count, self._seat, self._rewards = players, seat, dict[int, float]()
         self._opponent = None if opponent is None else self._load_opponent(opponent)
+        self._plays_all = players > 1 and opponent is None
         self._random: tuple[object, ...] | None = None
         self.env: Env | None = None
         """TextArena's environment; None before `setup`."""
@@ -102,7 +103,7 @@ class TextArena(Environment):
                     f"textarena:{self._game}: {error}; set environment_args.players"
                 ) from error
         self.env = env
-        if self._count == 1 or self._opponent is not None:
+        if not self._plays_all:
             opening = self._read(self._seat)
             self._let_opponents_act()
             self.problem = "\n".join(filter(None, (opening, self._read(self._seat))))
@@ -115,7 +116,7 @@ class TextArena(Environment):
         """Act as the answer says; return what is read next, with `players` by whom."""
         assert self.env is not None
         self._act(str(message.get("content") or ""))
-        if self._count > 1 and self._opponent is None:
+        if self._plays_all:
             if self.done:
                 return None
             player = self.env.state.current_player_id
@@ -125,7 +126,7 @@ class TextArena(Environment):
 
     def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the game's rewards, with self-play each for its player."""
-        if self._count > 1 and self._opponent is None:
+        if self._plays_all:
             given = {_name(player): reward for player, reward in self._rewards.items()}
             return Rewards(players={name: given.get(name, 0.0) for name in self.players})
         return Rewards(self._rewards.get(self._seat, 0.0))
@@ -176,9 +177,7 @@ class TextArena(Environment):
         if opponent != "random":
             loaded: Opponent = load_object(opponent, "environment_args.opponent")
             return loaded
-        generator = random.Random(self._seed)
-
-        offered = [""]
+        generator, offered = random.Random(self._seed), [""]
 
         def choose(observation: str) -> str:
             nonlocal offered
@@ -205,11 +204,7 @@ class TextArena(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`.
-
-    Raises:
-        InputError: when the package is not installed, or has no such game.
-    """
+    """Return the environment of a game: `environment: textarena:GuessTheNumber-v0`."""
     check_name(f"textarena:{name}", _package().envs.registration.ENV_REGISTRY)
     return partial(TextArena, game=name)
 

@@ -92,9 +92,6 @@ class LLMServerManager:
 
         The callback runs on a new event loop in this thread; inside a running event loop, await
         `chat_scheduler.submit_chat_completions` instead, which takes the same arguments.
-
-        Raises:
-            InputError: while the engines sleep.
         """
         self._check_awake()
         asyncio.run(
@@ -106,24 +103,16 @@ class LLMServerManager:
     def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Hold conversations in parallel; see `ChatBackend.generate_sequences`.
-
-        Raises:
-            InputError: while the engines sleep.
-        """
+        """Hold conversations in parallel; see `ChatBackend.generate_sequences`."""
         self._check_awake()
-        # Each conversation has its own deadline.
         return self._call(
             lambda manager: manager.generate_sequences(prompts, **sampling_params),
-            NO_DEADLINE,
+            NO_DEADLINE,  # each conversation has its own
             "the conversations",
         )
 
     def sleep(self) -> None:
-        """Free the engines' memory.
-
-        Turns in progress continue after `wake_up`; until then no new one can start.
-        """
+        """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
         self._asleep = True

@@ -388,7 +388,7 @@ class ConfigChecks:
         """Build the environment and prompt of the first row of each environment."""
         from turnwise.rollouts import Runner
         from turnwise.rollouts.data import load_training
-        from turnwise.rollouts.mixture import first_of_each
+        from turnwise.rollouts.problems import first_of_each
 
         runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
         for problem in first_of_each(load_training(self.config)):
@@ -401,8 +401,8 @@ class ConfigChecks:
 
     def algorithm(self) -> Finding:
         """Check that the parts of the algorithm fit each other, and the size of the groups."""
-        from turnwise.training.advantages import check_group_size
         from turnwise.training.algorithms import make_algorithm
+        from turnwise.training.samples import check_group_size
 
         parts, n = self.config.algorithm, self.config.sampling.n
         check_group_size(self.config, make_algorithm(parts))

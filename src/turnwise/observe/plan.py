@@ -22,12 +22,10 @@ from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_worker import GPU_MEMORY
 from turnwise.serving.placement import gpu_share
-from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import micro_batch_tokens
-from turnwise.training.loading import POLICY, dtype_of, learning_dtype, shared_roles
+from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
 from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
-from turnwise.training.rank import missing_model
-from turnwise.training.rounding import PART, PART_BYTES
+from turnwise.training.optimizer import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES
 
 _PASSING = "activations and gathered layers"
@@ -238,12 +236,10 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     """
     training, model = config.training, config.model
     ranks, width = training.ranks, _width(config)
-    needed = make_algorithm(config.algorithm).advantage.value_model
-    reference = None if missing_model(config.algorithm, "reference") else config.algorithm.kl.model
-    value = needed.model if needed else None
-    roles = shared_roles(config, reference, value)
-    size, kept = model_size(config, roles=roles), learning_dtype(config, POLICY).itemsize
-    held = {part: all_ // ranks for part, all_ in held_bytes(config, reference, value).items()}
+    beside = models_beside(config)
+    roles = shared_roles(config, beside)
+    size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
+    held = {part: all_ // ranks for part, all_ in held_bytes(config, beside).items()}
     fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
     usual = math.ceil(sequences * length / training.updates_per_step / ranks)
@@ -281,7 +277,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
 
 def _width(config: Config) -> int:
     """Return the bytes of a number in forward passes."""
-    return dtype_of(config, POLICY).itemsize
+    return dtype_of(config).itemsize
 
 
 def _engine(config: Config, shape: PretrainedConfig) -> Holding:

@@ -38,8 +38,8 @@ from turnwise.run.fleet import (
 from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
-from turnwise.training.advantages import check_group_size
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.samples import check_group_size
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.transport import find_transport
 

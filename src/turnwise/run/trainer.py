@@ -9,9 +9,8 @@ alternate, which is synchronous training; there is no separate loop for it.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, task_group
@@ -26,18 +25,14 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
-from turnwise.rollouts.mixture import make_stream
+from turnwise.rollouts.problems import make_stream
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime
-from turnwise.run.step import TrainingStep, check_exactness
+from turnwise.run.step import TrainingStep
 from turnwise.run.token_values import columns_of
-from turnwise.training.advantages import compute_advantages, gives_signal
-from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import SampleBatch, samples_of
+from turnwise.training.samples import SampleBatch, gives_signal
 from turnwise.trajectory import ExactnessReport, Trajectory
-
-_T = TypeVar("_T")
 
 
 class TrainingLoop:
@@ -73,7 +68,6 @@ class TrainingLoop:
         self._folder = folder
         self._progress = progress
         self._resume = resume
-        self._algorithm = make_algorithm(config.algorithm)
         self._producer = GroupProducer(
             config,
             runtime.group_runner(config.sampling),
@@ -199,14 +193,8 @@ class TrainingLoop:
 
     async def _gives_signal(self, group: Group) -> bool:
         """Return whether a group can train anything."""
-        return await self._by_algorithm(gives_signal, group, self._config, self._algorithm)
-
-    async def _by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function that calls the algorithm, which may be the user's own class."""
-        seconds, key = self._config.training.step_timeout, "training.step_timeout"
-        name = f"the advantage {self._config.algorithm.advantage.name}"
-        value: _T = await call_user_code(function, *arguments, name=name, seconds=seconds, key=key)
-        return value
+        step = self._step
+        return await step.by_algorithm(gives_signal, group, self._config, step.algorithm)
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
         """Wait for a step's groups of trajectories with rewards; returns None if the run is asked
@@ -228,24 +216,17 @@ class TrainingLoop:
         Raises:
             ExactnessError: when a token differs from the sampled one; nothing is trained then.
         """
-        config, algorithm, version = self._config, self._algorithm, self._policy.version
-        oldest = self._step.versions.oldest
-        advantages = await self._by_algorithm(
-            compute_advantages, batch.groups, config, oldest, algorithm
-        )
-        samples = await self._by_algorithm(samples_of, advantages, config, oldest, algorithm)
-        for reason, group in batch.discarded:
-            await run_in_thread(samples.drop, group.trajectories, reason)
+        version = self._policy.version
+        samples = await self._step.make_samples(batch.groups, batch.discarded)
         self.exactness += samples.report
         await run_in_thread(self._folder.write_exactness, self.exactness)
-        check_exactness(samples.report, config)
         metrics.add_samples(samples)
         if samples.samples:
             self._progress.phase("train")
-            with self._timed("train"):
-                metrics.add(await self._step.train(samples.samples))
+        with self._timed("train"):
+            metrics.add(await self._step.learn(samples))
+        if samples.samples:
             await self._write_token_values(metrics.step, batch, samples, version)
-        self._step.versions.step_ended(self._policy.version)
 
     async def _update_weights(self) -> JsonObject:
         """Transfer the new weights to the engines, which sample the next trajectories.

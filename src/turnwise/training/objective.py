@@ -15,18 +15,12 @@ import torch
 import torch.distributed as dist
 
 from turnwise.config import Config
-from turnwise.training.algorithms import (
-    Algorithm,
-    kl_N,
-    moments,
-    normalised,
-    objective,
-    reward_penalty,
-)
+from turnwise.training.algorithms import Algorithm, Tokens
+from turnwise.training.algorithms.advantages import moments, normalised
+from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches
 from turnwise.training.model import Models
 from turnwise.training.reports import UpdateReport
-from turnwise.training.tokens import Tokens
 
 
 class TrainingObjective:
@@ -52,27 +46,26 @@ class TrainingObjective:
                     batch.reference_logprobs_N, _ = self._models.score("reference", batch)
                 if self._advantage.needs_values:
                     batch.values_N = self._models.estimate(batch)
-                self._spread(batch, self._penalties_N(batch))
+                self._spread(batch)
         if self._advantage.normalise and self._advantage.needs_values:
-            self._normalise(batches)
+            sums_3 = moments(torch.cat([batch.advantages_N for batch in batches]))
+            if self._ranks > 1:
+                dist.all_reduce(sums_3)
+            for batch in batches:
+                batch.advantages_N = normalised(batch.advantages_N, sums_3)
 
-    def _penalties_N(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the KL penalty of each token, or None if it is not part of the reward."""
-        if not self._penalised:
-            return None
-        assert batch.old_logprobs_N is not None
-        assert batch.reference_logprobs_N is not None
-        kl = self._config.kl
-        return kl_N(batch.old_logprobs_N, batch.reference_logprobs_N, kl.estimator)
-
-    def _spread(self, batch: MicroBatch, penalties_N: torch.Tensor | None) -> None:
+    def _spread(self, batch: MicroBatch) -> None:
         """Turn each trajectory's advantage or reward into advantages of its tokens."""
-        coef = self._config.kl.coef
+        kl, penalties_N = self._config.kl, None
+        if self._penalised:  # the KL penalty is part of the reward
+            assert batch.old_logprobs_N is not None
+            assert batch.reference_logprobs_N is not None
+            penalties_N = kl_N(batch.old_logprobs_N, batch.reference_logprobs_N, kl.estimator)
         if self._advantage.needs_values:
             assert batch.values_N is not None
             rewards_N = batch.advantages_N
             if penalties_N is not None:
-                rewards_N = rewards_N - coef * penalties_N
+                rewards_N = rewards_N - kl.coef * penalties_N
             batch.advantages_N, batch.returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
             for span in batch.spans():
                 batch.advantages_N[span], batch.returns_N[span] = self._of_time_steps(
@@ -80,7 +73,7 @@ class TrainingObjective:
                 )
         elif penalties_N is not None and penalties_N.any():
             for span in batch.spans():
-                batch.advantages_N[span] -= reward_penalty(penalties_N[span], coef)
+                batch.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
 
     def _of_time_steps(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor, turn_T: torch.Tensor
@@ -95,14 +88,6 @@ class TrainingObjective:
         values_K = values_T[lengths_K.cumsum(0) - lengths_K]
         advantages_K, returns_K = self._advantage.of_tokens(rewards_K, values_K)
         return advantages_K[step_T], returns_K[step_T]
-
-    def _normalise(self, batches: Sequence[MicroBatch]) -> None:
-        """Bring advantages to mean 0 and deviation 1 over all ranks."""
-        sums_3 = moments(torch.cat([batch.advantages_N for batch in batches]))
-        if self._ranks > 1:
-            dist.all_reduce(sums_3)
-        for batch in batches:
-            batch.advantages_N = normalised(batch.advantages_N, sums_3)
 
     def policy(
         self,
@@ -152,7 +137,6 @@ class TrainingObjective:
         recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def value(self, batch: MicroBatch, share: RankBatches, report: UpdateReport) -> None:
-        """Add a micro-batch's part of the value model's gradient."""
         assert batch.values_N is not None
         assert batch.returns_N is not None
         values_N = self._models.estimate(batch)

@@ -26,14 +26,7 @@ class _Away:
     storage: Any
     nbytes: int
     host: torch.Tensor | None
-    """The values in host memory; None if they are in the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    parts: list[_Away]
-    file: BinaryIO
-    """The values of the parts that are not in host memory, one after the other."""
+    """The values in host memory; None if they are in the file of their kind."""
 
 
 class Offload:
@@ -44,11 +37,6 @@ class Offload:
             its first step.
         file: Prefix of the files that hold values of a CPU. They are removed while they are open,
             so that the process never leaves them behind.
-
-    Example:
-        offload = Offload({"params": model.parameters}, Path("runs/run/offload-0"))
-        offload.put_away(["params"])   # returns the bytes that are free now
-        offload.bring_back(["params"])
     """
 
     def __init__(
@@ -56,18 +44,16 @@ class Offload:
     ) -> None:
         self._tensors = tensors
         self._file = file
-        self._away: dict[str, _Kind] = {}
+        self._away: dict[str, tuple[list[_Away], BinaryIO]] = {}
+        """By kind; the file has the values that are not in host memory, one after the other."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
-        """Empty the storages of these kinds; returns the bytes of all kinds that are away.
-
-        Raises:
-            TurnwiseError: when the values cannot be written, with all tensors as they were.
-        """
+        """Empty the storages of these kinds; returns the bytes of all kinds that are away. If
+        values cannot be written, all tensors are as they were."""
         for kind in kinds:
             if kind not in self._away:
                 self._put_away(kind)
-        return sum(part.nbytes for kind in self._away.values() for part in kind.parts)
+        return sum(part.nbytes for parts, _ in self._away.values() for part in parts)
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
@@ -84,11 +70,13 @@ class Offload:
         self.put_away(away)
 
     def _put_away(self, kind: str) -> None:
-        storages = list(_storages(self._tensors[kind]()))
-        parts = [
-            _Away(storage, storage.nbytes(), _to_host(storage) if storage.is_cuda else None)
-            for storage in storages
-        ]
+        parts = []
+        for storage in _storages(self._tensors[kind]()):
+            host = None
+            if storage.is_cuda:
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                host.copy_(_bytes(storage))
+            parts.append(_Away(storage, storage.nbytes(), host))
         path = self._file.with_name(f"{self._file.name}-{kind}")
         try:
             file = path.open("w+b")
@@ -108,34 +96,36 @@ class Offload:
             ) from error
         for part in parts:
             part.storage.resize_(0)
-        self._away[kind] = _Kind(parts, file)
-        _release()
+        self._away[kind] = parts, file
+        # The allocators return free memory to the device, and to the system.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        give_back()
 
     def bring_back(self, kinds: Iterable[str]) -> None:
-        """Fill the storages of these kinds again; does nothing for what is not away.
-
-        Raises:
-            TurnwiseError: when a file cannot be read; its kind stays away.
-        """
+        """Fill the storages of these kinds again, if they are away; a kind whose file cannot be
+        read stays away."""
         for kind in kinds:
-            if (away := self._away.get(kind)) is None:
+            if kind not in self._away:
                 continue
+            parts, file = self._away[kind]
             try:
-                away.file.seek(0)
-                for part in away.parts:
+                file.seek(0)
+                for part in parts:
                     part.storage.resize_(part.nbytes)
                     if part.host is not None:
                         _bytes(part.storage).copy_(part.host, non_blocking=True)
                     else:
-                        _read(_bytes(part.storage), away.file)
+                        _read(_bytes(part.storage), file)
             except OSError as error:
                 raise TurnwiseError(
                     f"the trainer's {kind} cannot be read back from its file: {error}"
                 ) from error
-            if any(part.host is not None for part in away.parts):
+            if any(part.host is not None for part in parts):
                 torch.cuda.synchronize()
             del self._away[kind]
-            away.file.close()
+            file.close()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -168,16 +158,3 @@ def _read(values: torch.Tensor, file: BinaryIO) -> None:
         if len(data) < len(part):
             raise OSError("it is too short")
         part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _to_host(storage: Any) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-    return host.copy_(_bytes(storage))
-
-
-def _release() -> None:
-    """Make the allocators return free memory to the device, or to the system."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    give_back()

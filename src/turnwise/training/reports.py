@@ -14,14 +14,12 @@ from turnwise.training.sample import Sample
 if TYPE_CHECKING:
     import torch
 
-    from turnwise.training.algorithms import Objective
+    from turnwise.training.algorithms.total_loss import Objective
     from turnwise.training.batching import RankBatches
 
-_PERCENTILES = (1, 50, 99)
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
-
 SumName = Literal[
     "ratio", "clip_fraction", "entropy", "correction", "kl", "logprob_diff_mean", "value_loss"
 ]
@@ -104,8 +102,8 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)
     reports = reports[::same]
-    count = len(reports[0].updates)
-    updates = [[report.updates[i] for report in reports] for i in range(count)]
+    updates = [*zip(*(report.updates for report in reports), strict=True)]
+    first = updates[0]
     staleness = sum((report.staleness for report in reports), Counter[int]())
     metrics: JsonObject = {
         "loss": _mean(sum(rank.loss for rank in ranks) for ranks in updates),
@@ -113,27 +111,26 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "learning_rate": updates[-1][0].learning_rate,
         "skipped_updates": float(sum(ranks[0].skipped for ranks in updates)),
     }
-    names: dict[SumName, None] = {name: None for r in reports for u in r.updates for name in u.sums}
+    names: dict[SumName, None] = {name: None for ranks in updates for u in ranks for name in u.sums}
     for name in names:
         metrics[name] = _mean(
-            _token_mean(ranks, [r.sums[name] for r in ranks]) for ranks in updates
+            _token_mean(ranks, (r.sums[name] for r in ranks)) for ranks in updates
         )
-    own = {name: None for r in reports for u in r.updates for name in u.loss_metrics}
+    own = {name: None for ranks in updates for u in ranks for name in u.loss_metrics}
     if own:
         metrics["loss_metrics"] = {
             name: _mean(
-                _token_mean(ranks, [r.loss_metrics[name] for r in ranks]) for ranks in updates
+                _token_mean(ranks, (r.loss_metrics[name] for r in ranks)) for ranks in updates
             )
             for name in own
         }
-    first = updates[0]
-    metrics["logprob_diff_mean"] = _token_mean(first, [r.sums["logprob_diff_mean"] for r in first])
+    metrics["logprob_diff_mean"] = _token_mean(first, (r.sums["logprob_diff_mean"] for r in first))
     metrics["logprob_diff_max"] = max(rank.logprob_diff_max for rank in first)
     ratios = np.concatenate([report.tokens_KN[RECORDED.index("ratio")] for report in reports])
     if len(ratios):
-        low, middle, high = np.percentile(ratios, _PERCENTILES).tolist()
-        metrics |= {"ratio_p1": low, "ratio_p50": middle, "ratio_p99": high}
-    metrics |= {
+        for percent, ratio in zip((1, 50, 99), np.percentile(ratios, (1, 50, 99)), strict=True):
+            metrics[f"ratio_p{percent}"] = float(ratio)
+    return metrics | {
         "staleness": {str(age): staleness[age] for age in sorted(staleness)},
         "staleness_max": max(staleness, default=0),
         "trained_tokens": staleness.total(),
@@ -141,17 +138,14 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": memory_gib,
     }
-    return metrics
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean over a step's updates."""
     listed = list(values)
     return sum(listed) / len(listed)
 
 
-def _token_mean(ranks: Sequence[UpdateReport], sums: Sequence[float]) -> float:
-    """Return the mean over an update's trained tokens, from the sums of the ranks."""
+def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:
     return sum(sums) / max(1, sum(rank.tokens for rank in ranks))
 
 

@@ -8,6 +8,7 @@ by `min_tokens` and custom logits processors are not applied; they show in `logp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from turnwise.config import SamplingConfig
 from turnwise.errors import InputError
 from turnwise.training.attention import attending
-from turnwise.training.context import Columns, ContextGroup
-from turnwise.training.layers import backbone_of
+from turnwise.training.batching import Columns
+from turnwise.training.loading import backbone_of
 
 _LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 in vLLM's SamplingParams."""
@@ -28,36 +29,18 @@ CHUNK_ELEMENTS = 2**25
 
 
 class Scores(NamedTuple):
-    """Scores of the `N` masked tokens, in row-major order."""
-
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
     """Entropy of the distribution that each was drawn from, in nats, without gradient."""
 
 
-def score(
-    model: Any,
-    token_ids_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    position_ids_BT: torch.Tensor | None,
-    sampling: SamplingConfig,
-    group: ContextGroup | None = None,
-) -> Scores:
-    """Score the masked tokens; rows are padded on the right, or packed and separated by
-    positions that start again at 0.
+def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
+    """Score the targets of all columns, of which this rank computes some.
 
     The output head runs on the positions before masked tokens alone and, where they are many,
     in chunks whose logits are recomputed for the backward pass, so no [B, T, V] tensor exists.
     Padding needs no attention mask: it is on the right, and attention is causal.
-
-    Args:
-        group: Ranks that share the rows; each gets the scores of all tokens.
     """
-    return score_columns(model, Columns.of(token_ids_BT, mask_BT, position_ids_BT, group), sampling)
-
-
-def score_columns(model: PreTrainedModel, columns: Columns, sampling: SamplingConfig) -> Scores:
-    """Score the targets of all columns, of which this rank computes some; see `score`."""
     hidden_NH = hidden_before(backbone_of(model), columns)
     own = score_hidden(model, hidden_NH, columns.targets_N, sampling)
     return Scores(*(columns.whole(values_N) for values_N in own))
@@ -71,13 +54,13 @@ def score_hidden(
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    chunks = []
-    for start in range(0, max(1, len(targets_N)), rows):
-        inputs = hidden_NH[start : start + rows], targets_N[start : start + rows]
-        if len(targets_N) > rows and torch.is_grad_enabled():
-            chunks.append(checkpoint(_score, model, *inputs, sampling, use_reentrant=False))
-        else:
-            chunks.append(_score(model, *inputs, sampling))
+    compute: Any = _score
+    if len(targets_N) > rows and torch.is_grad_enabled():
+        compute = partial(checkpoint, _score, use_reentrant=False)
+    chunks = [
+        compute(model, hidden_NH[start : start + rows], targets_N[start : start + rows], sampling)
+        for start in range(0, max(1, len(targets_N)), rows)
+    ]
     return Scores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
@@ -97,9 +80,6 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
 
     The model's own forward pass makes them, with these states in the place of its backbone's:
     models scale or cap logits after the head, each in its way.
-
-    Raises:
-        InputError: when its forward pass takes the states from another module.
     """
     with _giving(model, hidden_NH[None]) as given:
         ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
@@ -122,11 +102,8 @@ class _Output(BaseModelOutput):  # type: ignore[misc]
 
 @contextmanager
 def _giving(model: PreTrainedModel, hidden_1NH: torch.Tensor) -> Iterator[list[bool]]:
-    """Make a model's backbone give these last hidden states for a `with` block.
-
-    Yields:
-        A list that is no longer empty once the backbone was called.
-    """
+    """Make a model's backbone give these last hidden states for a `with` block; the list that is
+    yielded is no longer empty once it was called."""
     given: list[bool] = []
 
     def give(*_: object, **__: object) -> BaseModelOutput:

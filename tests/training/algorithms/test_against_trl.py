@@ -19,18 +19,12 @@ import torch
 
 from turnwise.config import AlgorithmConfig, Config, Gae, parse_config
 from turnwise.rollouts import Group
-from turnwise.training.algorithms import (
-    gae,
-    kl_N,
-    moments,
-    normalised,
-    objective,
-    reward_penalty,
-)
+from turnwise.training.algorithms import Tokens
+from turnwise.training.algorithms.advantages import gae, moments, normalised
+from turnwise.training.algorithms.total_loss import kl_N, objective, reward_penalty
 from turnwise.training.batching import MicroBatch, RankBatches, make_micro_batch, plan_micro_batches
 from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
-from turnwise.training.tokens import Tokens
 from turnwise.trajectory import Trajectory
 
 PROMPT = 3

@@ -76,7 +76,7 @@ from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.errors import InputError
 
-CONVERSATION = "turnwise.pipeline.conversation:Conversation"
+CONVERSATION = "turnwise.pipeline.prompts:Conversation"
 """Default of `environment`: rows are prompts, answered in one turn."""
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
 """Sections of a pipeline's file beside those of a configuration."""

@@ -29,11 +29,16 @@ from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
-from turnwise.rollouts.environment import Environment, EnvironmentType, load_object
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    finite_number,
+    load_object,
+    read_messages,
+)
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import finite_number, read_messages
 from turnwise.rollouts.rewards import UserCall
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.tools import ToolFunction
@@ -48,11 +53,7 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 def load_trl(path: str) -> EnvironmentType:
-    """Import the environment factory `package.module:Name`.
-
-    Raises:
-        InputError: when it cannot be imported, or is no environment of TRL's.
-    """
+    """Import the environment factory `package.module:Name`."""
     return TrlEnvironments(load_object(path, "environment"))
 
 
@@ -65,10 +66,6 @@ class TrlEnvironments:
 
     Raises:
         InputError: when the factory is something else, or a class without `reset`.
-
-    Example:
-        environments = TrlEnvironments(MyEnv)
-        turnwise.train(model="...", environment=environments, data=rows)
     """
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
@@ -90,22 +87,17 @@ class TrlEnvironments:
         self._free: dict[object, deque[Any]] = {name: deque() for name in self._factories}
 
     def __call__(self, row: Row) -> "TrlEnvironment":
-        """Return the environment of a row.
-
-        Raises:
-            InputError: when the row names no environment of the dictionary.
-        """
+        """Return the environment of a row."""
         return TrlEnvironment(row, self)
 
     @property
     def rewards(self) -> bool:
         """Whether an instance has a `get_reward`; makes the first instance of each factory."""
         rewards = False
-        for name, factory in self._factories.items():
-            if factory is not None:
-                instance = self.take(name)
-                self.give_back(name, instance)
-                rewards = rewards or hasattr(type(instance), "get_reward")
+        for name in self._factories:
+            instance = self.take(name)
+            self.give_back(name, instance)
+            rewards = rewards or hasattr(type(instance), "get_reward")
         return rewards
 
     def name_for(self, row: Row) -> object:
@@ -117,13 +109,15 @@ class TrlEnvironments:
         return name
 
     def take(self, name: object) -> Any:
-        """Return a free instance, or a new one; runs user code."""
+        """Return a free instance, or a new one, by user code; None without a factory."""
+        factory = self._factories[name]
+        if factory is None:
+            return None
         try:
             return self._free[name].pop()
         except IndexError:
-            factory = self._factories[name]
-        instance = None if factory is None else factory()
-        if factory is not None and not callable(getattr(instance, "reset", None)):
+            instance = factory()
+        if not callable(getattr(instance, "reset", None)):
             raise InputError(
                 f"{type(instance).__name__} has no reset, which TRL's environments need"
             )

@@ -34,7 +34,6 @@ class TrainOutput(NamedTuple):
     """The result of `GRPOTrainer.train`, as in Transformers."""
 
     global_step: int
-    """Optimizer steps."""
     training_loss: float
     """Mean loss of the steps that trained anything."""
     metrics: dict[str, float]
@@ -94,13 +93,14 @@ class GRPOTrainer:
         rollout_func: object = None,
         environment_factory: object = None,
     ) -> None:
-        for name, value in (
-            ("reward_processing_classes", reward_processing_classes),
-            ("callbacks", callbacks),
-            ("optimizers", [one for one in optimizers if one is not None]),
-            ("quantization_config", quantization_config),
-            ("rollout_func", rollout_func),
-        ):
+        unsupported: dict[str, object] = {
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": [one for one in optimizers if one is not None],
+            "quantization_config": quantization_config,
+            "rollout_func": rollout_func,
+        }
+        for name, value in unsupported.items():
             if value:
                 _refuse(name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -168,7 +168,15 @@ class GRPOTrainer:
             work = partial(commands.train, config, self._console, None, self._inputs)
         self._result = result = run_command(work, "the training run")
         trained = [record for record in result.metrics if record["step"]]
-        self.state.log_history = [_logged(record, self._updates) for record in trained]
+        self.state.log_history = [
+            {  # under the names of TRL's log, with our own beside them
+                **record,
+                **{f"rewards/{name}/mean": mean for name, mean in record["reward_parts"].items()},
+                "step": record["step"] * self._updates,
+                "reward": record["reward_mean"],
+            }
+            for record in trained
+        ]
         self.state.global_step = trained[-1]["step"] * self._updates if trained else 0
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -322,14 +330,3 @@ def _context(values: Mapping[str, object], args: GRPOConfig) -> int:
         return wanted
     known = getattr(model.get_text_config(), "max_position_embeddings", None)
     return min(wanted, known or wanted)
-
-
-def _logged(record: JsonObject, updates: int) -> JsonObject:
-    """Return a line of metrics.jsonl under the names of TRL's log, with our own beside them."""
-    parts = {f"rewards/{name}/mean": value for name, value in record["reward_parts"].items()}
-    return {
-        **record,
-        **parts,
-        "step": record["step"] * updates,
-        "reward": record["reward_mean"],
-    }
