@@ -17,7 +17,7 @@ from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
 from turnwise.weights import BACKEND, WORKER_EXTENSION
-from turnwise.weights.canary import check_canary
+from turnwise.weights.sync import check_canary
 from turnwise.weights.transport import make_sender
 
 PROMPT = 32

@@ -27,8 +27,7 @@ from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.trajectory import audit
-from turnwise.weights.canary import check_canary
-from turnwise.weights.sync import WeightSync
+from turnwise.weights.sync import WeightSync, check_canary
 
 SAMPLING = SamplingConfig(max_tokens=64)
 

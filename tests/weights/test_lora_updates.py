@@ -11,7 +11,7 @@ from turnwise.config import Config
 from turnwise.errors import WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.rank import TrainerRank
-from turnwise.weights.canary import check_canary
+from turnwise.weights.sync import check_canary
 
 
 def moved(rank: TrainerRank, scale: float) -> None:

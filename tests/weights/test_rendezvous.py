@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from turnwise.core.secret import VARIABLE
-from turnwise.weights.rendezvous import LOOPBACK, join_store, open_store, private
+from turnwise.weights.process_group import LOOPBACK, join_store, open_store, private
 
 
 def listening(port: int) -> set[str]:

@@ -1,7 +1,4 @@
-"""verl's server manager behind plain calls: engines, and chats and batches on them.
-
-The engines run in a separate thread for the duration of a `with` block.
-"""
+"""verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,6 +24,8 @@ _STOP_SECONDS = 60.0
 
 class LLMServerManager:
     """The engines of a configuration behind plain calls; a context manager.
+
+    The engines run in a separate thread for the duration of the `with` block.
 
     Args:
         config: A YAML file or a `Config`; a file may leave out `environment` and `data`.
@@ -124,23 +123,13 @@ class LLMServerManager:
         """Free the engines' memory.
 
         Turns in progress continue after `wake_up`; until then no new one can start.
-
-        Raises:
-            DeadlineError: when an engine does not answer.
         """
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.sleep(), seconds, "the engines to sleep")
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume serving.
-
-        Args:
-            tags: Parts to wake, `weights` or `kv_cache`; None wakes all of it.
-
-        Raises:
-            DeadlineError: when an engine does not answer.
-        """
+        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes all of it."""
         seconds = self.config.engine.request_timeout
         self._call(lambda manager: manager.wake_up(tags), seconds, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())

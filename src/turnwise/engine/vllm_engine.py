@@ -319,8 +319,8 @@ class VllmEngine:
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
     ) -> int:
         seconds = timeout or self._timeout
-        opening = ("open_update", manifest.to_dict(), seconds)
-        return await self._load(f"weight update {manifest.version}", opening, seconds, in_flight)
+        what = f"weight update {manifest.version}"
+        return await self._load(what, manifest.to_dict(), seconds, in_flight)
 
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
@@ -363,24 +363,21 @@ class VllmEngine:
             WeightUpdateError, DeadlineError: as `update_weights` does.
         """
         seconds = timeout or self._timeout
-        opening = ("open_stream", transport, address, seconds)
+        unknown = {"version": 0, "path": address, "nbytes": 0, "tensors": ()}
+        opening = {"transport": transport, **unknown}
         await self._load(f"an update by {transport}", opening, seconds, in_flight)
 
     async def _load(
-        self, what: str, opening: tuple[object, ...], seconds: float, in_flight: InFlight
+        self, what: str, manifest: JsonObject, seconds: float, in_flight: InFlight
     ) -> int:
         """Open an update in all workers, and load it; requests run until its first chunk arrives.
-
-        Args:
-            opening: The worker's method that opens the update, and its arguments.
 
         Returns:
             The version that was loaded.
         """
         async with self._deadline(what, seconds + _GRACE_SECONDS):
             try:
-                method, *args = opening
-                offers = await self._ask(str(method), *args)
+                offers = await self._ask("open_update", manifest, seconds)
                 while not all(offers):
                     await asyncio.sleep(_POLL_SECONDS)
                     offers = await self._ask("poll_update")

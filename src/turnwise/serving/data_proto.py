@@ -86,28 +86,22 @@ class DataProto:
         ]
         if not samples:
             raise InputError("the batch would be empty: no token was sampled")
-        width = max(start for *_, start in samples)
-        length = max(len(sample.token_ids) - start for _, _, sample, start in samples)
 
-        def right(name: str, fill: float) -> "torch.Tensor":
-            lists = [getattr(sample, name)[start:] for _, _, sample, start in samples]
-            return torch.tensor([each + [fill] * (length - len(each)) for each in lists])
+        def padded(lists: list[list[Any]], fill: float, *, left: bool = False) -> torch.Tensor:
+            width = max(map(len, lists))
+            fills = [[fill] * (width - len(each)) for each in lists]
+            pairs = zip(fills, lists, strict=True) if left else zip(lists, fills, strict=True)
+            return torch.tensor([[*first, *second] for first, second in pairs])
 
+        def right(name: str, fill: float) -> torch.Tensor:
+            return padded([getattr(sample, name)[at:] for *_, sample, at in samples], fill)
+
+        before = [sample.token_ids[:at] for *_, sample, at in samples]
+        prompts = padded(before, pad_token_id, left=True)
         responses = right("token_ids", pad_token_id)
-        prompts = torch.tensor(
-            [
-                [pad_token_id] * (width - start) + sample.token_ids[:start]
-                for _, _, sample, start in samples
-            ]
-        )
-        attention = torch.tensor(
-            [
-                [0] * (width - start)
-                + [1] * len(sample.token_ids)
-                + [0] * (length + start - len(sample.token_ids))
-                for _, _, sample, start in samples
-            ]
-        )
+        ones = [[1] * len(ids) for ids in before]
+        after = [[1] * (len(sample.token_ids) - at) for *_, sample, at in samples]
+        attention = torch.cat([padded(ones, 0, left=True), padded(after, 0)], dim=1)
         batch = {
             "prompts": prompts,
             "responses": responses,

@@ -38,9 +38,8 @@ from turnwise.training.lora import (
     split_name,
     write_adapter,
 )
-from turnwise.weights.chunks import drained
 from turnwise.weights.disk import write_shard
-from turnwise.weights.manifest import NamedTensors, chunk_bytes, plan_chunks
+from turnwise.weights.manifest import NamedTensors, chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""

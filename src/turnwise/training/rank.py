@@ -32,10 +32,8 @@ from turnwise.training.objective import TrainingObjective
 from turnwise.training.offload import Offload
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.trainable import TrainableModule
-from turnwise.weights.canary import Canary, canary_prompt
-from turnwise.weights.manifest import Publication
-from turnwise.weights.process_group import join_ranks
-from turnwise.weights.rendezvous import free_address
+from turnwise.weights.manifest import Canary, Publication, canary_prompt
+from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import make_sender
 
 _PLAIN = SamplingConfig()

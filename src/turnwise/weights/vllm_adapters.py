@@ -34,11 +34,7 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
 
 
 def put_folder(manager: vllm.LRUCacheWorkerLoRAManager, number: int, path: str, key: str) -> None:
-    """Read an adapter's folder, and put it into a slot under `number`.
-
-    Raises:
-        InputError: naming `key`, when it cannot be read or does not fit the model.
-    """
+    """Read an adapter's folder, and put it into a slot under `number`; `key` names it in errors."""
     adapter = read_adapter(path, key)
     tensors = load_file(adapter.folder / WEIGHTS)
     try:
@@ -58,10 +54,6 @@ def put(
     Args:
         tensors: Tensors by their names in PEFT's format; they are copied.
         config: PEFT's configuration: r, lora_alpha, target_modules ...
-
-    Raises:
-        WeightUpdateError: when a tensor belongs to no layer of the model, has another size than its
-            layer, or did not arrive in the slot.
     """
     slots = manager._adapter_manager
     helper = vllm.PEFTHelper.from_dict(config)
@@ -127,9 +119,7 @@ def _check_layers(modules: Modules, lora: vllm.LoRAModel) -> None:
                 )
 
 
-def _check_slot(
-    modules: Mapping[str, vllm.BaseLayerWithLoRA], lora: vllm.LoRAModel, slot: int
-) -> None:
+def _check_slot(modules: Modules, lora: vllm.LoRAModel, slot: int) -> None:
     """Check that a slot contains the adapter, bit for bit."""
     for name, layer in lora.loras.items():
         for a, b, slots_a, slots_b in _shards(modules[name], layer):

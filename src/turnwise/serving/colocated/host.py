@@ -9,8 +9,7 @@ step. The actor itself must never wait for its own engine.
 import os
 import pickle
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from turnwise.errors import EngineError
 from turnwise.serving.colocated.process_state import ProcessState, default_group_apart
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from turnwise.engine import vllm_api as vllm
 
 
-@dataclass(frozen=True, slots=True)
-class ColocatedWorker:
+class _Hosted(NamedTuple):
     """A vLLM worker in this process."""
 
     engine: str
@@ -37,20 +35,14 @@ class WorkerHost:
     Between two of these calls vLLM has no effect on the process: random numbers, number of
     threads, process groups and torch's defaults are the trainer's. Untested on GPUs, where
     `VllmEngine.sleep` would also free the worker's memory for the trainer.
-
-    Example:
-        @ray.remote
-        class Trainer(WorkerHost):
-            def train(self) -> None: ...
     """
 
-    _colocated: ColocatedWorker | None = None
+    _colocated: _Hosted | None = None
 
     def open_worker(self, engine: str, rank: int, threads: int, environment: dict[str, str]) -> str:
         """Prepare for the worker of `engine`; close one that another engine left behind.
 
-        Returns:
-            An address on this machine where the engine's workers can meet.
+        Returns an address on this machine where the engine's workers can meet.
         """
         if self._colocated is not None:
             self.close_worker(self._colocated.engine)
@@ -61,16 +53,11 @@ class WorkerHost:
 
             wrapper = vllm.WorkerWrapperBase(rpc_rank=rank)
             address: str = vllm.get_distributed_init_method(vllm.get_ip(), vllm.get_open_port())
-        self._colocated = ColocatedWorker(engine, wrapper, state, threading.get_ident())
+        self._colocated = _Hosted(engine, wrapper, state, threading.get_ident())
         return address
 
     def call_worker(self, engine: str, call: bytes) -> bytes:
-        """Run a pickled `(method, args, kwargs)` on the worker and return the pickled result.
-
-        Raises:
-            EngineError: when the actor does not host a worker of `engine`, or runs its calls in
-                several threads.
-        """
+        """Run a pickled `(method, args, kwargs)` on the worker and return the pickled result."""
         worker = self._colocated
         if worker is None or worker.engine != engine:
             raise EngineError("it no longer hosts a worker of this engine")

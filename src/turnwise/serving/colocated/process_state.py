@@ -8,7 +8,6 @@ process must not be affected, and the worker needs its own state again at its ne
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_set_num_threads = torch.set_num_threads
 _FIRST_GROUP = 1_000_000
 """Number of the first group: torch names groups by counting them, and a name may exist only once
 in a process."""
@@ -43,86 +41,67 @@ class _OwnGroups(c10d._World):
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The global state that each of the two programs changes."""
-
-    threads: int
-    set_num_threads: Callable[[int], None]
-    dtype: torch.dtype
-    matmul_precision: str
-    deterministic: int
-    groups: c10d._World
-    python_random: tuple[object, ...]
-    numpy_random: np.random.BitGenerator
-    torch_random: torch.Tensor
-    cuda_random: list[torch.Tensor]
-
-    @classmethod
-    def now(cls) -> "_State":
-        return cls(
-            torch.get_num_threads(),
-            torch.set_num_threads,
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            torch.get_deterministic_debug_mode(),
-            c10d._world,
-            random.getstate(),
-            np.random.mtrand.get_bit_generator(),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state_all() if _has_cuda() else [],
-        )
-
-    def install(self) -> None:
-        _set_num_threads(self.threads)
-        setattr(torch, "set_num_threads", self.set_num_threads)  # noqa: B010 (mypy: a function)
-        torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.set_deterministic_debug_mode(self.deterministic)
-        c10d._world = self.groups
-        random.setstate(self.python_random)
-        np.random.mtrand.set_bit_generator(self.numpy_random)
-        torch.set_rng_state(self.torch_random)
-        if self.cuda_random:
-            torch.cuda.set_rng_state_all(self.cuda_random)
+def _cuda_random() -> list[torch.Tensor]:
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if initialized else []
 
 
-def _has_cuda() -> bool:
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+_PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "set_num_threads": (
+        lambda: torch.set_num_threads,
+        lambda function: setattr(torch, "set_num_threads", function),
+    ),
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul_precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "groups": (lambda: c10d._world, lambda world: setattr(c10d, "_world", world)),
+    "python_random": (random.getstate, random.setstate),
+    "numpy_random": (np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator),
+    "torch_random": (torch.get_rng_state, torch.set_rng_state),
+    "cuda_random": (_cuda_random, lambda states: states and torch.cuda.set_rng_state_all(states)),
+}
+"""The global state that each of the two programs changes: how its parts are read and set."""
+
+
+def _read() -> dict[str, object]:
+    return {name: read() for name, (read, _) in _PARTS.items()}
+
+
+def _install(state: dict[str, object]) -> None:
+    for name, (_, install) in _PARTS.items():
+        install(state[name])
 
 
 class ProcessState:
     """The global state of one program, active only inside `with state.inside():`.
 
     It starts with torch's defaults, with `threads` threads and without process groups.
-
-    Example:
-        state = ProcessState(threads=4)
-        with state.inside():
-            torch.manual_seed(0)  # the rest of the process keeps its random numbers
     """
 
     def __init__(self, threads: int) -> None:
-        self._state = replace(
-            _State.now(),
-            threads=threads,
-            dtype=torch.float32,
-            matmul_precision="highest",
-            deterministic=0,
-            groups=_OwnGroups(),
-            numpy_random=np.random.MT19937(),
-        )
+        self._state = _read() | {
+            "threads": threads,
+            "dtype": torch.float32,
+            "matmul_precision": "highest",
+            "deterministic": 0,
+            "groups": _OwnGroups(),
+            "numpy_random": np.random.MT19937(),
+        }
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Install this state; at the end of the block, save it and restore the previous one."""
-        outside = _State.now()
-        self._state.install()
+        outside = _read()
+        _install(self._state)
         try:
             yield
         finally:
-            self._state = _State.now()
-            outside.install()
+            self._state = _read()
+            _install(outside)
 
 
 @contextmanager
