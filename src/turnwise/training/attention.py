@@ -19,24 +19,18 @@ from turnwise.errors import InputError, first_line
 from turnwise.internals.transformers import attention_of
 from turnwise.training.batching import Columns
 
-_NAME = "turnwise_packed"
-"""Name of the function in Transformers."""
-_MASK_ROWS = 1024
-"""Queries for which one mask is made, where one is needed."""
+_NAME = "turnwise_packed"  # name of the function in Transformers
+_MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that the layers of a forward pass must pass on; None: none."""
 
 
 def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
-    """Make a model's layers attend within sequences, if torch's attention computes them.
+    """Make a model's layers attend within sequences, if torch's attention computes them; return
+    whether they do.
 
-    Models with attention of their own (soft caps, for instance) keep it.
-
-    Args:
-        name: `training.attention`: one of Transformers' implementations, in place of all this.
-
-    Returns:
-        Whether they do.
+    Models with attention of their own (soft caps, for instance) keep it, and any with a `name`
+    (`training.attention`) gets Transformers' implementation of this name.
     """
     if name != "auto":
         try:
@@ -55,10 +49,7 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
-    """Make a model's layers attend within sequences, or by torch's attention and a mask.
-
-    A model with attention of its own keeps it.
-    """
+    """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if attention_of(model) in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
@@ -95,13 +86,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, as Transformers' layers call it.
 
-    Args:
-        columns: The sequences of a packed row, and the ranks that share it; None: each row is a
-            sequence, and whole.
-        sliding_window: Number of last tokens that a token attends to; None: all.
-
-    Returns:
-        The outputs: [B, T, H, D].
+    Without `columns`, each row is a sequence, and whole. The outputs are [B, T, H, D].
     """
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")

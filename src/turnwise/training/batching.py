@@ -92,10 +92,8 @@ class _Unit:
     """A pair or a sequence, and the tokens that are computed for it."""
 
     samples: list[Sample]
-    alone: int
-    """As the first of its micro-batch."""
-    after: int
-    """After the unit before it."""
+    alone: int  # as the first of its micro-batch
+    after: int  # after the unit before it
 
     @property
     def longest(self) -> int:
@@ -164,12 +162,9 @@ def _assign(buckets: Sequence[list[_Unit]], ranks: int) -> list[list[list[Sample
 class SharedPrefixes:
     """The samples of a row that share columns, in their order in the row."""
 
-    columns_S: torch.Tensor
-    """The column of each token of each sample."""
-    lengths: list[int]
-    """Number of tokens of each."""
-    own: list[int]
-    """Number of tokens at the end of each that are computed for it."""
+    columns_S: torch.Tensor  # the column of each token of each sample
+    lengths: list[int]  # number of tokens of each
+    own: list[int]  # number of tokens at the end of each that are computed for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +176,14 @@ class Columns:
     """
 
     token_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor | None
-    """None where each row begins at 0."""
-    before_N: torch.Tensor
-    """Positions before masked tokens, counted row by row."""
-    targets_N: torch.Tensor
-    """The masked tokens that follow them."""
+    position_ids_BT: torch.Tensor | None  # None where each row begins at 0
+    before_N: torch.Tensor  # positions before masked tokens, counted row by row
+    targets_N: torch.Tensor  # the masked tokens that follow them
     lengths: list[int] | None
     """Lengths of the sequences of the whole packed row; None if it is not packed."""
     group: ContextGroup | None
-    number_N: torch.Tensor
-    """Number of each target among those of all columns."""
-    total: int
-    """Number of targets in all columns."""
+    number_N: torch.Tensor  # number of each target among those of all columns
+    total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
     """Recorded choice of experts of each token: rows of `trajectory/experts.py`, after a byte that
     is 1 where there is one; None if no token has one."""
@@ -209,12 +199,8 @@ class Columns:
         group: ContextGroup | None,
         experts_BTR: torch.Tensor | None = None,
     ) -> "Columns":
-        """Return this rank's columns of a micro-batch; without a group, all of them.
-
-        Args:
-            mask_BT: True at the tokens to score.
-            position_ids_BT: Positions of a packed row; None for rows of one sequence each.
-        """
+        """Return this rank's columns; without a group, all of them. The mask is True at targets;
+        there are position ids only for a packed row."""
         columns = token_ids_BT.shape[1]
         lengths: list[int] | None = None
         if position_ids_BT is not None:  # each sequence begins at position 0
@@ -333,14 +319,12 @@ class MicroBatch:
     staleness_N: torch.Tensor
     """Optimizer steps from the weights that sampled a token to those at the start of the step."""
     advantages_N: torch.Tensor
-    turn_N: torch.Tensor
-    """Index of each token's turn in its trajectory."""
+    turn_N: torch.Tensor  # index of each token's turn in its trajectory
     sequence_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
     """Trained tokens of the whole trajectory, in whichever micro-batch its samples are."""
     sequences: int
-    tokens: int
-    """Tokens without padding."""
+    tokens: int  # tokens without padding
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
@@ -362,12 +346,10 @@ def make_micro_batch(
     device: torch.device,
     group: ContextGroup | None = None,
 ) -> MicroBatch:
-    """Return the tensors of samples; without samples, a batch of one token that is not trained.
+    """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
-    Args:
-        trajectory_tokens: Trained tokens of each trajectory, from the rank's share.
-        version: Weight version at the start of the step.
-        group: Ranks that share the samples; None: this one computes all columns.
+    Without samples, it is a batch of one token that is not trained. `trajectory_tokens` are those
+    of the rank's share, and `version` is the weight version at the start of the step.
     """
     packed = layout != "padded"
     if samples and layout == "shared":

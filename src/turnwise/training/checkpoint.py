@@ -28,8 +28,7 @@ _FILES = "files.json"
 _LOOP = "loop.json"
 _STEP = "step"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LITTLE = 2**20
-"""Free bytes below which a failed write is attributed to a full disk."""
+_LITTLE = 2**20  # free bytes below which a failed write is attributed to a full disk
 
 
 def checkpoints_of(run: Path) -> Path:

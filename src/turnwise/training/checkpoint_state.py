@@ -30,8 +30,7 @@ from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter; the first is a number."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
 
 
 class RankState(TypedDict):
@@ -39,8 +38,7 @@ class RankState(TypedDict):
 
     version: int
     steps: int
-    skipped_in_row: dict[str, int]
-    """Updates in a row without a finite gradient, by learner."""
+    skipped_in_row: dict[str, int]  # updates in a row without a finite gradient, by learner
     rng: torch.Tensor
     updates: NotRequired[dict[str, int]]
     """Updates taken so far, by learner: the position in its schedule."""

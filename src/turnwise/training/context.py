@@ -28,27 +28,19 @@ class ContextGroup:
 
     ranks: dist.ProcessGroup
     size: int
-    number: int
-    """Number of this rank in the group, from 0."""
+    number: int  # number of this rank in the group, from 0
 
     @classmethod
     def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
-        """Divide all ranks into groups of consecutive ones; every rank must call this.
-
-        Args:
-            limit: Deadline of each exchange.
-        """
+        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
+        every rank must call this."""
         ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
         assert ranks is not None
         return cls(ranks, size, dist.get_rank(ranks))
 
     def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the heads, of all columns: [B, H / C, T * C, D].
-
-        Args:
-            tensor_BHTD: All heads of this rank's columns. Where there are fewer heads than ranks,
-                several ranks get the same one.
-        """
+        """Return this rank's share of the heads, of all columns, from all heads of its columns:
+        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
         repeats = max(1, self.size // tensor_BHTD.shape[1])
         tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
         parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))
@@ -70,11 +62,8 @@ class ContextGroup:
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
-    """Check that the ranks of a context group can share a model's sequences.
-
-    Args:
-        exchanges: Whether its attention is one that exchanges columns for heads.
-    """
+    """Check that the ranks of a context group can share a model's sequences, by an attention that
+    exchanges columns for heads."""
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type

@@ -9,11 +9,10 @@ import math
 import shutil
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -45,7 +44,7 @@ FILE_BYTES = 4 * 2**30
 
 
 def export_model(
-    folder: Path, rank: int, config: Config, model: Any, file_bytes: int = FILE_BYTES
+    folder: Path, rank: int, config: Config, model: PreTrainedModel, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
@@ -82,7 +81,7 @@ def export_model(
             _save_rest(folder, config)
 
 
-def export_adapter(folder: Path, rank: int, config: Config, model: Any) -> None:
+def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
     """Write the policy's adapter in PEFT's format, in float32, with the tokenizer.
 
     All ranks gather its tensors one by one; only rank 0 keeps and writes them.
@@ -107,12 +106,7 @@ def _save_rest(folder: Path, config: Config) -> None:
 
 @torch.no_grad()
 def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
-    """Write the model of `model.path` with an adapter added, as engines computed with it.
-
-    Args:
-        adapter: Folder with an adapter in PEFT's format.
-        folder: Folder for the model and its tokenizer.
-    """
+    """Write the model of `model.path` with an adapter added, as engines computed with it."""
     settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = settings["r"]
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)

@@ -31,8 +31,7 @@ _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
 """Least tokens of the sequences; the second begins as the first does. In a packed row they begin at
 odd columns, where no chunk of a model does."""
-_COMMON = 11
-"""Tokens of that beginning."""
+_COMMON = 11  # tokens of that beginning
 _LONGEST = 16384
 _BLOCK = 8
 """Tokens over which differences are averaged. Where another sequence is seen, all tokens of a block
@@ -54,12 +53,9 @@ class Difference:
 
     nats: float
     """Largest mean over a block of tokens; inf where they cannot be computed, or are not finite."""
-    relative: float
-    """The same relative to the spread of the model's log-probs."""
-    rounding: float
-    """Most of it that counts as rounding."""
-    error: str = ""
-    """The reason where they cannot be computed."""
+    relative: float  # the same relative to the spread of the model's log-probs
+    rounding: float  # most of it that counts as rounding
+    error: str = ""  # the reason where they cannot be computed
 
     @property
     def small(self) -> bool:
@@ -73,12 +69,7 @@ class Difference:
 
 
 class ModelCheck:
-    """The check of one model. All ranks make the same calls, and get the same answers.
-
-    Args:
-        module: One of `models`.
-        max_length: Most tokens of a sequence.
-    """
+    """The check of one model. All ranks make the same calls, and get the same answers."""
 
     def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
         self._models, self._module = models, module
@@ -107,10 +98,8 @@ class ModelCheck:
 
     @torch.no_grad()
     def compare(self, layout: Layout) -> Difference:
-        """Return the difference of a layout from the sequences one by one.
-
-        Where it is due to the trainer's attention, the model gets its own back.
-        """
+        """Return the difference of a layout from the sequences one by one; where it is due to the
+        trainer's attention, the model gets its own back."""
         found = self._compared(layout)
         if found.small or not is_packed(self._model):
             return found
@@ -176,20 +165,14 @@ class AgreedLayout:
     """The layout of micro-batches that all ranks agreed on."""
 
     layout: Layout
-    warning: str = ""
-    """The reason if it is not the preferred one; "" if it is."""
+    warning: str = ""  # the reason if it is not the preferred one; "" if it is
 
 
 def agreed_layout(
     checks: Sequence[ModelCheck], training: TrainingConfig, preferred: Layout
 ) -> AgreedLayout:
-    """Return the preferred layout, or padded if a model computes something else in it.
-
-    A layout that the configuration names is not replaced.
-
-    Args:
-        checks: Those of all models; see `check_models`.
-    """
+    """Return the preferred layout, or padded if a model computes something else in it, unless the
+    configuration names one."""
     for check in checks:
         if not check.own.small:
             raise InputError(

@@ -97,9 +97,6 @@ def load_model(
     """Load a causal language model without dropout, which would make every ratio wrong.
 
     With several ranks it has no weights yet where `fill` can read each rank's shards.
-
-    Args:
-        dtype: Type of its weights.
     """
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
@@ -177,14 +174,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
-    """Make layers keep only their input, and compute their activations again in backward passes.
-
-    Args:
-        every: `training.activation_checkpointing`: all layers, none, or every N-th.
-
-    Returns:
-        Those layers.
-    """
+    """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
+    input, and compute their activations again in backward passes; return them."""
     chosen = decoder_layers(model)[:: int(every)] if every else []
     for layer in chosen:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

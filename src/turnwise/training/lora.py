@@ -31,8 +31,7 @@ ModelName = Literal["policy", "reference", "value"]
 _ADAPTERS: dict[ModelName, str] = {"policy": "default", "value": "value"}
 """PEFT's name of the adapter that is active in each role; the reference model has none."""
 _POLICY = _ADAPTERS["policy"]
-_PREFIX = "base_model.model."
-"""Beginning of the names of tensors in PEFT's files."""
+_PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
 
@@ -102,13 +101,11 @@ def trained_part(module: nn.Module, role: ModelName) -> nn.Module:
 
 
 def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Untyped]]:
-    """Yield the parameters that an update of the engines must contain.
+    """Yield the parameters that an update of the engines must contain: their names in the plain
+    model, and PEFT's layers of those with an adapter.
 
     These are the parameters of adapted layers, and of the linear layers beside them: an engine may
     have fused these into one (query, key and value), which it can only load whole.
-
-    Yields:
-        The name in the plain model, the parameter, and PEFT's layer if it has an adapter.
     """
     adapted = adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in adapted}
@@ -125,10 +122,7 @@ def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Un
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> NamedTensors:
-    """Yield each of these parameters whole, with the policy's adapter added.
-
-    Every rank must iterate over all of them.
-    """
+    """Yield each of these whole, with the policy's adapter added; every rank iterates over all."""
     for name, parameter, layer in changed_parameters(model):
         tensor = parameter.detach()
         if layer is not None:
@@ -143,33 +137,21 @@ def merged_tensors(model: nn.Module) -> NamedTensors:
 def add_product(
     weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return a layer's weight with an adapter added, in float32.
-
-    Args:
-        weight: [out, in].
-        first: The adapter's factor A: [rank, in].
-        second: The adapter's factor B: [out, rank].
-    """
+    """Return a layer's weight [out, in] with its adapter's factors A [rank, in] and B [out, rank]
+    added, in float32."""
     return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale)
 
 
 @torch.no_grad()
 def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Yield the policy's adapter, each tensor whole, under PEFT's names.
-
-    Every rank must iterate over all of them.
-    """
+    """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
     for name, parameter in model.named_parameters():
         if f".{_POLICY}." in name and ".lora_" in name:
             yield _PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
 
 
 def adapter_config(model: Untyped, base: str) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter.
-
-    Args:
-        base: Folder or name of the model that the adapter belongs to.
-    """
+    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter."""
     settings = model.peft_config[_POLICY]
     return {
         **settings.to_dict(),

@@ -48,8 +48,7 @@ from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.scoring import score_hidden
 
 GIB = 2**30
-_PLAIN = "turnwise_memory"
-"""Name of the attention and experts functions in Transformers."""
+_PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts in a model's configuration."""
 
@@ -59,12 +58,9 @@ class ModelSize:
     """Numbers of a model's parameters, and its vocabulary."""
 
     parameters: int
-    learning: int
-    """Those that are trained: all, or the adapters'."""
-    largest_layer: int
-    """Those of the largest decoder layer."""
-    outside: int
-    """Those outside of decoder layers: embeddings and head."""
+    learning: int  # those that are trained: all, or the adapters'
+    largest_layer: int  # those of the largest decoder layer
+    outside: int  # those outside of decoder layers: embeddings and head
     largest_tensor: int
     vocabulary: int
 
@@ -72,11 +68,7 @@ class ModelSize:
 def model_size(
     config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
-    """Return the size of a model, by default the policy.
-
-    Args:
-        roles: Roles of its adapters; none without LoRA.
-    """
+    """Return the size of a model, by default the policy."""
     lora = config.model.lora.model_dump_json() if roles else ""
     return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
 
@@ -106,11 +98,7 @@ def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> Mo
 
 
 def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[str, int]:
-    """Return what all ranks together hold between steps, by part.
-
-    Args:
-        beside: The models beside the policy, by role.
-    """
+    """Return what all ranks together hold between steps, by part."""
     roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
     learning = learning_dtype(config).itemsize * size.learning
@@ -171,16 +159,7 @@ def activation_bytes(
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
     Gradients of weights count only while they are computed. All weights learn: with LoRA, it is
-    somewhat less.
-
-    Args:
-        path: Folder or name of the model.
-        dtype: Precision of the forward pass.
-        sharded: Whether FSDP casts the weights, not autocast.
-        tokens: Size of the micro-batch.
-        length: Tokens of a sequence.
-        every: Layers whose activations are recomputed in the backward pass: all, none, or every
-            N-th.
+    somewhat less. If `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32

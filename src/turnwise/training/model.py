@@ -38,12 +38,10 @@ from turnwise.training.scoring import Scores, hidden_before, score_columns
 
 
 class Scorer(nn.Module):
-    """A causal language model whose forward pass scores tokens.
+    """A causal language model whose forward pass scores tokens, in `dtype`.
 
-    Args:
-        dtype: Data type of forward passes.
-        roles: Roles that it plays with an adapter each (LoRA); none if it plays its only one.
-        replay: Its routers, where they repeat the engine's choices in the role of the policy.
+    It plays its only role, or several (LoRA) with an adapter each. In the role of the policy, its
+    routers repeat the engine's choices if there is a `replay`.
     """
 
     def __init__(
@@ -129,12 +127,8 @@ class Models:
     def score(
         self, name: ModelName, batch: MicroBatch, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the log-probs and entropies of a batch's masked tokens.
-
-        Args:
-            name: "policy" or "reference".
-            sampling: Distribution to score under; None: that of the configuration.
-        """
+        """Return the scores of a batch's targets by the policy or the reference model; by default
+        under the configuration's `sampling`."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -219,11 +213,8 @@ def distribute(
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered only for its own computation.
-
-    Args:
-        other: The model that the module was made of; its files hold the weights that the module
-            still lacks.
+    Each decoder layer is gathered only for its own computation. The files of `other`, which the
+    module was made of, hold the weights that it still lacks.
     """
     if trained:
         recompute(module, config.training.activation_checkpointing)

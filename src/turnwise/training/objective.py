@@ -56,7 +56,8 @@ class TrainingObjective:
 
     def _spread(self, batch: MicroBatch) -> None:
         """Turn each trajectory's advantage or reward into advantages of its tokens."""
-        kl, penalties_N = self._config.kl, None
+        kl = self._config.kl
+        penalties_N: torch.Tensor | None = None
         if self._penalised:  # the KL penalty is part of the reward
             assert batch.old_logprobs_N is not None
             assert batch.reference_logprobs_N is not None

@@ -32,11 +32,9 @@ class _Away:
 class Offload:
     """Offloads tensors and brings them back, by kind.
 
-    Args:
-        tensors: For each kind, a function that lists its tensors: an optimizer has some only after
-            its first step.
-        file: Prefix of the files that hold values of a CPU. They are removed while they are open,
-            so that the process never leaves them behind.
+    A kind is a function that lists its tensors: an optimizer has some only after its first step.
+    `file` is the prefix of the files that hold values of a CPU. They are removed while they are
+    open, so that the process never leaves them behind.
     """
 
     def __init__(
@@ -84,7 +82,9 @@ class Offload:
                 path.unlink()
                 for part in parts:
                     if part.host is None:
-                        _write(_bytes(part.storage), file)
+                        for values in torch.split(_bytes(part.storage), _PART_BYTES):
+                            # A storage that NumPy has accessed can no longer be resized.
+                            file.write(values.clone().numpy().tobytes())
                 file.flush()
             except BaseException:
                 with suppress(OSError):  # what is not written yet: the disk is full
@@ -142,14 +142,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 def _bytes(storage: Any) -> torch.Tensor:
     """Return a storage's contents: [nbytes], uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-# A storage that NumPy has accessed can no longer be resized, so files are written from copies.
-
-
-def _write(values: torch.Tensor, file: BinaryIO) -> None:
-    for part in torch.split(values, _PART_BYTES):
-        file.write(part.clone().numpy().tobytes())
 
 
 def _read(values: torch.Tensor, file: BinaryIO) -> None:

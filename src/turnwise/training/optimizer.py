@@ -26,16 +26,13 @@ PART = 2**22
 """Values of a weight that a step of `RoundingAdamW` computes at once."""
 PART_BYTES = 26
 """Bytes of temporary memory for each of these values."""
-_LOW_BITS = 2**16
-"""Values of the bits of a float32 that a bfloat16 lacks."""
+_LOW_BITS = 2**16  # values of the bits of a float32 that a bfloat16 lacks
 
 
 class TrainableModule:
     """A module with its optimizer and schedule.
 
-    Args:
-        rate: AdamW's learning rate after warm-up.
-        total_updates: Optimizer steps of the whole run, for a rate that decays; None keeps it.
+    The rate after warm-up is `rate`, and decays within `total_updates` if they are known.
     """
 
     def __init__(
@@ -58,11 +55,7 @@ class TrainableModule:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
-        """Continue after some updates; rates and decay stay those of the configuration.
-
-        Args:
-            moments: AdamW's state of each parameter that has been updated, by name.
-        """
+        """Continue after some updates; rates and decay stay those of the configuration."""
         self.optimizer.state.clear()
         for name, parameter in self.module.named_parameters():
             if name in moments:

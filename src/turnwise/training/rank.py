@@ -59,21 +59,11 @@ class RankInfo:
 
     rank: int = 0
     ranks: int = 1
-    address: str = ""
-    """host:port of rank 0; "" makes no process group, for one rank alone."""
+    address: str = ""  # host:port of rank 0; "" makes no process group, for one rank alone
 
 
 class TrainerRank:
-    """A rank of the model in training.
-
-    Args:
-        place: Number of this rank; several ranks rendezvous before the model is loaded.
-        folder: Folder of the run, for transports that write files.
-
-    Raises:
-        InputError: when the model cannot be loaded or does not fit, the algorithm cannot be built,
-            or the transport cannot be used on this machine.
-    """
+    """A rank of the model in training; several rendezvous before the model is loaded."""
 
     def __init__(
         self, config: Config, place: RankInfo = RankInfo(), folder: Path | None = None
@@ -214,12 +204,8 @@ class TrainerRank:
             )
 
     def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
-        """Compute one model's values for tokens, without training.
-
-        Returns:
-            For each sequence of this rank's share, its number and a value for each masked token:
-            its log-prob under `sampling`, or, from the value model, the expected return before it.
-        """
+        """Return the number of each sequence of this rank's share, and the values of its masked
+        tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])

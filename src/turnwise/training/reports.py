@@ -30,29 +30,20 @@ SumName = Literal[
 class UpdateReport:
     """One rank's report of one optimizer step; sums are over its trained tokens."""
 
-    tokens: int = 0
-    """Trained tokens of this rank."""
+    tokens: int = 0  # trained tokens of this rank
     sums: dict[SumName, float] = field(default_factory=lambda: defaultdict(float))
     """Sums, by the metric whose mean they give."""
     loss_metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums of the loss's own metrics (`TokenLoss.metrics_N`)."""
     logprob_diff_max: float = 0.0
     """Largest difference between the engine's log-prob of a token and the trainer's."""
-    loss: float = 0.0
-    """This rank's part of the batch's loss: the parts of all ranks add up to it."""
-    grad_norm: float = 0.0
-    """Norm of the gradient over all ranks."""
-    learning_rate: float = 0.0
-    """The policy's learning rate; 0 if only the value model was trained."""
-    skipped: bool = False
-    """Whether a gradient was not finite and its update was skipped."""
+    loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
+    grad_norm: float = 0.0  # norm of the gradient over all ranks
+    learning_rate: float = 0.0  # the policy's learning rate; 0 if only the value model was trained
+    skipped: bool = False  # whether a gradient was not finite and its update was skipped
 
     def add(self, made: "Objective", diff_N: "torch.Tensor", entropy_N: "torch.Tensor") -> None:
-        """Add one micro-batch.
-
-        Args:
-            diff_N: The trainer's log-probs minus the engine's.
-        """
+        """Add one micro-batch."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
         self.sums["ratio"] += float(made.result.ratio_N.sum())
@@ -72,20 +63,14 @@ class UpdateReport:
 class StepReport:
     """One rank's report of one training step."""
 
-    version: int
-    """Weight version after the step."""
-    updates: list[UpdateReport]
-    """One for each optimizer step."""
+    version: int  # weight version after the step
+    updates: list[UpdateReport]  # one for each optimizer step
     tokens_KN: npt.NDArray[np.float32]
     """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
-    staleness: Counter[int]
-    """Trained tokens by staleness, before the first update."""
-    tokens: int
-    """Tokens computed, without padding."""
-    seconds: float
-    """Duration of the step."""
-    memory_gib: float
-    """Peak memory of the rank so far."""
+    staleness: Counter[int]  # trained tokens by staleness, before the first update
+    tokens: int  # tokens computed, without padding
+    seconds: float  # duration of the step
+    memory_gib: float  # peak memory of the rank so far
 
 
 def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
@@ -156,12 +141,7 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return each sample's part of the ranks' token values.
-
-    Args:
-        shares: The updates of each rank.
-        reports: The report of each rank; without values if only a value model was trained.
-    """
+    """Return each sample's part of the ranks' token values."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

@@ -19,8 +19,7 @@ KEY = "engine.routing_replay"
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 """Names of the classes of routers in Transformers."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_NARROW = 256
-"""Most experts whose numbers are one byte each."""
+_NARROW = 256  # most experts whose numbers are one byte each
 
 
 class RoutingReplay:
@@ -42,11 +41,7 @@ class RoutingReplay:
             raise InputError(f"{KEY}: a {text.model_type} model has no routers that are known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
-        """Set the choices of the next forward pass and its backward pass; None: none are recorded.
-
-        Args:
-            experts_BTR: As in `MicroBatch`.
-        """
+        """Set the choices of the next forward and backward pass; None: none are recorded."""
         self._recorded = None
         if experts_BTR is None:
             return

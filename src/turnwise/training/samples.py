@@ -219,13 +219,10 @@ def _without_stale(branch: Branch, oldest: int) -> Branch:
 class _Side:
     """The part of a trajectory that one player played; without players, the whole."""
 
-    index: int
-    """Index of the trajectory in its group."""
-    turns: list[int]
-    """Indices of its turns."""
+    index: int  # index of the trajectory in its group
+    turns: list[int]  # indices of its turns
     reward: float
-    turn_rewards: list[float]
-    """Reward of each turn; the last one's includes the rest of `reward`."""
+    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
 
 
 def _sides(group: Group, config: Config) -> list[list[_Side]]:
@@ -282,8 +279,7 @@ def _of_groups(
 def _of_sides(
     compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm
 ) -> list[list[list[float]] | None]:
-    """Return the advantages of each side's turns, for sides that are compared; None if they are not
-    trained."""
+    """Return the advantages of each side's turns; None for sides that are not trained."""
     advantage, name = algorithm.advantage, config.algorithm.advantage.name
     if not advantage.per_turn:
         of_groups = advantage.of_groups([[side.reward for side in same] for same in compared])
@@ -351,42 +347,33 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
         compares = "algorithm.dynamic_sampling"
     elif config.data.curriculum:
         compares = "data.curriculum"
-    elif not _trains_alone(algorithm):
-        compares = f"algorithm.advantage {parts.advantage.name}"
     else:
-        return
+        advantage, compares = algorithm.advantage, f"algorithm.advantage {parts.advantage.name}"
+        try:
+            if advantage.per_turn:
+                trains_alone = advantage.of_turns([[1.0]]) is not None
+            else:
+                trains_alone = advantage.of_groups([[1.0]])[0] is not None
+        except Exception:  # such as a standard deviation of one number, in the user's `Advantage`
+            trains_alone = False
+        if trains_alone:
+            return
     raise InputError(
         f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
         "compare: raise sampling.n"
     )
 
 
-def _trains_alone(algorithm: Algorithm) -> bool:
-    """Return whether the `Advantage`, possibly the user's, accepts a group of one."""
-    advantage = algorithm.advantage
-    try:
-        if advantage.per_turn:
-            return advantage.of_turns([[1.0]]) is not None
-        return advantage.of_groups([[1.0]])[0] is not None
-    except Exception:  # such as a standard deviation of one number
-        return False
-
-
 def oldest_version(config: Config, version: int) -> int:
-    """Return the oldest version whose tokens are trained, if every step made all its updates.
-
-    Args:
-        version: Optimizer steps that the trainer has taken.
-    """
+    """Return the oldest version whose tokens are trained, if every step made all its updates."""
     return version - config.training.max_staleness * config.training.updates_per_step
 
 
 class RecentVersions:
     """The weight versions at the end of the last steps, the oldest first.
 
-    `training.max_staleness` counts steps. A step makes up to `training.updates_per_step` versions:
-    fewer if it has few trajectories or an update is skipped, and none while only the value model
-    learns.
+    `training.max_staleness` counts steps, which make up to `training.updates_per_step` versions:
+    fewer if trajectories are few or an update is skipped, none while only the value model learns.
     """
 
     def __init__(self, config: Config) -> None:
@@ -404,11 +391,6 @@ class RecentVersions:
         return list(self._versions)
 
     def restore(self, state: Sequence[int] | None, version: int) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            state: None for a checkpoint without it.
-            version: Optimizer steps that the checkpoint contains.
-        """
+        """Continue from a checkpoint, whose version this is; an old one has no state."""
         known = [oldest_version(self._config, version), version] if state is None else state
         self._versions = deque(known, maxlen=self._config.training.max_staleness + 1)

@@ -5,7 +5,7 @@ Temperature, top-k and top-p are applied as vLLM applies them: a temperature bet
 by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,7 @@ from turnwise.training.attention import attending
 from turnwise.training.batching import Columns
 from turnwise.training.loading import backbone_of
 
-_LOWEST_TEMPERATURE = 0.01
-"""Lowest temperature above 0 in vLLM's SamplingParams."""
+_LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
 """Maximum number of logits computed at once: 128 MiB in float32."""
 
@@ -54,7 +53,7 @@ def score_hidden(
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them."""
     rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    compute: Any = _score
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
     chunks = [

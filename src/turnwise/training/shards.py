@@ -38,10 +38,8 @@ from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Transformers reads many tensors at once without it."""
-_ADAPTED = ".base_layer."
-"""Part of the names of weights in a layer with an adapter."""
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # Transformers reads many tensors at once without it
+_ADAPTED = ".base_layer."  # part of the names of weights in a layer with an adapter
 
 
 def weight_files(path: str) -> list[str]:
@@ -79,12 +77,7 @@ def read_tensor(files: list[str], name: str) -> torch.Tensor:
 
 
 def read_shards(module: nn.Module, files: list[str], device: torch.device) -> None:
-    """Fill the parameters of a sharded model that are on the meta device, and its buffers.
-
-    Args:
-        module: The module that holds the model.
-        device: Device of this rank's shards.
-    """
+    """Fill the parameters of a sharded model that are on the meta device, and its buffers."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     for name, parameter in model.named_parameters():
@@ -148,8 +141,7 @@ def _slices(files: list[str]) -> Iterator[Slices]:
 def full_tensors(model: PreTrainedModel) -> NamedTensors:
     """Yield each tensor whole, under its name in the files; every rank must iterate over all.
 
-    At most one parameter is gathered at a time, or those of one layer if the files have several of
-    them in one tensor.
+    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
     """
     return _tensors(model, whole)
 

@@ -97,12 +97,7 @@ class TrainerGroup:
 
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
-        """Start all ranks, each in an actor with `training.resources`.
-
-        Args:
-            folder: Folder of the run.
-            num_gpus: GPUs of each rank; less than 1 is a share of one.
-        """
+        """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         from turnwise.training.rank import RankInfo, threads_of
 
         training = config.training
@@ -186,12 +181,9 @@ class TrainerGroup:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score sequences with one of the trainer's models.
+        """Score the masked tokens of sequences with one of the trainer's models.
 
-        Args:
-            token_ids: For each sequence its T tokens.
-            masks: For each sequence T times 1 (a token to be scored) or 0; a first token, which
-                nothing precedes, is never scored.
+        A first token, which nothing precedes, is never scored.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token

@@ -23,9 +23,9 @@ def has_signal(rewards: Sequence[float]) -> bool:
 def overlong_penalty(length: int, max_length: int, buffer_tokens: int, penalty: float) -> float:
     """Return the term, between -penalty and 0, that is added to the reward of `length` tokens.
 
-        0                                  up to L - buffer, and without a buffer (L - buffer -
-        length) / buffer     in the buffer: the last tokens before the longest length L -1
-        beyond L
+        0                               up to L - buffer, and without a buffer
+        (L - buffer - length) / buffer  in the buffer: the last tokens before the longest length L
+        -1                              beyond L
 
     Soft overlong punishment: Yu et al., "DAPO" (arXiv 2503.14476), eq. 13. Difference: it is
     multiplied by a weight, `penalty`.
@@ -132,12 +132,11 @@ class ReinforcePPAdvantage(Advantage):
     def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
         """Return all 0 if all rewards, minus their baselines, are equal; with baseline `group`,
         None for a group of fewer than two."""
-        shifted: list[list[float] | None]
+        shifted: list[list[float] | None] = [list(group) for group in rewards]
+        mean = None
         if self._config.baseline == "group":
             shifted = [None if len(r) < 2 else _centred(r, scale=False) for r in rewards]
-            mean = 0.0  # the mean of differences from group means, except for rounding
-        else:
-            shifted, mean = [list(group) for group in rewards], None
+            mean = 0.0  # of differences from group means, except for rounding
         batch = [a for group in shifted if group is not None for a in group]
         scores = iter(_centred(batch, scale=True, mean=mean))
         return [None if group is None else [next(scores) for _ in group] for group in shifted]
@@ -178,11 +177,8 @@ def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]]:
-    """Return values minus their mean over the trajectories that have that turn, 0 without others.
-
-    Args:
-        scale: Also divide by their standard deviation.
-    """
+    """Return values minus their mean over the trajectories that have that turn, 0 without others;
+    with `scale`, divided by their standard deviation."""
     normalised = [[0.0] * len(turns) for turns in values]
     for turn in range(max(map(len, values), default=0)):
         present = [index for index, turns in enumerate(values) if turn < len(turns)]
