@@ -14,10 +14,14 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, write_jsonl
-from turnwise.viewer.differences import differences
 from turnwise.viewer.run_files import open_runs
 from turnwise.viewer.server import make_app
-from turnwise.viewer.template_diff import HISTORY_CHANGED, TOOLS_UNKNOWN, Renderer
+from turnwise.viewer.template_diff import (
+    HISTORY_CHANGED,
+    TOOLS_UNKNOWN,
+    Renderer,
+    differences,
+)
 
 MODEL = ROOT / "examples" / "calculator" / "warm_started"
 TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]

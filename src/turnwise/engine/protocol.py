@@ -110,7 +110,7 @@ class Chunk:
     worker: str = field(default="", compare=False)
     """In a scheduler's last chunk, the name of the worker that sampled the last token."""
     experts: bytes = b""
-    """In the last chunk, with `engine.routing_replay`: a row of `trajectory/experts.py` for each id
+    """In the last chunk, with `engine.routing_replay`: a row of `Turn.experts` for each id
     of prompt and completion but the last."""
     stored_tokens: int = 0
     """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""

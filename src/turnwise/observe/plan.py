@@ -42,7 +42,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
         if torch.cuda.is_available():
             return cls(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1])
         return cls(0, psutil.virtual_memory().total)
@@ -106,8 +105,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory and the actors of a run."""
-
     rank: Holding
     engine: Holding
     """One device of an engine."""
@@ -129,31 +126,26 @@ class Plan:
         return self.contexts >= 1 and all(load.expected <= load.limit for load in self.loads)
 
     @property
+    def excess(self) -> float:
+        """By how much it does not fit, in bytes."""
+        over = sum(max(0, load.bytes - load.limit) for load in self.loads)
+        return over + max(0.0, 1 - self.contexts)
+
+    @property
     def possible(self) -> bool:
         """Whether it can run at all."""
         return self.contexts >= 1 and all(load.least <= load.limit for load in self.loads)
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
-    """Return the tokens of a trajectory that are expected: a prompt and one whole answer.
-
-    Args:
-        prompt_tokens: Length of a prompt; None takes a quarter of `model.max_length`.
-    """
+    """Return the tokens of a trajectory that are expected: a prompt (None: a quarter of
+    `model.max_length`) and one whole answer."""
     longest = config.model.max_length
     prompt = longest // 4 if prompt_tokens is None else prompt_tokens
     return min(longest, prompt + config.sampling.max_tokens)
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    """Compute the plan of a training run.
-
-    Args:
-        prompt_tokens: See `expected_length`.
-
-    Raises:
-        InputError: when the model's configuration cannot be read, or traced.
-    """
     check_model(config.model.path)
     shape = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
@@ -176,24 +168,20 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
 def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     """Return changes of the configuration with which a run fits; None if none were found."""
-    changes: list[str] = []
-    tree = config.model_dump()
+    changes: dict[str, str] = {}
     for key, values in _alternatives(config, machine.gpus > 0):
         for text in values:
-            changed = _changed(tree, key, text)
-            if changed is None:
-                break
-            now = Config.model_validate(tree)
-            try:
-                plan, before = make_plan(changed, machine), make_plan(now, machine)
+            try:  # a value may not be allowed, and such a layout may need more GPUs
+                changed = _changed(config, key, text)
+                plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
-                break  # such a layout needs more GPUs
-            if _excess(plan) >= _excess(before):
+                break
+            if plan.excess >= before.excess:
                 break  # it does not help
-            changes = [*(c for c in changes if not c.startswith(f"{key}=")), f"{key}={text}"]
-            tree = changed.model_dump()
+            changes.pop(key, None)  # a milder one
+            config, changes[key] = changed, text
             if plan.fits:
-                return changes
+                return [f"{key}={text}" for key, text in changes.items()]
     return None
 
 
@@ -210,30 +198,15 @@ def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]
     yield "engine.tensor_parallel_size", [str(each) for each in wider]
 
 
-def _changed(tree: dict[str, object], key: str, text: str) -> Config | None:
-    """Return the configuration with another value; None where that is not allowed."""
-    changed = Config.model_validate(tree).model_dump()
+def _changed(config: Config, key: str, text: str) -> Config:
+    changed = config.model_dump()
     apply_override(changed, f"{key}={text}")
-    if key == "engine.tensor_parallel_size" and changed["training"]["colocated"]:
-        changed["serving"]["workers"] = max(1, changed["training"]["ranks"] // int(text))
-    try:
-        return parse_config(changed, optional=("environment", "data.path"))
-    except InputError:
-        return None
-
-
-def _excess(plan: Plan) -> float:
-    """Return by how much a plan does not fit, in bytes."""
-    over = sum(max(0, load.bytes - load.limit) for load in plan.loads)
-    return over + max(0.0, 1 - plan.contexts)
+    if key == "engine.tensor_parallel_size" and config.training.colocated:
+        changed["serving"]["workers"] = max(1, config.training.ranks // int(text))
+    return parse_config(changed, optional=("environment", "data.path"))
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
-    """Return what a rank of the trainer holds.
-
-    Args:
-        length: Expected tokens of a trajectory.
-    """
     training, model = config.training, config.model
     ranks, width = training.ranks, _width(config)
     beside = models_beside(config)
@@ -340,11 +313,8 @@ def _loads(
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a training run ask Ray for.
-
-    Args:
-        share: GPUs of each rank and of each device of an engine, at most 1.
-    """
+    """Yield what the actors of a training run ask Ray for; each rank and device of an engine has
+    this share of a GPU."""
     training, serving, size = config.training, config.serving, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     if training.colocated:
@@ -360,15 +330,7 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run, and the changes with which it would fit if it does not.
-
-    Args:
-        gpus: Number of GPUs; None takes this machine's.
-        gpu_memory: Memory of a GPU in GiB; None takes that of this machine's.
-
-    Raises:
-        InputError: when there are GPUs of an unknown size.
-    """
+    """Print the plan of a run, and the changes with which it would fit if it does not."""
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:

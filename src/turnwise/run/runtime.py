@@ -5,13 +5,11 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from ray.actor import ActorHandle as RayActor
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
@@ -27,6 +25,7 @@ from turnwise.rollouts.loops import import_chat_scheduler
 from turnwise.rollouts.processes import RolloutProcesses, open_front
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
+from turnwise.run.display import SILENT, Progress, show_part
 from turnwise.run.fleet import (
     FRONTS,
     begin_imports,
@@ -35,15 +34,12 @@ from turnwise.run.fleet import (
     ray_running,
     starting_engines,
 )
-from turnwise.run.progress import SILENT, Progress, show_part
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import check_group_size
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.transport import find_transport
-
-_TRAINER = "starting the trainer"
 
 
 @dataclass(slots=True)
@@ -87,19 +83,10 @@ async def open_runtime(
     """Start Ray, the engines and, for training, the trainer; stop them all on exit.
 
     Args:
-        first: A problem of the run, or one of each environment, which are checked before anything
-            is started; None if the problems are not known yet.
+        first: A problem of each environment, which is checked before anything is started; None if
+            the problems are not known yet.
         folder: Run folder for training; None starts no trainer.
-        progress: Shown what is started.
         environment: Makes an environment from a row; None uses the configuration's.
-
-    Raises:
-        InputError: when anything that the user gave cannot be used; nothing is left running.
-
-    Example:
-        async with open_runtime(config, problems[0]) as runtime:
-            run_group = runtime.group_runner(config.sampling)
-            groups = await run_groups(run_group, problems, "rollout")
     """
     training = folder is not None
     if training:
@@ -120,17 +107,12 @@ async def open_runtime(
         share = gpu_share(config, gpus, training=training)
         policy: TrainerGroup | None = None
 
-        async def start_policy() -> None:
+        async def start_policy() -> TrainerGroup | None:
             nonlocal policy
             if folder is not None and policy is None:
-                policy = await show_part(
-                    progress, _TRAINER, lambda: TrainerGroup.start(config, folder, num_gpus=share)
-                )
-
-        async def start_processes() -> None:
-            if processes is not None:
-                name = f"starting {config.rollout.processes} rollout processes"
-                await show_part(progress, name, processes.start)
+                with progress.part("starting the trainer"):
+                    policy = await TrainerGroup.start(config, folder, num_gpus=share)
+            return policy
 
         async def start_rewards() -> None:
             count = sum(1 for part in config.rollout.rewards if part.model)
@@ -143,17 +125,20 @@ async def open_runtime(
                 await policy.close()
 
         stack.push_async_callback(close_policy)
-        if config.training.colocated:
-            await start_policy()  # engines run in its processes
-        manager = make_manager(config, share, _hosts(config, policy))
+        hosts = None
+        if config.training.colocated and (trainer := await start_policy()) is not None:
+            hosts = trainer.actors  # engines run in its processes
+        manager = make_manager(config, share, hosts)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
-        if config.rollout.processes > 1:
+        if (count := config.rollout.processes) > 1:
             processes = RolloutProcesses(config, manager.scheduler, environment)
             stack.push_async_callback(processes.stop)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
-            starting.create_task(start_processes())
+            if processes is not None:
+                name = f"starting {count} rollout processes"
+                starting.create_task(show_part(progress, name, processes.start))
             starting.create_task(start_rewards())
             starting.create_task(start_policy())
             await asyncio.shield(parser)
@@ -191,10 +176,3 @@ def _make_runner(
         check_group_size(config, make_algorithm(config.algorithm))
         find_transport(config.weights.transport)
     return runner
-
-
-def _hosts(config: Config, policy: TrainerGroup | None) -> Mapping[str, RayActor] | None:
-    """Return the trainer's processes that host engines, by name; None if engines have their own."""
-    if policy is None or not config.training.colocated:
-        return None
-    return policy.actors

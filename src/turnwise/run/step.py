@@ -29,16 +29,7 @@ _T = TypeVar("_T")
 
 
 class TrainingStep:
-    """Trains the policy of a runtime, and keeps its engines on the trainer's weights.
-
-    Args:
-        runtime: A runtime with a trainer.
-
-    Example:
-        step = TrainingStep(config, runtime)
-        metrics = await step.learn(await step.make_samples(groups))
-        await step.update_weights()
-    """
+    """Trains the policy of a runtime, and keeps its engines on the trainer's weights."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None

@@ -39,7 +39,7 @@ class Sample:
     counted_only: bool
     """Whether the sample only counts in the batch's totals, and is not computed."""
     experts: bytes = b""
-    """T - 1 rows of `trajectory/experts.py`, which the trainer's routers repeat; empty if they
+    """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
     choose for themselves."""
 
     @classmethod

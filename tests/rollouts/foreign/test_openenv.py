@@ -27,7 +27,7 @@ from turnwise.rollouts.episode import Episode, LocalEpisode, playing
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
-VENV = ROOT / ".venv-openenv"
+VENV = ROOT / ".venv-interop"
 SERVERS = "tests/rollouts/foreign/openenv_servers.py"
 
 

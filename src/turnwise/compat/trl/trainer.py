@@ -21,8 +21,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.data import given_rows
 from turnwise.run import commands
 from turnwise.run.api import run_command
-from turnwise.run.commands import TrainingResult
-from turnwise.run.inputs import ProgramInputs
+from turnwise.run.commands import ProgramInputs, TrainingResult
 from turnwise.tools import ToolFunction
 
 _CONTEXT = 4096
