@@ -13,7 +13,8 @@ from collections.abc import Generator
 import pytest
 
 NAMES = ("vllm", "ray")
-HALTED = tuple(f"import of {name} halted" for name in NAMES)
+HALTED = (*(f"import of {name} halted" for name in NAMES), "vLLM is not installed")
+"""Beginnings of the errors of what needs an engine."""
 FIXTURES = {"ray_started"}  # an engine asks for it, too
 PROGRAMS = ("python", "command_environment", "own_environment")
 """Functions of `conftest.py` with which a file starts programs."""
@@ -55,10 +56,15 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skip a test that imports vLLM or Ray by itself, also where its error is another's cause."""
     report = yield
-    error = call.excinfo.value if report.failed and call.excinfo is not None else None
-    while error is not None:
-        if isinstance(error, ImportError) and str(error).startswith(HALTED):
-            report.outcome = "skipped"
-            report.longrepr = (str(item.path), 0, "Skipped: needs vLLM or Ray")
-        error = error.__cause__ or error.__context__
+    if report.failed and call.excinfo is not None and halted(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, "Skipped: needs vLLM or Ray")
     return report
+
+
+def halted(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is that of a missing engine."""
+    if error is None or str(error).startswith(HALTED):
+        return error is not None
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return any(map(halted, (*inner, error.__cause__, error.__context__)))
