@@ -31,8 +31,7 @@ TAIL_BYTES = 4_096
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 
-_running: "set[Child]" = set()
-"""Children whose groups have not been ended."""
+_running: "set[Child]" = set()  # children whose groups have not been ended
 os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
 
 
@@ -250,8 +249,7 @@ class ForeignLines:
     def __init__(self, logger: logging.Logger, name: str) -> None:
         self._logger = logger
         self._name = name
-        self._begun = b""
-        """Beginning of the line that has not ended."""
+        self._begun = b""  # beginning of the line that has not ended
         self._since = time.monotonic()
         self._logged = 0
         self._left_out = 0

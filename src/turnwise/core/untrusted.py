@@ -27,8 +27,7 @@ HEADER = 4
 """Number of bytes of the length before a frame, big-endian."""
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
-_SHOWN = 80
-"""Number of characters of a wrong answer, or of a place in it, that a message has."""
+_SHOWN = 80  # number of characters of a wrong answer, or of a place in it, that a message has
 
 
 class AnswerError(Exception):

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_NAMED = 8
-"""Maximum number of kinds of waits that one line lists."""
-_ASKED_SECONDS = 1.0
-"""Time after which it is noticed that a report is asked for."""
+_NAMED = 8  # maximum number of kinds of waits that one line lists
+_ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
 
 
 class _Progress:

@@ -47,8 +47,7 @@ class TokenStreams:
         self._llm = weakref.proxy(llm)  # its output processor refers to this object
         self._clock = clock
         self._numbers = itertools.count()
-        self._streams: dict[str, TokenStream] = {}
-        """Unfinished requests by vLLM's internal id."""
+        self._streams: dict[str, TokenStream] = {}  # unfinished requests by vLLM's internal id
         self._outputs = llm.output_processor
         self._process, self._propagate = vllm.divert_outputs(llm, self._receive, self._fail)
         config = llm.vllm_config
