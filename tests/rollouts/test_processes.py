@@ -231,7 +231,8 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     counts = (await process.report()).counts["worker-0"]  # those of both
     assert counts == {"turns": 4, "continued": 1, "aborted": 1}
     assert (await process.report()).counts["worker-0"] == {}
-    process.excuse_death("worker-0")
+    assert second.supervisor is not None
+    second.supervisor.excuse_death()
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
     process.close("no worker is left")

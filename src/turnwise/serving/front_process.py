@@ -91,9 +91,10 @@ class FrontProcess:
         self._make_runner = make_runner
         self._runner: GroupRunner | None = None
         self._server: OpenAIServer | None = None
-        self._urgent = asyncio.Event()
-        self._failures: list[tuple[str, str]] = []
-        self._excused: list[str] = []
+        self.urgent = asyncio.Event()
+        """Set when something is to be reported at once."""
+        self.failures: list[tuple[str, str]] = []
+        self.excused: list[str] = []
         self._counted: dict[Worker, Counter[str]] = {}
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
@@ -107,9 +108,6 @@ class FrontProcess:
         Args:
             port: Port to listen on, if no other program has taken it; 0 takes a free one.
             lost: Names of the sessions of the process before this one, which are refused.
-
-        Raises:
-            InputError: when something that the user gave cannot be used.
         """
         logs.follow()
         base_url = ""
@@ -176,7 +174,7 @@ class FrontProcess:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.suspend(name)
                 await asyncio.sleep(_REACH_SECONDS)
-                self.report_failure(name, str(error) or why)
+                _Remote(self, name).report_failure(str(error) or why)
         else:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.restore(name)
@@ -195,7 +193,7 @@ class FrontProcess:
 
     async def wake(self) -> None:
         """End a `report` that waits: the driver has messages."""
-        self._urgent.set()
+        self.urgent.set()
 
     async def report(self, messages: Sequence[Message] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
@@ -208,8 +206,8 @@ class FrontProcess:
             getattr(self, method)(*arguments)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
-                await self._urgent.wait()
-        self._urgent.clear()
+                await self.urgent.wait()
+        self.urgent.clear()
         moved, self._moved = self._moved, last_progress()
         events, self._events = self._events, Counter(self.scheduler.events)
         workers = self.scheduler.workers
@@ -218,12 +216,12 @@ class FrontProcess:
             loads={name: worker.load for name, worker in workers.items()},
             events=self._events - events,
             counts={},
-            failures=self._failures,
-            excused=self._excused,
+            failures=self.failures,
+            excused=self.excused,
             sessions={},
             requests=Counter(),
         )
-        self._failures, self._excused = [], []
+        self.failures, self.excused = [], []
         if self._server is not None:
             requests, self._requests = self._requests, Counter(self._server.requests)
             report.requests = self._requests - requests
@@ -239,14 +237,6 @@ class FrontProcess:
                 del self._counted[worker]
         return report
 
-    def report_failure(self, name: str, why: str) -> None:
-        self._failures.append((name, why))
-        self._urgent.set()
-
-    def excuse_death(self, name: str) -> None:
-        self._excused.append(name)
-        self._urgent.set()
-
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
@@ -256,10 +246,12 @@ class _Remote:
     name: str
 
     def report_failure(self, why: str) -> None:
-        self.process.report_failure(self.name, why)
+        self.process.failures.append((self.name, why))
+        self.process.urgent.set()
 
     def excuse_death(self) -> None:
-        self.process.excuse_death(self.name)
+        self.process.excused.append(self.name)
+        self.process.urgent.set()
 
 
 async def _free_port(host: str, port: int) -> int:

@@ -28,7 +28,14 @@ from turnwise.core.aio import is_cancelled, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
-from turnwise.errors import DeadlineError, EngineError, InputError, TurnwiseError, text_of
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    StepError,
+    TurnwiseError,
+    text_of,
+)
 from turnwise.serving.front_process import (
     LOST,
     REPORT_SECONDS,
@@ -84,8 +91,6 @@ class FrontProcesses:
     are answered with 410.
 
     Args:
-        scheduler: Scheduler of the engines.
-        process_class: Class of the actors.
         names: Names of the processes; by default there are `serving.session_processes`.
         make_runner: See `FrontProcess`.
     """
@@ -157,7 +162,7 @@ class FrontProcesses:
             log=process.name,
             placement=placement,
             max_concurrency=_MAX_CALLS,
-            failure=EngineError,
+            failure=EngineError if self._make_runner is None else StepError,
         )
 
     async def _start(self, process: Process) -> None:
@@ -307,24 +312,24 @@ class FrontProcesses:
             self._tell(process, "close", why)
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session in the process with the fewest; describe it, with its URLs.
+        """Open a session in the process with the fewest, and describe it; None if none is up.
 
-        Returns None if no process is up. Raises `InputError` when a session of that name is open,
-        or is being opened, and `DeadlineError` when a process does not answer, which may have
-        opened it.
+        Raises `InputError` when a session of that name is open, or is being opened, and
+        `DeadlineError` when a process does not answer, which may have opened it.
         """
-        if name is not None and name in self._opening:
+        if name in self._opening:
             raise InputError(f"the session {name} is being opened")
-        names, dead = {name} if name is not None else set[str](), set[Process]()
+        names = {name} if name is not None else set[str]()
+        owner, free = self._owners.get(name or ""), sorted(self.up, key=lambda each: each.busy)
         self._opening |= names
         try:
-            while up := [process for process in self.up if process not in dead]:
-                process = self._owners.get(name or "") or min(up, key=lambda each: each.busy)
-                assert process.actor is not None
+            for process in free if owner is None else [owner, *free]:
+                if (actor := process.actor) is None:  # it died meanwhile
+                    continue
                 lost = process.lost
                 process.busy += 1
                 try:
-                    opened: JsonObject = await process.actor.call(
+                    opened: JsonObject = await actor.call(
                         *("open", name, training, group),
                         what="open a session",
                         seconds=_OPEN_SECONDS,
@@ -340,7 +345,6 @@ class FrontProcesses:
                     logger.warning("a session is opened in another process: %s", error)
                 finally:
                     process.busy -= 1
-                dead.add(process)
             return None
         finally:
             self._opening -= names

@@ -23,31 +23,15 @@ from http import HTTPStatus
 import msgspec
 from starlette.datastructures import State
 
+from turnwise.chat import prompts
 from turnwise.chat.messages import Answer, Conversation, answer, plain
-from turnwise.chat.prompts import (
-    PromptCache,
-    RefusedParameter,
-    echoed_prompt,
-    must_escape,
-    render,
-    spliced_prompt,
-    token_ids_of,
-)
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
-from turnwise.engine.protocol import (
-    Chunk,
-    Completion,
-    Generator,
-    Request,
-    Route,
-    TurnTimes,
-    joined,
-)
+from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.requests import (
@@ -97,7 +81,7 @@ class ChatService:
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
-        self._prompts = PromptCache(self._template)
+        self._prompts = prompts.PromptCache(self._template)
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
@@ -297,31 +281,33 @@ class ChatService:
         session, asked, template = context.session, context.asked, self._template_of(request)
         messages, training = asked.messages, session.sampling is not None
         if template.missing:
-            raise RefusedParameter("messages", template.missing)
+            raise prompts.RefusedParameter("messages", template.missing)
         if asked.tools and self._config.rollout.tools_in_prompt and not template.shows_tools:
             tools, shown = asked.tools, [plain(message) for message in messages]
             try:
                 await in_thread_if_long(shown, lambda: check_tools(template, shown, tools))
             except InputError as error:
                 if training:
-                    raise RefusedParameter("tools", str(error)) from error
+                    raise prompts.RefusedParameter("tools", str(error)) from error
                 if not self._warned:
                     logger.warning("a request has tools, and %s", error)
                 self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
-            ids = token_ids_of({name: required}, name)
-            return await in_thread_if_long(messages, lambda: spliced_prompt(template, asked, ids))
+            ids = prompts.token_ids_of({name: required}, name)
+            return await in_thread_if_long(
+                messages, lambda: prompts.spliced_prompt(template, asked, ids)
+            )
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if (echoed := echoed_prompt(template, asked, refuse_dropped=training)) is not None:
+        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if must_escape(template, asked):
-            return await in_thread_if_long(messages, lambda: render(template, asked))
+        if prompts.must_escape(template, asked):
+            return await in_thread_if_long(messages, lambda: prompts.render(template, asked))
         return None
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:

@@ -82,14 +82,6 @@ class RequestContext:
     began: float = field(default_factory=time.time)
     """Time when the request came, in seconds since the epoch."""
 
-    @property
-    def scores(self) -> bool:
-        """Whether the request only scores its prompt: it is no turn, and its one token is thrown
-        away."""
-        return bool(getattr(self.request, "echo", False)) and (
-            getattr(self.request, "max_tokens", None) == 0
-        )
-
     def within(self, prompt: Sequence[int], most: int) -> int:
         """Return how many of `most` tokens may follow a prompt; 0 or less if none may."""
         room = self.session.room(prompt, self.prompt.fork_reason)

@@ -35,14 +35,7 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.adapters import POLICY, EngineAdapters
-from turnwise.engine.protocol import (
-    STREAM_INTERVAL,
-    Alternatives,
-    Chunk,
-    Generator,
-    Request,
-    Route,
-)
+from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Generator, Request, Route
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
@@ -427,8 +420,8 @@ class EngineClient:
                 params.min_tokens = min(sampling.min_tokens, params.max_tokens)
             if "ignore_eos" not in written:
                 params.ignore_eos = sampling.ignore_eos
-            if context.scores:
-                context = None
+            if getattr(context.request, "echo", False) and context.request.max_tokens == 0:
+                context = None  # it only scores its prompt, and its one token is thrown away
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
