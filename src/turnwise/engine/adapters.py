@@ -6,13 +6,14 @@ anything slow starts.
 
 import json
 import re
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from turnwise.config import Config, LoraConfig
 from turnwise.core.json_types import JsonObject
@@ -235,12 +236,10 @@ def _check_shapes(adapter: Adapter, path: str, key: str) -> None:
     """Check that each layer has the two tensors of its rank."""
     weights = adapter.folder / WEIGHTS
     try:
-        with weights.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: JsonObject = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
+        with safe_open(weights, framework="numpy") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
-    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     ranks = adapter.config.get("rank_pattern") or {}
     for name, shape in shapes.items():
         layer, part, _ = name.rpartition(".lora_A.weight")

@@ -199,7 +199,6 @@ class WeightUpdate(Protocol):
 
     def to_dict(self) -> JsonObject:
         """Return it as plain values, for the engine's own processes."""
-        ...
 
 
 class Generator(Protocol):
@@ -210,7 +209,6 @@ class Generator(Protocol):
 
         Closing the stream aborts it.
         """
-        ...
 
 
 class Engine(Generator, Protocol):
@@ -221,17 +219,14 @@ class Engine(Generator, Protocol):
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop computing: `abort` and `wait` end the requests in flight, `keep` freezes them."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
         """Abort the requests in flight, and free memory where the platform can."""
-        ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
-        ...
 
     async def init_collective(
         self,
@@ -250,7 +245,6 @@ class Engine(Generator, Protocol):
             DeadlineError: when one has not after `timeout` (`engine.request_timeout`) seconds.
             InputError: when the group cannot be made.
         """
-        ...
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
         """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
@@ -258,7 +252,6 @@ class Engine(Generator, Protocol):
         Returns:
             The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
         """
-        ...
 
     async def update_weights(
         self, manifest: WeightUpdate, in_flight: InFlight = "keep", timeout: float | None = None
@@ -278,21 +271,17 @@ class Engine(Generator, Protocol):
             DeadlineError: likewise, when it is not done within `timeout`
                 (`engine.request_timeout`) seconds.
         """
-        ...
 
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> None:
         """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
-        ...
 
     async def num_in_flight(self) -> int:
         """Return the number of unfinished requests."""
-        ...
 
     async def metrics(self) -> "list[Metric]":
         """Return the engine's own statistics, vLLM's by name; empty if it keeps none."""
-        ...
 
     async def shutdown(self) -> None: ...
 

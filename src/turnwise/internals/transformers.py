@@ -29,7 +29,8 @@ def compute_missing(
 
 def conversions_of(model: PreTrainedModel) -> "list[WeightTransform] | None":
     """Return the conversions with which a model was loaded; None if it was not."""
-    return getattr(model, "_weight_conversions", None)
+    used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    return used
 
 
 def layer_classes(model: nn.Module) -> set[str]:
