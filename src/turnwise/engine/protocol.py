@@ -34,6 +34,8 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 }
 """Pause of an engine during an update, for each value of `weights.in_flight`."""
 
+WEIGHT_BACKEND = "turnwise"
+"""Name under which a worker extension registers its loader of weights with vLLM."""
 VLLM_METRICS = "vllm:"
 """Prefix of the names of vLLM's own statistics."""
 STREAM_INTERVAL = 32

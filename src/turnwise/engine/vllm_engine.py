@@ -46,6 +46,7 @@ from turnwise.engine.logits_processors import ADAPTER, EXTRA_ARG, name_of, with_
 from turnwise.engine.protocol import (
     PAUSE_MODES,
     VLLM_METRICS,
+    WEIGHT_BACKEND,
     Chunk,
     InFlight,
     PauseMode,
@@ -93,7 +94,6 @@ class VllmEngine:
         adapters: Adapters that the engine holds; needs a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
             transports. Without one, weights cannot be updated.
-        weight_backend: Name under which the extension registers its transports.
         name: Name of this engine in errors.
 
     Raises:
@@ -114,7 +114,6 @@ class VllmEngine:
         deterministic: bool = False,
         adapters: EngineAdapters = NO_ADAPTERS,
         worker_extension: str = "",
-        weight_backend: str = "turnwise",
         name: str = "engine",
     ) -> None:
         vllm = import_vllm()
@@ -142,7 +141,7 @@ class VllmEngine:
         if worker_extension:
             arguments |= {
                 "worker_extension_cls": worker_extension,
-                "weight_transfer_config": vllm.WeightTransferConfig(backend=weight_backend),
+                "weight_transfer_config": vllm.WeightTransferConfig(backend=WEIGHT_BACKEND),
             }
         self._extended = bool(worker_extension)
         self._adapted = ADAPTER in (arguments["logits_processors"] or [])

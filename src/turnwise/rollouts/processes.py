@@ -44,14 +44,7 @@ _MAX_DEATHS = 2
 
 
 class RolloutProcesses(FrontProcesses):
-    """The rollout processes of a run.
-
-    Args:
-        environment: None means the configured one.
-
-    Raises:
-        InputError: when the environment cannot be sent to another process.
-    """
+    """The rollout processes of a run; `environment` is None for the configured one."""
 
     def __init__(
         self,
@@ -84,11 +77,7 @@ class RolloutProcesses(FrontProcesses):
         """Run the group of a problem in the process with the fewest groups.
 
         A group whose process dies begins again in another one; that is counted in `Group.retried`,
-        or in `Group.dropped` after the second death.
-
-        Raises:
-            InputError: when something that the user gave cannot be used.
-            StepError: when no process is left.
+        or in `Group.dropped` after the second death. Raises `StepError` when no process is left.
         """
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
@@ -176,11 +165,7 @@ class _ProcessRunner:
 async def start_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
 ) -> _ProcessRunner:
-    """Load the tokenizer, the environment and the loop in a rollout process.
-
-    Raises:
-        InputError: when one of them cannot be used.
-    """
+    """Load the tokenizer, the environment and the loop in a rollout process."""
     files, stack = RunFiles(None), AsyncExitStack()
     runner = await import_user_code(
         lambda: Runner(config, load_tokenizer(config), environment, files),
@@ -195,11 +180,7 @@ async def start_runner(
 
 @asynccontextmanager
 async def open_front(config: Config, runner: Runner, generator: Generator) -> AsyncIterator[None]:
-    """Give a runner the server of its agents, or the backend of its chat scheduler, if it has any.
-
-    Raises:
-        InputError: when the chat scheduler cannot be loaded, or the server cannot start.
-    """
+    """Give a runner the server of its agents, or the backend of its chat scheduler, if any."""
     async with AsyncExitStack() as stack:
         if "agent" in config.loops:
             server = (await import_server())(config, generator, port=0)

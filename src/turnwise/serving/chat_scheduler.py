@@ -229,19 +229,14 @@ class ChatBackend:
         clock: StallClock | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> None:
-        """Run one conversation with an instance of the scheduler class, as user code.
+        """Run one conversation, a batch of one, with an instance of the scheduler class.
 
-        Args:
-            trajectory: Records the sampled turns.
-            batch: The conversation, as a batch of one.
-            sampling: Sampling that requests may not change.
-            group, clock, calls: As of a `Session`.
-            sampling_params: Passed to `generate_sequences`.
+        `trajectory` records the sampled turns. Requests may not change `sampling`; `group`, `clock`
+        and `calls` are those of a `Session`.
 
         Raises:
             TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
                 (chat_scheduler_silent).
-            EngineError, DeadlineError: when the workers fail.
         """
         session = self.sessions.open_private(
             trajectory,
@@ -290,11 +285,7 @@ class ChatBackend:
         Returns:
             A row for each conversation (or for each of its branches), in the prompts' order, as in
             `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-            reason.
-
-        Raises:
-            InputError: for an unknown sampling key.
-            TrajectoryError, EngineError, DeadlineError: the first error, when all failed.
+            reason. If all fail, the first error is raised.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
@@ -344,8 +335,7 @@ class ChatBackend:
         own: Session | None,
         replies: "asyncio.Queue[Reply]",
     ) -> None:
-        """Put an answer into a queue: the completion; or None, a stream's chunks, and None; an
-        error takes the place of any of them."""
+        """Put the completion into a queue; or None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         whole: ChatCompletion | None = None

@@ -108,9 +108,6 @@ class FrontProcess:
         Args:
             port: Port to listen on, if no other program has taken it; 0 takes a free one.
             lost: Names of the sessions of the process before this one, which are refused.
-
-        Raises:
-            InputError: when something that the user gave cannot be used.
         """
         logs.follow()
         base_url = ""

@@ -91,8 +91,6 @@ class FrontProcesses:
     are answered with 410.
 
     Args:
-        scheduler: Scheduler of the engines.
-        process_class: Class of the actors.
         names: Names of the processes; by default there are `serving.session_processes`.
         make_runner: See `FrontProcess`.
     """
@@ -314,11 +312,10 @@ class FrontProcesses:
             self._tell(process, "close", why)
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session in the process with the fewest; describe it, with its URLs.
+        """Open a session in the process with the fewest, and describe it; None if none is up.
 
-        Returns None if no process is up. Raises `InputError` when a session of that name is open,
-        or is being opened, and `DeadlineError` when a process does not answer, which may have
-        opened it.
+        Raises `InputError` when a session of that name is open, or is being opened, and
+        `DeadlineError` when a process does not answer, which may have opened it.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")

@@ -36,7 +36,7 @@ class Updated(NamedTuple):
 
 
 UpdateResults: TypeAlias = dict[Engine, Updated | TurnwiseError]
-"""What each engine serves after an update, or the error that prevented it."""
+"""Each engine's state after an update, or the error that prevented it."""
 
 
 class Trainer(Protocol):

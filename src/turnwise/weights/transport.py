@@ -228,7 +228,7 @@ class StreamSender(WeightSender):
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
         self._path = ""
-        """Where engines find this sender, for their manifest."""
+        """Address at which engines find this sender, for their manifest."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         layout = (self._nbytes, self._entries, self._bound)

@@ -15,9 +15,9 @@ import torch
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.logits_adapter import take_failure
+from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm
-from turnwise.weights import BACKEND
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
@@ -244,4 +244,4 @@ class WorkerExtension:
 # An update of some layers is complete: the manifest says so, and the canary checks it.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
-vllm.add_transfer_engine(BACKEND, TransferEngine)
+vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)
