@@ -12,7 +12,7 @@ is sent alone, and is a turn of the request's session.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -293,7 +293,19 @@ class SessionMiddleware:
         for status, body in answers:
             if status >= 400:
                 return status, body
-        return 200, msgspec.json.encode(_merged([msgspec.json.decode(b) for _, b in answers]))
+        trees = [msgspec.json.decode(body) for _, body in answers]
+        choices = [
+            {**choice, "index": index}
+            for index, answer in enumerate(trees)
+            for choice in answer["choices"]
+        ]
+        usage = {
+            name: sum(answer["usage"][name] for answer in trees)
+            if isinstance(value, int)
+            else value
+            for name, value in trees[0]["usage"].items()
+        }
+        return 200, msgspec.json.encode({**trees[0], "choices": choices, "usage": usage})
 
 
 class _Running:
@@ -418,16 +430,3 @@ def _wrong_batch(tree: JsonObject) -> str | None:
     if tree.get("n") not in (None, 1):
         return "n: a batch has one completion of each conversation"
     return None
-
-
-def _merged(answers: Sequence[JsonObject]) -> JsonObject:
-    choices = [
-        {**choice, "index": index}
-        for index, answer in enumerate(answers)
-        for choice in answer["choices"]
-    ]
-    usage = dict(answers[0]["usage"])
-    for name, value in usage.items():
-        if isinstance(value, int):
-            usage[name] = sum(answer["usage"][name] for answer in answers)
-    return {**answers[0], "choices": choices, "usage": usage}
