@@ -229,9 +229,9 @@ class SessionMiddleware:
             held.enter_context(joined(trace or context.session.trace))
             is_json = headers.get(b"content-type", b"").startswith(b"application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
-                body, planned = await self._chats.plan_body(body, context)
-                if planned is not None:
-                    work = self._chats.respond(planned, context)
+                body, complete = await self._chats.plan_body(body, context)
+                if complete is not None:
+                    work = self._chats.respond(complete)
                     if (answered := await _unless_gone(work, noticed)) is not None:
                         await send_json(counted, *answered)
                     return
