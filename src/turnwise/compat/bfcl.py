@@ -44,12 +44,9 @@ class Bfcl(Environment):
 
     Args:
         row: `id` of the entry.
-        category: Name of a category, or `multi_turn` for all; "" uses the class's.
+        category: Name of a category, or `multi_turn` for all; "" uses the class attribute.
         train: Share of the entries that are for training; the others are held out. Entries of one
             number, which are variants of one scenario, are on the same side.
-
-    Attributes:
-        category: Name of the category, for subclasses.
 
     Example:
         class Base(turnwise.Bfcl):
@@ -70,11 +67,7 @@ class Bfcl(Environment):
 
     @classmethod
     def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
-        """Return the ids of a split's entries; without `train`, all are for evaluation.
-
-        Raises:
-            InputError: when the split has none.
-        """
+        """Return the ids of a split's entries; without `train`, all are for evaluation."""
         rows = list[Row]()
         for name in _categories(category or cls.category):
             ids = list(_entries(name))
@@ -88,7 +81,6 @@ class Bfcl(Environment):
         return rows
 
     def setup(self) -> None:
-        """Make the simulated systems in the state that the entry begins with."""
         backends = _module("constants.executable_backend_config")
         self._systems = dict[str, object]()
         for name in self._entry["involved_classes"]:
@@ -102,7 +94,6 @@ class Bfcl(Environment):
         self.tools = [self._tool(f, request) for request, each in by_request for f in each]
 
     def step(self, message: Message) -> Sequence[Message] | None:
-        """Follow with the user's next request, if there is one."""
         request = len(self._calls)
         if request == len(self._requests):
             return None
@@ -115,7 +106,6 @@ class Bfcl(Environment):
         return [{"role": "user", "content": form.format(functions=json.dumps(functions))}]
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return 1 if the checker finds nothing wrong, otherwise 0."""
         if len(self._calls) < len(self._answers):
             return 0.0
         checker = _module("eval_checker.multi_turn_eval.multi_turn_checker")
@@ -133,7 +123,6 @@ class Bfcl(Environment):
         return float(self._valid)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict under the category's name."""
         return {self._category: float(self._valid)}
 
     def _tool(self, function: JsonObject, request: int) -> Tool:

@@ -16,20 +16,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from turnwise.compat.package import seed_rows, turn_rewards
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import required
+from turnwise.core.optional import Foreign, required
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
-
-if TYPE_CHECKING:
-    from gymnasium import Env
-    from gymnasium.spaces import Space
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _COLOURED = re.compile(rf"{_COLOUR.pattern}(.*?)\x1b\[0m", re.DOTALL)
@@ -57,15 +53,12 @@ class Gymnasium(Environment):
 
     Args:
         row: `seed` of the environment's `reset`.
-        id: Name of the environment; "" uses the class's.
+        id: Name of the environment; "" uses the class attribute.
         tool: Offer the actions as a tool, `act`, instead of reading them from answers.
         rules: Beginning of the problem; None uses the environment's own description.
         rows: Number of rows that `rows` makes.
         arguments: Arguments of `gymnasium.make`, such as `max_episode_steps`, and of the
             environment.
-
-    Attributes:
-        id: Name of the environment, for subclasses, which may also change `describe`.
 
     Example:
         class Lake(turnwise.Gymnasium):
@@ -91,16 +84,14 @@ class Gymnasium(Environment):
         self._by_tool, self._rules = tool, rules
         self._earned = defaultdict[int, float](float)
         self._steps = self._unreadable = 0
-        self.env: Env | None = None
+        self.env: Foreign = None
         """Gymnasium's environment; None before `setup`."""
 
     @classmethod
     def rows(cls, split: str, *, rows: int = 1000) -> Sequence[Row]:
-        """Return seeds; those of `eval` are none of `train`'s."""
         return seed_rows(split, rows)
 
     def setup(self) -> None:
-        """Make and reset the environment."""
         gym, arguments = _package(), dict(self._arguments)
         kind = gym.spec(self._id).entry_point
         if isinstance(kind, str):
@@ -133,7 +124,6 @@ class Gymnasium(Environment):
 
     def describe(self, observation: object) -> str:
         """Return an observation as the model reads it: the environment's text, or the value."""
-        assert self.env is not None
         env = self.env.unwrapped
         text = str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
         words = _WORDS.get(type(env).__name__)
@@ -143,10 +133,8 @@ class Gymnasium(Environment):
         return text if words is None else words(env, text, observation)
 
     def step(self, message: Message) -> str | None:
-        """Act as the answer says, and answer with the observation."""
         if self._by_tool:
             return None
-        assert self.env is not None
         action = read_action(str(message.get("content") or ""), self.env.action_space, self._names)
         if action is None:
             self._unreadable += 1
@@ -155,20 +143,16 @@ class Gymnasium(Environment):
         return None if self.done else text
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's rewards, each for the turn that earned it."""
         return turn_rewards(self._earned, len(trajectory.turns))
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the numbers of steps, and of answers without an action."""
         return {"steps": self._steps, "answers_without_action": self._unreadable}
 
     def close(self) -> None:
-        """Close the environment."""
         if self.env is not None:
             self.env.close()
 
     def _call(self, arguments: JsonObject) -> str:
-        assert self.env is not None
         if self.done:
             return "The episode has ended."
         action = _from_json(arguments["action"], self.env.action_space)
@@ -177,7 +161,6 @@ class Gymnasium(Environment):
         return self._act(action)
 
     def _act(self, action: object) -> str:
-        assert self.env is not None
         observation, reward, terminated, truncated, _ = self.env.step(action)
         self._steps += 1
         self._earned[self.current_turn] += float(reward)
@@ -201,7 +184,7 @@ def at(name: str) -> EnvironmentType:
     return partial(Gymnasium, id=id)
 
 
-def read_action(text: str, space: "Space", names: dict[int, str]) -> object:
+def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
     """Return the action in an answer: the last one in brackets, or else the whole text or the last
     number; None if there is none.
 
@@ -226,7 +209,7 @@ def _words(text: str) -> str:
     return f" {' '.join(re.findall(_WORD, text.casefold()))} "
 
 
-def _from_json(value: object, space: "Space") -> object:
+def _from_json(value: object, space: Foreign) -> object:
     """Return a JSON value as an action of a space; None if it is none."""
     try:
         (action,) = space.from_jsonable([value])
@@ -247,13 +230,13 @@ def _section(described: str, title: str = "Description") -> str:
     return inspect.cleandoc(found[1])
 
 
-def _how_to_answer(space: "Space") -> str:
+def _how_to_answer(space: Foreign) -> str:
     if space.shape == ():
         return f"Answer with one action in square brackets, such as [{space.start}]."
     return f"Answer with one action in square brackets, a list of {space.shape[0]}."
 
 
-def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
+def _schema(space: Foreign, names: dict[int, str]) -> JsonObject:
     kind: JsonObject = {"type": "array", "items": {"type": "number"}}
     if space.shape == ():
         first = int(space.start)
@@ -262,7 +245,7 @@ def _schema(space: "Space", names: dict[int, str]) -> JsonObject:
     return {"type": "object", "properties": {"action": kind}, "required": ["action"]}
 
 
-def _taxi(env: "Env", drawn: str, observation: object) -> str:
+def _taxi(env: Foreign, drawn: str, observation: object) -> str:
     row, column, passenger, destination = env.decode(observation)
     waits = "is in the taxi" if passenger == 4 else f"waits at {'RGYB'[passenger]}"
     return (
@@ -271,7 +254,7 @@ def _taxi(env: "Env", drawn: str, observation: object) -> str:
     )
 
 
-def _blackjack(env: "Env", drawn: str, observation: tuple[int, int, int]) -> str:
+def _blackjack(env: Foreign, drawn: str, observation: tuple[int, int, int]) -> str:
     total, dealer, ace = observation
     counted = ", with an ace that counts 11" if ace else ""
     return f"Your cards: {total}{counted}. The dealer shows {'an ace' if dealer == 1 else dealer}."

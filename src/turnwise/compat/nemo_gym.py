@@ -79,7 +79,6 @@ class NemoGym(Environment):
         self._seen: dict[str, float] = {}
 
     async def setup(self) -> None:
-        """Begin a session with the row."""
         self._http = aiohttp.ClientSession(
             cookie_jar=aiohttp.CookieJar(unsafe=True),  # of addresses without a name too
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
@@ -91,7 +90,6 @@ class NemoGym(Environment):
             raise InputError(f"{self._url} offers its tools over MCP only, which is not supported")
 
     async def reward(self, trajectory: Trajectory) -> float:
-        """Return the verifier's reward of the conversation."""
         messages = trajectory.messages[len(self.problem) :]
         response = to_response(messages, self._parameters)
         body = await self._post("verify", {**self._row, "response": response})
@@ -107,12 +105,10 @@ class NemoGym(Environment):
         return answer["reward"]
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the numbers that the verifier gave beside the reward."""
         return self._seen
 
     async def close(self) -> None:
-        """Close the connections; the server forgets sessions by itself."""
-        if self._http is not None:
+        if self._http is not None:  # the server forgets sessions by itself
             await self._http.close()
 
     def _tool(self, described: JsonObject) -> Tool:

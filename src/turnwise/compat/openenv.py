@@ -81,7 +81,6 @@ class OpenEnv(Environment):
         self._session = OpenEnvSession(url or self.url, self._results)
 
     async def setup(self) -> None:
-        """Connect, read the tools, and reset the environment with the row."""
         await self._session.open()
         first = await self._session.reset(self.reset_arguments(self._row))
         described = await self._session.tools()
@@ -150,7 +149,6 @@ class OpenEnv(Environment):
         return self.describe(result.observation)
 
     async def step(self, message: Message) -> str | None:
-        """Send the turn's action, and answer with its observation."""
         action = self.action(message)
         if action is None:
             return None
@@ -165,7 +163,6 @@ class OpenEnv(Environment):
         return await self._session.state()
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the rewards of the steps, each for the turn that asked for it."""
         turns = [0.0] * len(trajectory.turns)
         final = 0.0
         for result in self._results:
@@ -176,11 +173,9 @@ class OpenEnv(Environment):
         return Rewards(final, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the number of steps."""
         return {"openenv_steps": sum(result.turn >= 0 for result in self._results)}
 
     async def close(self) -> None:
-        """End the session."""
         await self._session.close()
 
 
@@ -306,7 +301,6 @@ class OpenEnvSession:
         """Error of a connection that is lost, or brought a wrong answer; None before."""
 
     async def open(self) -> None:
-        """Connect."""
         self._client = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
         )
@@ -349,7 +343,6 @@ class OpenEnvSession:
         return self._results[-1]
 
     async def state(self) -> JsonObject:
-        """Return the environment's state."""
         return await self._ask("state", None, -1)
 
     async def tools(self) -> list[JsonObject] | None:

@@ -41,7 +41,9 @@ class CompanionModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._settings = {} if model_file is None else model_settings(name, self.role, model_file)
+        self._settings: Settings = (
+            {} if model_file is None else model_settings(name, self.role, model_file)
+        )
 
     @property
     def settings(self) -> Settings:

@@ -92,13 +92,13 @@ class TrlEnvironments:
 
     @property
     def rewards(self) -> bool:
-        """Whether an instance has a `get_reward`; makes the first instance of each factory."""
-        rewards = False
+        """Whether an instance has a `get_reward`; makes first instances to see it."""
         for name in self._factories:
             instance = self.take(name)
             self.give_back(name, instance)
-            rewards = rewards or hasattr(type(instance), "get_reward")
-        return rewards
+            if hasattr(type(instance), "get_reward"):
+                return True
+        return False
 
     def name_for(self, row: Row) -> object:
         """Return the name of a row's factory."""
@@ -144,7 +144,6 @@ class TrlEnvironment(Environment):
         self.problem = prompt
 
     def setup(self) -> None:
-        """Take an instance, reset it with the row, and read its observation and tools."""
         given = self._environments
         self.instance = given.take(self._name)
         tools = list(given.tools)
@@ -182,7 +181,6 @@ class TrlEnvironment(Environment):
         self.problem = [*before, {**last, "content": joined}]
 
     def reward(self, trajectory: Trajectory) -> float | Awaitable[float]:
-        """Return what the instance's `get_reward` returns."""
         if not hasattr(type(self.instance), "get_reward"):
             if self._environments.chooses:
                 return 0.0  # another environment of the dictionary may have one
@@ -192,7 +190,6 @@ class TrlEnvironment(Environment):
         return reward
 
     def _group_ended(self) -> None:
-        """Give the instance back."""
         if self.instance is not None and not self._calls.running:
             self._environments.give_back(self._name, self.instance)
 
