@@ -22,12 +22,9 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
 _T = TypeVar("_T")
 
-LINES_A_SECOND = 20
-"""Number of a program's lines that are logged in a second."""
-LONGEST_LINE = 1_000
-"""Number of bytes of a line that are logged."""
-TAIL_BYTES = 4_096
-"""Number of bytes of a child's last words that are kept."""
+LINES_A_SECOND = 20  # number of a program's lines that are logged in a second
+LONGEST_LINE = 1_000  # number of bytes of a line that are logged
+TAIL_BYTES = 4_096  # number of bytes of a child's last words that are kept
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 

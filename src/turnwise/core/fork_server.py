@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = __file__
-SENDING_SECONDS = 10.0
-"""Deadline for sending a request, in which other clients wait."""
+SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
 _PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",

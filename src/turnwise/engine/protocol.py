@@ -36,8 +36,7 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 
 WEIGHT_BACKEND = "turnwise"
 """Name under which a worker extension registers its loader of weights with vLLM."""
-VLLM_METRICS = "vllm:"
-"""Prefix of the names of vLLM's own statistics."""
+VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
 """Tokens in a chunk, and so the most that are sampled again when an engine dies."""
 
