@@ -3,7 +3,6 @@
 This module holds what users write against. `rollout.episode` plays an environment.
 """
 
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,8 @@ from typing import Any
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, describe_error
+from turnwise.core.optional import load_object as load_object
+from turnwise.errors import InputError
 from turnwise.rollouts.problems import Row
 from turnwise.tools import AnyTool
 from turnwise.trajectory import Message, Trajectory
@@ -252,24 +252,3 @@ def keywords_of(function: Callable[..., object]) -> list[str] | None:
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             return [p.name for p in parameters if p.kind in by_name]
     return None
-
-
-def load_object(path: str, key: str) -> Any:
-    """Import `package.module:Name`.
-
-    Raises:
-        InputError: naming the configuration key and the module or name that is missing.
-    """
-    module_name, separator, name = path.partition(":")
-    if not separator:
-        raise InputError(f"{key} must be package.module:Name, not {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code may raise anything
-        raise InputError(
-            f"{key}: {module_name} cannot be imported: {describe_error(error)}"
-        ) from error
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise InputError(f"{key}: {module_name} has no {name}") from None

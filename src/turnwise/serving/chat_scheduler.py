@@ -391,7 +391,7 @@ def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
 
 def _own(error: Exception) -> Exception:
     """Return an error of vLLM's application as ours, and any other one as it is."""
-    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
+    from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
     if isinstance(error, TurnwiseError):
         return error

@@ -33,7 +33,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.openai import vllm_api as vllm
+from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.requests import (
     ECHO,
     ChoiceKey,
@@ -174,9 +174,9 @@ class ChatService:
             dumped = [tool.model_dump() for tool in request.tools or ()] or None
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
-            variables = self._chat._effective_chat_template_kwargs(request)
+            variables = vllm.template_variables(self._chat, request)
             if dumped and self._chat.parser_cls is not None:
-                parser = self._chat._make_parser(request, self.tokenizer, variables)
+                parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
             content = vllm.resolve_chat_template_content_format(
                 self._chat.chat_template,
@@ -275,7 +275,7 @@ class ChatService:
         """Return the content and the calls that a client gets for a text."""
         if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
             return text, []
-        parser = self._chat._make_parser(request, self.tokenizer, variables)
+        parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
         _, content, calls = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=token_ids
         )

@@ -28,7 +28,7 @@ from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
-    from turnwise.serving.openai.vllm_api import SamplingRequest
+    from turnwise.internals.vllm_server import SamplingRequest
 
 MAX_CHOICES = 128
 MAX_COMPLETIONS = 1_024

@@ -38,7 +38,7 @@ from turnwise.engine.adapters import POLICY, EngineAdapters
 from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Generator, Request, Route
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.serving.openai import vllm_api as vllm
+from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.chat_service import ChatService, client_error, echo_of
 from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext, settle
@@ -295,9 +295,9 @@ def _serve_adapters(state: State, adapters: Mapping[str, str], names: Sequence[s
 
     # Each looks up its request's adapter.
     for kind in ("openai_serving_chat", "openai_serving_completion", "openai_serving_responses"):
-        getattr(state, kind)._maybe_get_adapters = choose
+        vllm.choose_adapters(getattr(state, kind), choose)
     if state.anthropic_serving_messages is not None:
-        state.anthropic_serving_messages._maybe_get_adapters = choose
+        vllm.choose_adapters(state.anthropic_serving_messages, choose)
 
 
 def _storing(create_responses: Create, store: SessionStore) -> Create:
