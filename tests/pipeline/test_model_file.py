@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.compat.chatlearn.model_file import read_model_args, read_model_file
+from turnwise.compat.chatlearn.model_file import read_model, read_model_file
 from turnwise.config import load_config
 from turnwise.errors import InputError
 from turnwise.pipeline import Pipeline, VLLMModule
@@ -215,7 +215,7 @@ def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == (2, 1)
     assert engine.max_num_batched_tokens == 32768
     assert engine.vllm_args == {"block_size": 16, "gpu_memory_utilization": 0.5}
-    args = read_model_args(chatlearn)
+    _, args = read_model(chatlearn)
     assert (args["vllm_input_ids_key"], args["vllm_prompt_key"]) == ("input_ids", "prompt")
 
 

@@ -12,11 +12,8 @@ HELD_OUT = 1_000_000_000
 
 
 def check_name(environment: str, known: Collection[str]) -> None:
-    """Check the name of an environment, `PACKAGE:NAME`.
-
-    Raises:
-        InputError: when the package does not have it, with the closest name that it has.
-    """
+    """Raise an `InputError` if a package does not have an environment, `PACKAGE:NAME`, with the
+    closest name that it has."""
     package, _, name = environment.partition(":")
     if name not in known:
         close = difflib.get_close_matches(name, known, 1, 0.5)

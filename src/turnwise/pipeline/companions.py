@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from turnwise.compat.chatlearn.model_file import Settings, model_settings
+from turnwise.compat.chatlearn.model_file import model_settings
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Data, Outputs
@@ -40,15 +40,8 @@ class CompanionModule(Module):
     """The model's role in a pipeline's file."""
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
-        super().__init__(name)
-        self._settings: Settings = (
-            {} if model_file is None else model_settings(name, self.role, model_file)
-        )
-
-    @property
-    def settings(self) -> Settings:
-        """Values for the configuration, from the module's file."""
-        return self._settings
+        given = None if model_file is None else model_settings(name, self.role, model_file)
+        super().__init__(name, given)
 
 
 class _TokenModule(CompanionModule):

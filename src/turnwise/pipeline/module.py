@@ -71,19 +71,19 @@ class VLLMModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._given, self._args = Settings(), Settings()
+        self._args: Settings = {}
         if model_file is not None:
-            self._given, self._args = read_model(model_file)
+            self._settings, self._args = read_model(model_file)
         self._numbers = itertools.count(1)
 
     @property
     def settings(self) -> Settings:
         """Values for the configuration: those of the module's file, and its own model's."""
-        return self._given | self._provided[0]
+        return self._settings | self._provided[0]
 
     @cached_property
     def _provided(self) -> tuple[Settings, TemporaryDirectory[str] | None]:
-        return _saved(self.name, self.model_provider(), self._given.get("model.tokenizer"))
+        return _saved(self.name, self.model_provider(), self._settings.get("model.tokenizer"))
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)

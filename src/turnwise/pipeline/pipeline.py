@@ -53,14 +53,15 @@ _OPTIONAL = ("data.path",)
 class Module:
     """A model of a pipeline, with a name that is unique there; the base class of all modules."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: Settings | None = None) -> None:
         self.name = name
+        self._settings = settings or {}
         self._pipeline: Pipeline | None = None
 
     @property
     def settings(self) -> Settings:
         """Values that the module needs in the configuration, by dotted key."""
-        return {}
+        return self._settings
 
     def join(self, pipeline: "Pipeline") -> None:
         """Bind the module to a running pipeline, which calls this before `setup`."""
@@ -86,7 +87,7 @@ class Module:
 
 
 @dataclass(slots=True)
-class Progress:
+class PipelineProgress:
     """The state of a pipeline's training, as checkpoints keep it."""
 
     iteration: int = 0
@@ -105,7 +106,7 @@ class RunningPipeline:
     runtime: Runtime
     trainer: TrainerGroup
     step: TrainingStep
-    progress: Progress
+    progress: PipelineProgress
 
     async def train(self, groups: Sequence[Group]) -> JsonObject:
         dropped = check_failures(groups, self.config.rollout.max_failed_fraction, "training")
@@ -158,7 +159,7 @@ class RunningPipeline:
 
 @asynccontextmanager
 async def open_pipeline(
-    config: Config, folder: Path, progress: Progress, resume: Path | None
+    config: Config, folder: Path, progress: PipelineProgress, resume: Path | None
 ) -> AsyncIterator[RunningPipeline]:
     """Start the engines and the trainer, and bring its weights to the engines."""
     # Modules check theirs when they build them.
@@ -217,7 +218,7 @@ class Pipeline:
         self._modules: list[Module] = []
         self._thread: EventLoopThread[RunningPipeline] | None = None
         self._opened: RunningPipeline | None = None
-        self._progress = Progress()
+        self._progress = PipelineProgress()
         for module in modules:
             self._modules = self._with(module)
         self.config = self._shared(self._modules)

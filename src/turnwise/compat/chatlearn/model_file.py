@@ -308,11 +308,6 @@ def read_model_file(path: str | Path) -> Settings:
     return read_model(path)[0]
 
 
-def read_model_args(path: str | Path) -> Args:
-    """Return the values of the policy's flat keys, as written in its file."""
-    return read_model(path)[1]
-
-
 def read_model(path: str | Path) -> tuple[Settings, Args]:
     """Return the settings of the policy's file, and its flat keys, whose values they include.
 
