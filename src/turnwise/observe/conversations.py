@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,12 +53,15 @@ def select(
         found = re.compile(pattern or "")
     except re.error as error:
         raise InputError(f"--grep {pattern}: not a regular expression: {error}") from error
-    return [
-        trajectory
-        for trajectory in trajectories
-        if problem in (None, trajectory.problem_id, trajectory.problem_id.rpartition(":")[2])
-        and (pattern is None or any(map(found.search, _texts(trajectory))))
-    ]
+
+    def matches(trajectory: Trajectory) -> bool:
+        name = trajectory.problem_id
+        spoken = (trajectory.messages, *(turn.messages for turn in trajectory.turns))
+        return problem in (None, name, name.rpartition(":")[2]) and (
+            pattern is None or any(found.search(said(each)) for each in chain(*spoken))
+        )
+
+    return list(filter(matches, trajectories))
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
@@ -131,11 +134,6 @@ def said(message: Message) -> str:
             arguments = json.dumps(arguments, ensure_ascii=False)
         lines.append(f"→ {function.get('name')}({arguments})")
     return "\n".join(lines)
-
-
-def _texts(trajectory: Trajectory) -> Iterator[str]:
-    for messages in (trajectory.messages, *(turn.messages for turn in trajectory.turns)):
-        yield from map(said, messages)
 
 
 @dataclass(slots=True)

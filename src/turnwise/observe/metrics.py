@@ -47,11 +47,6 @@ def _tool_calls(row: JsonObject) -> dict[str, int]:
     return {**calls, "ok": called - sum(calls.values()) + calls.get("malformed", 0)}
 
 
-def _tool_seconds(row: JsonObject) -> float:
-    seconds: float = (row.get("phase_seconds") or {}).get("tools", 0.0)
-    return seconds
-
-
 @dataclass(slots=True, kw_only=True)
 class StepMetrics:
     """The metrics of one step; fields that are None are omitted from metrics.jsonl unless noted."""
@@ -181,7 +176,10 @@ class StepMetrics:
     phase_seconds: Annotated[
         dict[str, float] | None,
         Series("turnwise_phase_seconds_total", "phase"),
-        Series("turnwise_tool_seconds_total", value=_tool_seconds),
+        Series(
+            "turnwise_tool_seconds_total",
+            value=lambda row: (row.get("phase_seconds") or {}).get("tools", 0.0),
+        ),
     ] = None
     """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
     waiting times of trajectories, summed over them (generate, tools, reward, agent)."""

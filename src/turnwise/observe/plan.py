@@ -171,8 +171,12 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
     changes: dict[str, str] = {}
     for key, values in _alternatives(config, machine.gpus > 0):
         for text in values:
+            tree = config.model_dump()
+            apply_override(tree, f"{key}={text}")
+            if key == "engine.tensor_parallel_size" and config.training.colocated:
+                tree["serving"]["workers"] = max(1, config.training.ranks // int(text))
             try:  # a value may not be allowed, and such a layout may need more GPUs
-                changed = _changed(config, key, text)
+                changed = parse_config(tree, optional=("environment", "data.path"))
                 plan, before = make_plan(changed, machine), make_plan(config, machine)
             except InputError:
                 break
@@ -196,14 +200,6 @@ def _alternatives(config: Config, on_gpu: bool) -> Iterator[tuple[str, list[str]
     yield "model.lora.rank", ["16"]
     wider = [size for size in (2, 4, 8) if size > config.engine.tensor_parallel_size]
     yield "engine.tensor_parallel_size", [str(each) for each in wider]
-
-
-def _changed(config: Config, key: str, text: str) -> Config:
-    changed = config.model_dump()
-    apply_override(changed, f"{key}={text}")
-    if key == "engine.tensor_parallel_size" and config.training.colocated:
-        changed["serving"]["workers"] = max(1, config.training.ranks // int(text))
-    return parse_config(changed, optional=("environment", "data.path"))
 
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:

@@ -70,14 +70,8 @@ def _events(
         for times in turns:
             number, first, worker = times.turn, times.first_token, times.worker
             turn = trajectory.turns[number] if number < len(trajectory.turns) else None
-            tokens = (
-                {}
-                if turn is None
-                else {
-                    "prompt": turn.path_length - len(turn.completion_token_ids),
-                    "sampled": len(turn.completion_token_ids),
-                }
-            )
+            sampled = 0 if turn is None else len(turn.completion_token_ids)
+            tokens = {"prompt": turn.path_length - sampled, "sampled": sampled} if turn else {}
             begun, shown = times.asked, {"turn": number, "worker": worker}
             if times.queued:
                 begun += times.queued

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ class TokenTexts:
         }
 
 
-@dataclass(slots=True)
+@dataclass
 class RunFiles:
     """Reads one run folder; safe to use from several threads.
 
@@ -113,8 +114,6 @@ class RunFiles:
     name: str
     _indices: dict[str, FileIndex] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _texts: TokenTexts | None = None
-    _renderer: Renderer | None = None
 
     def __post_init__(self) -> None:
         if not (self.path / "config.yaml").is_file():
@@ -258,26 +257,24 @@ class RunFiles:
         for index in indices:
             for turn in parse(self.line(name, index))["turns"]:
                 ids.update(turn["added_token_ids"], turn["completion_token_ids"])
-        return self._token_texts().of(ids)
+        return self._texts.of(ids)
 
-    def _token_texts(self) -> TokenTexts:
-        with self._lock:
-            if self._texts is None:
-                self._texts = TokenTexts(find_tokenizer(self.path, self.config()))
-        return self._texts
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(find_tokenizer(self.path, self.config()))
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        model = self._config().get("model")
+        tokenizer = find_tokenizer(self.path, self.config())
+        return Renderer(tokenizer, model if isinstance(model, dict) else {})
 
     def compare_with_template(self, name: str, index: int, leaf: int) -> JsonObject:
         """Return `Renderer.compare` of a branch, with the `texts` of the ids in it."""
-        trajectory = self._trajectory(name, index)
-        with self._lock:
-            if self._renderer is None:
-                model = self._config().get("model")
-                tokenizer = find_tokenizer(self.path, self.config())
-                self._renderer = Renderer(tokenizer, model if isinstance(model, dict) else {})
-        compared = self._renderer.compare(trajectory, leaf)
+        compared = self._renderer.compare(self._trajectory(name, index), leaf)
         ids = {*compared.get("closing", ())}
         ids.update(*(rendered for _, _, rendered, _ in compared.get("pieces", ())))
-        return compared | {"texts": self._token_texts().of(ids)}
+        return compared | {"texts": self._texts.of(ids)}
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
