@@ -352,19 +352,15 @@ class _Process:
                 said += part
                 self.complaint = said[-1000:].decode("utf-8", "replace").strip()
                 if answer in said or not part:
-                    self._drain(output)
+                    waiting = bytearray(struct.calcsize("i"))  # output that was written already
+                    fcntl.ioctl(self._output, termios.FIONREAD, waiting)
+                    left_over = struct.unpack("i", waiting)[0]
+                    while left_over > 0 and (part := _read(self._output)):
+                        output.add(part)
+                        left_over -= len(part)
                     return "answered" if answer in said else "ended"
                 said = said[-1000:]
         return "late"
-
-    def _drain(self, output: _Output) -> None:
-        """Read the output that has been written already."""
-        waiting = bytearray(struct.calcsize("i"))
-        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
-        left = struct.unpack("i", waiting)[0]
-        while left > 0 and (part := _read(self._output)):
-            output.add(part)
-            left -= len(part)
 
     def cut(self) -> None:
         """Let the keeper end its sandbox; thread-safe."""

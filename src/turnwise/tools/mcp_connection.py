@@ -186,7 +186,7 @@ class Connection:
         return tools
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> str:
-        """Call a tool, and return its result as text.
+        """Call a tool, and return its texts, one per line; other parts are named as left out.
 
         Args:
             session: Identifier of the trajectory, which a shared server gets as
@@ -199,7 +199,16 @@ class Connection:
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
         request = mcp_types.CallToolRequest(params=params)
         result = await self._request(request, mcp_types.CallToolResult)
-        text = _text(result)
+        parts: list[str] = []
+        for block in result.content:
+            if block.type == "resource_link":
+                parts.append(f"[link: {block.uri}]")
+            else:
+                holder = block.resource if block.type == "resource" else block
+                parts.append(getattr(holder, "text", f"[{block.type} left out]"))
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(parts)
         if result.is_error:
             raise McpError(text or "the tool failed without a message")
         return text
@@ -279,20 +288,6 @@ def _remote_reference(schema: object) -> str:
     elif isinstance(schema, Sequence) and not isinstance(schema, str):
         return next(filter(None, map(_remote_reference, schema)), "")
     return ""
-
-
-def _text(result: Any) -> str:
-    """Return a result's texts, one per line; other parts are named as left out."""
-    parts: list[str] = []
-    for block in result.content:
-        if block.type == "resource_link":
-            parts.append(f"[link: {block.uri}]")
-        else:
-            holder = block.resource if block.type == "resource" else block
-            parts.append(getattr(holder, "text", f"[{block.type} left out]"))
-    if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
 
 
 class _ServerProcess:

@@ -49,8 +49,19 @@ def confine(spec: dict[str, Any]) -> None:
             hard = resource.getrlimit(which)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(which, (limit, limit))
-    if spec["uid"] is not None:
-        _become(spec["uid"], spec["reads_all"])
+    if spec["uid"] is not None:  # a user without privileges
+        # A sandbox that itself limits the readable folders keeps the capability to read what other
+        # users own.
+        _prctl(_KEEPCAPS, int(spec["reads_all"]))
+        os.setgroups([])
+        os.setresgid(spec["uid"], spec["uid"], spec["uid"])
+        os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+        if spec["reads_all"]:
+            version_3, mask = 0x20080522, 1 << _DAC_READ_SEARCH
+            header = struct.pack("Ii", version_3, 0)
+            if _libc.capset(header, struct.pack("6I", mask, mask, mask, 0, 0, 0)):
+                raise OSError(ctypes.get_errno(), "capset")
+            _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
     if spec["filter"] is not None:  # for this process and all its children
         program = bytes.fromhex(spec["filter"])
         buffer = ctypes.create_string_buffer(program, len(program))
@@ -58,25 +69,6 @@ def confine(spec: dict[str, Any]) -> None:
         filtering = ctypes.create_string_buffer(fields, len(fields))
         _prctl(_NO_NEW_PRIVS, 1)
         _prctl(_SET_SECCOMP, 2, ctypes.addressof(filtering))
-
-
-def _become(uid: int, reads_all: bool) -> None:
-    """Become a user without privileges.
-
-    Args:
-        reads_all: Keep the capability to read what other users own, for a sandbox that itself
-            limits the readable folders.
-    """
-    _prctl(_KEEPCAPS, int(reads_all))
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    if reads_all:
-        version_3, mask = 0x20080522, 1 << _DAC_READ_SEARCH
-        header, sets = struct.pack("Ii", version_3, 0), struct.pack("6I", mask, mask, mask, 0, 0, 0)
-        if _libc.capset(header, sets):
-            raise OSError(ctypes.get_errno(), "capset")
-        _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
 
 
 def _prctl(option: int, second: int, third: int = 0) -> None:

@@ -22,6 +22,7 @@ OVER_MEMORY, OVER_DISK = 10, 11
 """Exit codes of a keeper that ended its sandbox because of a limit."""
 _PERIOD = 0.2
 """Seconds between two looks at the sandbox."""
+_END_SECONDS = 5.0
 _MOST_FILES = 20_000
 _SET_SUBREAPER = 36
 
@@ -44,7 +45,15 @@ def main() -> int:
             os.dup2(nothing, stream)
         return _watch(spec, ended)
     finally:
-        _end_descendants()
+        ends = time.monotonic() + _END_SECONDS
+        while (pids := _descendants()) and time.monotonic() < ends:  # some may begin meanwhile
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.005)
         if spec["scratch"]:  # of any depth, with any modes
             for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -143,19 +152,6 @@ def _disk(folder: str, limit: int) -> int:
         except OSError:  # a path that is too long
             return limit + 1
     return total
-
-
-def _end_descendants(seconds: float = 5.0) -> None:
-    """Kill all descendants, also those that begin meanwhile."""
-    ends = time.monotonic() + seconds
-    while (pids := _descendants()) and time.monotonic() < ends:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.005)
 
 
 if __name__ == "__main__":
