@@ -99,8 +99,8 @@ class Bare:
                 b.columns.token_ids_BT,
                 b.columns.before_N,
                 b.columns.targets_N,
-                b.engine_logprobs_N,
-                b.advantages_N,
+                b.tokens.engine_logprobs_N,
+                b.tokens.advantages_N,
             )
             for b in batches
         ]

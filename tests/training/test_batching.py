@@ -113,12 +113,12 @@ def test_padded_and_packed_rows_hold_the_same_tokens() -> None:
     assert positions_BT[0].tolist() == [*range(7), *range(4), *range(9)]
     for batch in (padded, packed):
         assert batch.columns.targets_N.tolist() == [3] * 5 + [5] * 3 + [8] * 6
-        assert batch.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
-        assert batch.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
+        assert batch.tokens.sequence_N.tolist() == [0] * 5 + [1] * 3 + [2] * 6
+        assert batch.tokens.trajectory_tokens_N.tolist() == [5] * 5 + [9] * 3 + [6] * 6
         assert [(s.start, s.stop) for s in batch.spans()] == [(0, 5), (5, 8), (8, 14)]
-        assert len(batch.engine_logprobs_N) == len(batch.staleness_N) == 14
-        assert batch.staleness_N.unique().tolist() == [3]
-        assert (batch.sequences, batch.tokens) == (3, 20)
+        assert len(batch.tokens.engine_logprobs_N) == len(batch.tokens.staleness_N) == 14
+        assert batch.tokens.staleness_N.unique().tolist() == [3]
+        assert (batch.tokens.sequences, batch.size) == (3, 20)
 
 
 def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
@@ -127,7 +127,7 @@ def test_a_rank_without_samples_gets_a_batch_that_trains_nothing() -> None:
     assert sorted(len(batch) for (batch,) in batches) == [0, 0, 1]
     empty = make_micro_batch([], {}, 0, "padded", device=CPU)
     assert len(empty.columns.targets_N) == 0
-    assert len(empty.advantages_N) == 0
+    assert len(empty.tokens.advantages_N) == 0
     assert RankBatches([[]], {}).micro_batches == [[]]
 
 

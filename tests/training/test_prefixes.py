@@ -110,7 +110,7 @@ def test_a_group_stays_in_one_micro_batch_and_its_prompt_counts_once() -> None:
         made = make_micro_batch(batch, share.trajectory_tokens, 0, "shared", CPU)
         assert len({int(s.token_ids_T[0]) for s in batch}) == 1
         assert made.columns.token_ids_BT.shape[1] <= 120
-        assert made.tokens == 8 * 50
+        assert made.size == 8 * 50
 
 
 def test_a_model_with_attention_of_its_own_is_refused(make_config: Any, tmp_path: Any) -> None:

@@ -17,13 +17,14 @@ import torch
 from torch.nn import functional
 
 from turnwise.config import TrainingConfig
+from turnwise.training.algorithms import Tokens
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
 samples with a common beginning compute it once (`Columns.shared`)."""
-_Tokens = npt.NDArray[np.int64]
+_Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +256,8 @@ class Columns:
         tokens = [sample.token_ids_T for sample in samples]
         masks = [sample.response_mask_T for sample in samples]
         numbers = _in_order(tokens)
-        ids, positions, own = list[_Tokens](), list[_Tokens](), list[int]()
-        columns: dict[int, _Tokens] = {}
+        ids, positions, own = list[_Ids](), list[_Ids](), list[int]()
+        columns: dict[int, _Ids] = {}
         before, width = None, 0
         for number in numbers:
             current = tokens[number]
@@ -270,7 +271,7 @@ class Columns:
             width += new
             before = number
 
-        def tensor(arrays: Iterable[_Tokens]) -> torch.Tensor:
+        def tensor(arrays: Iterable[_Ids]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([*arrays])).to(device)
 
         targets_N = tensor(t[mask] for t, mask in zip(tokens, masks, strict=True))
@@ -297,13 +298,13 @@ class Columns:
         return self.group.union(values_N, self.number_N, self.total)
 
 
-def _in_order(tokens: Sequence[_Tokens]) -> list[int]:
+def _in_order(tokens: Sequence[_Ids]) -> list[int]:
     """Return the numbers of token sequences, sorted by their tokens."""
     keys = [ids.astype(">u4").tobytes() for ids in tokens]
     return sorted(range(len(tokens)), key=keys.__getitem__)
 
 
-def _common_length(one: _Tokens, other: _Tokens) -> int:
+def _common_length(one: _Ids, other: _Ids) -> int:
     """Return the number of tokens with which both begin."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
@@ -312,28 +313,22 @@ def _common_length(one: _Tokens, other: _Tokens) -> int:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The columns of some samples, and the values of their `N` trained tokens, in order."""
+    """The columns of some samples, and their `N` trained tokens, in order."""
 
     columns: Columns
-    engine_logprobs_N: torch.Tensor
-    staleness_N: torch.Tensor
-    """Optimizer steps from the weights that sampled a token to those at the start of the step."""
-    advantages_N: torch.Tensor
+    tokens: Tokens
+    """The input of the loss. Until the policy has scored them, all log-probs are the engine's."""
     turn_N: torch.Tensor  # index of each token's turn in its trajectory
-    sequence_N: torch.Tensor
-    trajectory_tokens_N: torch.Tensor
-    """Trained tokens of the whole trajectory, in whichever micro-batch its samples are."""
-    sequences: int
-    tokens: int  # tokens without padding
+    size: int  # tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
-    reference_logprobs_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
 
     def spans(self) -> Iterable[slice]:
         """Yield the trained tokens of each sequence as a slice."""
+        sequence_N = self.tokens.sequence_N
         bounds = torch.searchsorted(
-            self.sequence_N, torch.arange(self.sequences + 1, device=self.sequence_N.device)
+            sequence_N, torch.arange(self.tokens.sequences + 1, device=sequence_N.device)
         ).tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
@@ -378,17 +373,19 @@ def make_micro_batch(
         repeated = np.repeat(np.asarray(values, dtype=np.float64), repeats)
         return torch.from_numpy(repeated).to(device, dtype)
 
-    return MicroBatch(
-        columns,
-        picked((s.logprobs_T for s in samples), np.float32),
-        version - picked((s.weight_versions_T for s in samples), np.int64),
+    engine_N = picked((s.logprobs_T for s in samples), np.float32)
+    tokens = Tokens(
+        engine_N,
+        engine_N,
+        engine_N,
         picked((s.advantages_T for s in samples), np.float32),
-        picked((s.turns_T for s in samples), np.int64),
         spread([numbers[s.sequence] for s in samples], torch.long),
-        spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         len(numbers),
-        sum(s.length for s in samples),
+        spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
+        version - picked((s.weight_versions_T for s in samples), np.int64),
     )
+    turn_N = picked((s.turns_T for s in samples), np.int64)
+    return MicroBatch(columns, tokens, turn_N, sum(s.length for s in samples))
 
 
 def _experts(samples: Sequence[Sample], packed: bool, device: torch.device) -> torch.Tensor | None:

@@ -6,12 +6,11 @@ what its configuration says. Loading never runs code stored in a checkpoint.
 """
 
 import io
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from pickle import Unpickler, UnpicklingError
 
 import torch
 import torch.distributed as dist
@@ -31,27 +30,19 @@ from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter; the first is a number
-
-
-class RankState(TypedDict):
-    """A rank's state besides weights and optimizer."""
-
-    version: int
-    steps: int
-    skipped_in_row: dict[str, int]  # updates in a row without a finite gradient, by learner
-    rng: torch.Tensor
-    updates: NotRequired[dict[str, int]]
-    """Updates taken so far, by learner: the position in its schedule."""
-
-
+_UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
 """AdamW's state by the parameter's name; a parameter that was never updated has none."""
 
 
 def save_state(
-    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: RankState
+    folder: Path, rank: int, learners: Mapping[str, TrainableModule], extra: JsonObject
 ) -> None:
-    """Write this rank's part of the weights and optimizer, and `extra`; called on all ranks."""
+    """Write this rank's part of the weights and optimizers, and `extra`; called on all ranks.
+
+    `updates` is added to `extra`: the updates that each learner has taken, its place in the
+    schedule.
+    """
     state = folder / "state"
     states = {
         name: _state(
@@ -79,7 +70,7 @@ def save_state(
         torch.save({**extra, "updates": updates}, state / f"rank-{rank}.pt")
 
 
-def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> RankState:
+def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule]) -> JsonObject:
     """Load what `save_state` wrote, with any number of ranks; return `extra`."""
     state = folder / "state"
     try:
@@ -103,18 +94,11 @@ def load_state(folder: Path, rank: int, learners: Mapping[str, TrainableModule])
             extra = {**extra, "updates": positions, "skipped_in_row": {}}
         for name, learner in learners.items():
             learner.resume(moments[name], extra["updates"][name])
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        ValueError,
-        pickle.UnpicklingError,
-        CheckpointException,
-    ) as error:
-        causes = [c for c in _causes(error) if isinstance(c, pickle.UnpicklingError)]
+    except _UNREADABLE as error:
+        causes = [c for c in _causes(error) if isinstance(c, UnpicklingError)]
         reason = first_line(causes[0] if causes else error)
         raise InputError(f"the checkpoint {folder} cannot be loaded: {reason}") from error
-    return cast(RankState, extra)
+    return extra
 
 
 def _state(learner: TrainableModule, moments: _Moments) -> dict[str, object]:
@@ -137,15 +121,15 @@ class _Reader(filesystem.FileSystemReader):
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with (Path(self.path) / _METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            raise UnpicklingError(f"it holds a {type(metadata).__name__}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(Unpickler):
     """Allows only the classes of torch's metadata."""
 
     _KNOWN = frozenset(
@@ -170,14 +154,14 @@ class _Unpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self._KNOWN:
             found: object = super().find_class(module, name)
             return found
-        raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is not metadata")
+        raise UnpicklingError(f"{_METADATA} names {module}.{name}, which is not metadata")
 
 
 class _Planner(DefaultLoadPlanner):
     """Reads tensors only: torch would run the code of anything else."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
+        raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
-from turnwise.training.algorithms import make_algorithm
+from turnwise.training.algorithms import Tokens, make_algorithm
 from turnwise.training.batching import (
     Columns,
     Layout,
@@ -133,7 +133,7 @@ class TrainerRank:
         self._objective.prepare(batches, len(steps))
         staleness = Counter[int]()
         for batch in batches:
-            staleness.update(batch.staleness_N.tolist())
+            staleness.update(batch.tokens.staleness_N.tolist())
         recorded: list[torch.Tensor] = []
         updates = [
             self._update(step, share, recorded) for step, share in zip(steps, shares, strict=True)
@@ -151,7 +151,7 @@ class TrainerRank:
             updates,
             torch.cat(recorded, dim=1).cpu().numpy() if recorded else none,
             staleness,
-            sum(batch.tokens for batch in batches),
+            sum(batch.size for batch in batches),
             time.perf_counter() - started,
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
         )
@@ -179,7 +179,7 @@ class TrainerRank:
                 self._objective.policy(batch, share, report, recorded)
             if critic is not None:
                 self._objective.value(batch, share, report)
-            report.tokens += len(batch.advantages_N)
+            report.tokens += len(batch.tokens.advantages_N)
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
@@ -230,7 +230,8 @@ class TrainerRank:
         mask_1T[:, 0] = False
         columns = Columns.of(token_ids_1T, mask_1T, None, self._models.group)
         none = torch.zeros(0)
-        canary = MicroBatch(columns, none, none, none, none, none, none, 1, 0)
+        tokens = Tokens(none, none, none, none, none, 1, none, none)
+        canary = MicroBatch(columns, tokens, none, 0)
         with torch.no_grad():
             expected, _ = self._models.score("policy", canary, _PLAIN)
         return Publication(manifest, Canary(self._canary, expected.tolist()))
@@ -279,7 +280,7 @@ class TrainerRank:
         the model in Hugging Face's format, or the adapter in PEFT's.
         """
         rank, lora = self._place.rank, self._config.model.lora.rank
-        state: checkpoint_state.RankState = {
+        state = {
             "version": self.version,
             "steps": self._steps,
             "skipped_in_row": self._skipped_in_row,
@@ -296,8 +297,7 @@ class TrainerRank:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
         state = checkpoint_state.load_state(folder, self._place.rank, self._learners)
-        self.version = state["version"]
-        self._steps = state["steps"]
+        self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         torch.set_rng_state(state["rng"])
         return self.version
