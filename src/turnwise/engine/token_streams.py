@@ -61,7 +61,7 @@ class TokenStreams:
 
     async def chunks(
         self,
-        prompt: "vllm.TokensInput",
+        inputs: "vllm.TokensInput",
         params: "vllm.SamplingParams",
         request_id: str,
         adapter: LoadedAdapter | None,
@@ -77,7 +77,7 @@ class TokenStreams:
             raise self._vllm.EngineDeadError
         request = llm.input_processor.process_inputs(
             request_id,
-            prompt,
+            inputs,
             params,
             supported_tasks=await llm.get_supported_tasks(),
             lora_request=adapter.request if adapter is not None else None,
