@@ -64,7 +64,7 @@ async def fleet(ray_started: None, make_config: Callable[..., Config]) -> AsyncI
 
 
 async def shards(worker: Any) -> list[psutil.Process]:
-    """The processes that compute for a worker (it names the device of each)."""
+    """The processes that compute for a worker."""
     devices = await worker._call("device_ids")
     return [psutil.Process(int(device.rpartition("-")[2])) for device in devices]
 

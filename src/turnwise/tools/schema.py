@@ -247,8 +247,14 @@ class _Tidy:
         """Return a schema tidied, which is `within` the definitions of these names."""
         if not isinstance(schema, dict):
             return schema  # true or false
-        if "$ref" in schema:
-            return self._referred(schema, within)
+        if "$ref" in schema:  # what it means, or the reference inside that schema itself
+            name = schema["$ref"].removeprefix("#/$defs/")
+            if name in within:
+                self._recursive[name] = None
+            if name in within or name not in self._definitions:
+                return schema
+            beside = {key: value for key, value in schema.items() if key != "$ref"}
+            return self.schema({**self._definitions[name], **beside}, (*within, name))
         tidy: JsonObject = {}
         for key, value in schema.items():
             match key:
@@ -278,18 +284,6 @@ class _Tidy:
             del tidy["items"]
         places = {"type": 0, "description": 2, "default": 3}  # as people write it
         return dict(sorted(tidy.items(), key=lambda item: places.get(item[0], 1)))
-
-    def _referred(self, schema: JsonObject, within: tuple[str, ...]) -> JsonObject:
-        """Return the schema that a reference means, or the reference inside that schema itself."""
-        name = schema["$ref"].removeprefix("#/$defs/")
-        if name not in self._definitions:
-            return schema
-        if name in within:
-            self._recursive[name] = None
-            return schema
-        beside = {key: value for key, value in schema.items() if key != "$ref"}
-        meant: JsonObject = self.schema({**self._definitions[name], **beside}, (*within, name))
-        return meant
 
     def with_definitions(self, schema: JsonObject) -> JsonObject:
         """Return a schema with the definitions that its references need."""

@@ -100,11 +100,11 @@ class Toolbox:
 
         Returns its result; what is raised is cancellation, and a TrajectoryError of the tool.
         """
-        if name not in self._tools:
+        if (tool := self._tools.get(name)) is None:
             names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
-        async with self._turn if self._tools[name].in_order else contextlib.nullcontext():
+        async with self._turn if tool.in_order else contextlib.nullcontext():
             return await self._called(name, arguments_json)
 
     async def _called(self, name: str, arguments_json: str) -> ToolResult:
