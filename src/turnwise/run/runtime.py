@@ -5,10 +5,9 @@ training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from turnwise.chat.template import load_tokenizer
@@ -88,18 +87,11 @@ async def open_runtime(
         folder: Run folder for training; None starts no trainer.
         environment: Makes an environment from a row; None uses the configuration's.
     """
-    training = folder is not None
-    if training:
+    if training := folder is not None:
         _check_trainable(config)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        make = partial(Runner, config, environment=environment)
-        runner = await import_user_code(
-            *(_make_runner, make, config, first, training),
-            config=config,
-            what="the environment, loop, rewards and tools",
-        )
-        await import_chat_scheduler(config)
+        runner = await _load_runner(config, first, environment, training)
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
         stack.callback(parser.cancel)
@@ -161,18 +153,24 @@ def _check_trainable(config: Config) -> None:
         )
 
 
-def _make_runner(
-    make: Callable[..., Runner],
+async def _load_runner(
     config: Config,
     first: Problem | Sequence[Problem] | None,
+    environment: EnvironmentType | None,
     training: bool,
 ) -> Runner:
-    """Make the runner, and check the first problems, the algorithm and the transport, to find most
-    mistakes before anything is started. Imports and calls user code."""
-    runner = make(load_tokenizer(config))
-    for problem in [first] if isinstance(first, Problem) else first or ():
-        runner.check(problem)
-    if training:
-        check_group_size(config, make_algorithm(config.algorithm))
-        find_transport(config.weights.transport)
+    """Make the runner, and check what can be checked before anything is started."""
+
+    def make() -> Runner:  # imports and calls user code
+        runner = Runner(config, load_tokenizer(config), environment=environment)
+        for problem in [first] if isinstance(first, Problem) else first or ():
+            runner.check(problem)
+        if training:
+            check_group_size(config, make_algorithm(config.algorithm))
+            find_transport(config.weights.transport)
+        return runner
+
+    what = "the environment, loop, rewards and tools"
+    runner = await import_user_code(make, config=config, what=what)
+    await import_chat_scheduler(config)
     return runner

@@ -65,7 +65,7 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     cookie."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     pages = static_files()
-    in_run, in_file = "/api/runs/{run}", "/api/runs/{run}/files/{file}"
+    in_run = "/api/runs/{run}"
 
     @app.exception_handler(InputError)
     async def explain(_: object, error: InputError) -> JSONResponse:
@@ -105,6 +105,13 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     def files_with(run: str, name: str) -> JsonObject:
         return {"files": runs[run].files_with(name)}
 
+    _add_files(app, runs)
+    return _Guard(app, token, port)
+
+
+def _add_files(app: FastAPI, runs: Mapping[str, RunFiles]) -> None:
+    in_file = "/api/runs/{run}/files/{file}"
+
     @app.get(in_file)
     def summaries(run: str, file: str) -> JsonObject:
         return {"trajectories": runs[run].index(file).summaries}
@@ -139,8 +146,6 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
     @app.get(f"{in_file}/{{index}}/template/{{leaf}}")
     def template(run: str, file: str, index: int, leaf: int) -> JsonObject:
         return runs[run].compare_with_template(file, index, leaf)
-
-    return _Guard(app, token, port)
 
 
 class _Guard:
