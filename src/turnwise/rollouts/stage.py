@@ -73,7 +73,7 @@ class PromptLimit:
         raise TrajectoryError(TOO_LONG, self.left_out[where])
 
     def admitted(self, problems: Sequence[Problem], lengths: Sequence[int | None]) -> list[Problem]:
-        """Return the problems with a prompt that is short enough or unknown (None): at least one."""
+        """Return the problems with a prompt that is short enough, or not known yet (None)."""
         known = zip(problems, lengths, strict=True)
         kept = [one for one, length in known if not self._beyond_longest(length or 0)]
         if len(kept) < len(problems):
