@@ -145,10 +145,7 @@ def _rows_of(
 
 
 def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a program, checked to be dictionaries, maybe when asked for.
-
-    In errors they are called `name`.
-    """
+    """Return the first rows of a program, called `name` in errors; each must be a dictionary."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 
