@@ -30,7 +30,7 @@ from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import use_packed_attention
 from turnwise.training.context import check_divisible
 from turnwise.training.lora import ModelName
-from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
+from turnwise.training.shards import can_be_sliced, read_tensor, weight_files
 
 POLICY = OtherModel()
 """The model of `model.path` itself."""
@@ -96,7 +96,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model without dropout, which would make every ratio wrong.
 
-    With several ranks it has no weights yet where `fill` can read each rank's shards.
+    With several ranks it has no weights yet where `distribute` can read each rank's shards.
     """
     return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
 
@@ -138,14 +138,6 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     return prepared(model)
-
-
-def fill(module: nn.Module, config: Config, device: torch.device, other: OtherModel) -> None:
-    """Read this rank's shards of a module that has no weights yet."""
-    path = path_of(config, other)
-    with translate_unreadable(path):
-        if any(parameter.is_meta for parameter in module.parameters()):
-            read_shards(module, weight_files(path), device)
 
 
 def is_classifier(shape: PretrainedConfig) -> bool:
