@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
@@ -177,7 +176,7 @@ class FrontProcesses:
             process.lost = asyncio.get_running_loop().create_future()
             process.actor, process.messages = actor, []
             for worker in self._scheduler.workers.values():
-                self._tell(process, "add", worker.name, _actor_of(worker.engine))
+                self._tell(process, "add", worker.name, getattr(worker.engine, "actor", None))
             self._assign()
         except BaseException:
             process.actor = None
@@ -291,7 +290,7 @@ class FrontProcesses:
         self._workers[name] = self._scheduler.workers[name]
         for process in self.processes:
             process.suspects.discard(name)
-            self._tell(process, "add", name, _actor_of(engine))
+            self._tell(process, "add", name, getattr(engine, "actor", None))
         self._assign()
 
     def restore(self, name: str) -> None:
@@ -393,8 +392,3 @@ class FrontProcesses:
             actor.kill()
 
         await asyncio.gather(*map(stop, actors))
-
-
-def _actor_of(engine: Engine) -> RayActor | None:
-    actor: RayActor | None = getattr(engine, "actor", None)
-    return actor
