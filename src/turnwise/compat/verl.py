@@ -30,9 +30,6 @@ class LLMServerManager:
         config: A YAML file or a `Config`; a file may leave out `environment` and `data`.
         overrides: `key.sub=value` changes to a file.
 
-    Raises:
-        InputError: when any of it cannot be used.
-
     Example:
         with LLMServerManager("config.yaml") as manager:
             batch = manager.generate_sequences([[{"role": "user", "content": "2 + 2?"}]], n=4)

@@ -25,9 +25,6 @@ class Conversation:
 
     Args:
         row: `messages`, or `prompt`, the text of a user's message.
-
-    Raises:
-        InputError: when it has neither.
     """
 
     problem: Sequence[Message]
