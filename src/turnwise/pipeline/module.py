@@ -22,10 +22,11 @@ from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from turnwise.compat.chatlearn.model_file import Settings, args_of, read_model
 from turnwise.config import SamplingConfig
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.pipeline.outputs import Outputs, RequestOutput, keeping_groups, request_outputs
@@ -335,22 +336,15 @@ class VLLMModule(Module):
         return ProblemBuilder(name, self.config, self.template, self._fields, limit)
 
 
-@runtime_checkable
-class _Saveable(Protocol):
-    """A model of transformers, or its configuration."""
-
-    def save_pretrained(self, folder: str) -> object: ...
-
-
 def _saved(
-    name: str, model: object, tokenizer: str | None
+    name: str, model: Foreign, tokenizer: str | None
 ) -> tuple[Settings, TemporaryDirectory[str] | None]:
     """Return the settings of a model that `model_provider` returned, and its temporary folder."""
     if model is None:
         return {}, None
     if isinstance(model, str | Path):
         return {"model.path": str(model)}, None
-    if not isinstance(model, _Saveable):
+    if not hasattr(model, "save_pretrained"):
         raise InputError(
             f"{name}: model_provider returns a model's folder or name, a model of transformers "
             f"or its configuration, not {repr(model)[:80]}; override generator_provider to "
@@ -362,11 +356,10 @@ def _saved(
             f"{name}: the model of model_provider has no tokenizer; name one in the module's "
             "file (tokenizer)"
         )
-    made: _Saveable = model
     if not hasattr(model, "state_dict"):  # a configuration: random weights
         from transformers import AutoModelForCausalLM
 
-        made = AutoModelForCausalLM.from_config(model)
+        model = AutoModelForCausalLM.from_config(model)
     folder = TemporaryDirectory(prefix="turnwise-model-")
-    made.save_pretrained(folder.name)
+    model.save_pretrained(folder.name)
     return {"model.path": folder.name, "model.tokenizer": tokenizer}, folder

@@ -19,13 +19,11 @@ trajectories are finished. It also gets the row's other columns as lists, `train
 
 import inspect
 import json
-import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -135,7 +133,8 @@ class TrlEnvironment(Environment):
         self._row = row
         self._environments = environments
         self._name = environments.name_for(row)
-        self._calls = _Calls()
+        self._calls: list[object] = []
+        """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
         """The user's object; None before `setup`, and without a factory."""
         prompt = row.get("prompt", _NO_PROMPT)
@@ -190,7 +189,7 @@ class TrlEnvironment(Environment):
         return reward
 
     def _group_ended(self) -> None:
-        if self.instance is not None and not self._calls.running:
+        if self.instance is not None and not self._calls:
             self._environments.give_back(self._name, self.instance)
 
 
@@ -211,39 +210,29 @@ class TextLoop(SingleTurnLoop):
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
-class _Calls:
-    """The number of an instance's calls that have not returned."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.running += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.running -= 1
-
-
 class _Tool:
     """A function or method of TRL's as a tool of ours: it returns a text."""
 
-    def __init__(self, function: ToolFunction, calls: _Calls) -> None:
+    def __init__(self, function: ToolFunction, calls: list[object]) -> None:
         self.__name__ = function.__name__
         self.__func__ = getattr(function, "__func__", function)  # describes it to the model
         self._function = function
         self._calls = calls
 
     def __call__(self, **arguments: object) -> object:
-        with self._calls:
+        self._calls.append(self)
+        try:
             result = self._function(**arguments)
             return self._finish(result) if inspect.isawaitable(result) else _shown(result)
+        finally:
+            self._calls.pop()
 
     async def _finish(self, result: Awaitable[object]) -> object:
-        with self._calls:
+        self._calls.append(self)
+        try:
             return _shown(await result)
+        finally:
+            self._calls.pop()
 
 
 def _shown(result: object) -> object:
@@ -256,8 +245,7 @@ def _shown(result: object) -> object:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
+class TrainerState(NamedTuple):
     """The part of TRL's `trainer_state` that a rollout knows."""
 
     global_step: int
