@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import NamedTuple
 
 from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
@@ -89,17 +88,8 @@ def _load(path: Path | None, model: JsonObject) -> ChatTemplate:
         ) from error
 
 
-class Difference(NamedTuple):
-    """A place in which two lists differ: a range of each, of which one may be empty."""
-
-    start: int
-    end: int
-    other_start: int
-    other_end: int
-
-
-def differences(ids: Sequence[int], other: Sequence[int]) -> list[Difference]:
-    """Return the places in which two lists of ids differ, in their order.
+def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return the places in which two lists of ids differ, in their order: start and end in each.
 
     Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
     so that the time grows with the length.
@@ -109,7 +99,7 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[Difference]:
     own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
     width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
     a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
-    found, at, other_at = list[Difference](), 0, 0
+    found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
     for start, other_start, size in SequenceMatcher(None, a, b).get_matching_blocks():
         length = size + width - 1
         if not size:  # the last one, at both ends
@@ -119,7 +109,7 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[Difference]:
             if length <= 0:
                 continue
         if start > at or other_start > other_at:
-            found.append(Difference(*(first + p for p in (at, start, other_at, other_start))))
+            found.append((first + at, first + start, first + other_at, first + other_start))
         at, other_at = start + length, other_start + length
     return found
 
@@ -134,13 +124,13 @@ def _compare(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> JsonO
         raise InputError(f"the template refuses the messages: {first_line(error)}") from error
     found = differences(ids, rendered)
     closing: list[int] = []
-    if found and found[-1].start == len(ids):  # nobody went on after the last turn
-        closing = rendered[found.pop().other_start :]
+    if found and found[-1][0] == len(ids):  # nobody went on after the last turn
+        closing = rendered[found.pop()[2] :]
     pieces = []
-    for place in found:
-        own, other = ids[place.start : place.end], rendered[place.other_start : place.other_end]
-        same_text = template.decode_all(own) == template.decode_all(other)
-        pieces.append([place.start, place.end, other, same_text])
+    for start, end, other_start, other_end in found:
+        other = rendered[other_start:other_end]
+        same_text = template.decode_all(ids[start:end]) == template.decode_all(other)
+        pieces.append([start, end, other, same_text])
     return {
         "error": None,
         "identical": not pieces,
