@@ -22,7 +22,7 @@ from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
-from turnwise.rollouts.processes import DIED, RolloutProcesses, start_runner
+from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.front_process import FrontProcess
 from turnwise.serving.front_processes import Process
@@ -201,7 +201,7 @@ class _Simulated(FrontProcess):
 
 
 async def test_a_process_reports_failures_and_hears_of_their_end(config: Config) -> None:
-    process = _Simulated(config, partial(start_runner, None))
+    process = _Simulated(config, partial(open_runner, None))
     await process.start(0, [])
     for name in ("worker-0", "worker-1"):
         process.add(name, None)
@@ -231,7 +231,8 @@ async def test_a_process_reports_failures_and_hears_of_their_end(config: Config)
     counts = (await process.report()).counts["worker-0"]  # those of both
     assert counts == {"turns": 4, "continued": 1, "aborted": 1}
     assert (await process.report()).counts["worker-0"] == {}
-    process.excuse_death("worker-0")
+    assert second.supervisor is not None
+    second.supervisor.excuse_death()
     assert (await process.report()).excused == ["worker-0"]
     assert (await process.report()).loads == {"worker-0": 0.0, "worker-1": 0.0}
     process.close("no worker is left")

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
+from turnwise.engine.protocol import dtype_name
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
-from turnwise.weights.manifest import StateDictInfo, dtype_name
+from turnwise.weights.manifest import StateDictInfo
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import Receiver, SenderOptions, StreamReceiver, StreamSender
 

@@ -334,7 +334,7 @@ async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
         (name.replace("self_attn.q_proj", "self_attn.elsewhere"), tensor)
         for name, tensor in updates.trainer.tensors(2)
     ]
-    await engine.prepare_refit_info({n: (tuple(t.shape), t.dtype) for n, t in tensors})
+    await engine._call("prepare_refit_info", {n: (tuple(t.shape), t.dtype) for n, t in tensors})
     sender = make_sender("shm", tensors)
     with pytest.raises(WeightUpdateError, match=r"applies no adapter to .*elsewhere"):
         await engine.update_weights(sender.publish(2, tensors))
@@ -343,7 +343,7 @@ async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
     assert completion.token_ids == updates.trainer.at(1).greedy(PROMPT, 12)
     assert set(completion.weight_versions) == {1}
     kept = updates.trainer.tensors(1)
-    await engine.prepare_refit_info({n: (tuple(t.shape), t.dtype) for n, t in kept})
+    await engine._call("prepare_refit_info", {n: (tuple(t.shape), t.dtype) for n, t in kept})
 
 
 @pytest.mark.slow

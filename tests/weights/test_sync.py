@@ -63,7 +63,7 @@ async def test_shards_of_two_ranks_become_the_engines_weights(
     assert len(lent) == served - version  # what it brought back for this may go again
     if served > version:
         await assert_serves(ready, ranks, served)
-    await ready.prepare_refit_info({"weight": ((2, 2), "float32")})
+    await ready._call("prepare_refit_info", {"weight": ((2, 2), "float32")})
     await sync.publish()
     with pytest.raises(WeightUpdateError, match=r"worker-0: refused .* was not expected"):
         await sync.update([ready], "keep")

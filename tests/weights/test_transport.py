@@ -115,9 +115,7 @@ async def test_a_wrong_name_in_a_configuration_is_an_error_before_ranks_start(
             "weights": {"transport": "lofts:Pigeon"},
         }
     )
-    with pytest.raises(
-        InputError, match=r"weights\.transport: lofts:Pigeon cannot be loaded: .*lofts"
-    ):
+    with pytest.raises(InputError, match=r"weights\.transport: lofts cannot be imported: .*lofts"):
         await TrainerGroup.start(config, tmp_path)
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 _NAMED = 8
 """Maximum number of kinds of waits that one line lists."""
@@ -45,12 +44,7 @@ class waiting:
         self.since = _Progress.moved
         _waits[self] = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         del _waits[self]
         made_progress()
 
@@ -98,7 +92,8 @@ class Watchdog:
         longest = self._seconds if self._run is None else _ASKED_SECONDS
         pause = min(self._seconds, longest)
         while not self._ended.wait(pause):
-            self._answer()
+            if self._run is not None:
+                self._answer(self._run)
             moved, now = _Progress.moved, time.monotonic()
             left = moved + self._seconds - now
             if left <= 0 and moved != reported:
@@ -106,14 +101,13 @@ class Watchdog:
                 self._report(_line(now))
             pause = min(left if left > 0 else self._seconds, longest)
 
-    def _answer(self) -> None:
+    def _answer(self, run: Path) -> None:
         """Write the report of the present moment, if another process asks for it."""
-        if self._run is not None:
-            from turnwise.core import stacks  # for Linux; other systems read runs
+        from turnwise.core import stacks  # for Linux; other systems read runs
 
-            if (request := stacks.report_request(self._run)).exists():
-                stacks.write_report(self._run, _line(time.monotonic()))
-                request.unlink(missing_ok=True)
+        if (request := stacks.report_request(run)).exists():
+            stacks.write_report(run, _line(time.monotonic()))
+            request.unlink(missing_ok=True)
 
 
 def _line(now: float) -> str:

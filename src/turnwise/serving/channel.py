@@ -41,13 +41,7 @@ class Address(NamedTuple):
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection.
-
-    Args:
-        token: What the other end has to know.
-        opened: Called with the channel once it has proven that.
-        listens: Whether this is the end of the worker.
-    """
+    """One end of a connection; `opened` is called once the other has proven to know the token."""
 
     def __init__(self, token: bytes, opened: "Callable[[Channel], None]", *, listens: bool) -> None:
         self.received: Callable[..., None] = lambda message: None

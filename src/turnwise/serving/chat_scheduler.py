@@ -229,19 +229,14 @@ class ChatBackend:
         clock: StallClock | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> None:
-        """Run one conversation with an instance of the scheduler class, as user code.
+        """Run one conversation, a batch of one, with an instance of the scheduler class.
 
-        Args:
-            trajectory: Records the sampled turns.
-            batch: The conversation, as a batch of one.
-            sampling: Sampling that requests may not change.
-            group, clock, calls: As of a `Session`.
-            sampling_params: Passed to `generate_sequences`.
+        `trajectory` records the sampled turns. Requests may not change `sampling`; `group`, `clock`
+        and `calls` are those of a `Session`.
 
         Raises:
             TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
                 (chat_scheduler_silent).
-            EngineError, DeadlineError: when the workers fail.
         """
         session = self.sessions.open_private(
             trajectory,
@@ -290,17 +285,19 @@ class ChatBackend:
         Returns:
             A row for each conversation (or for each of its branches), in the prompts' order, as in
             `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-            reason.
-
-        Raises:
-            InputError: for an unknown sampling key.
-            TrajectoryError, EngineError, DeadlineError: the first error, when all failed.
+            reason. If all fail, the first error is raised.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
         if "raw_prompt" not in prompts.non_tensor_batch:
             raise InputError("generate_sequences needs conversations in the column raw_prompt")
-        sampling = _sampling(self.config.sampling, sampling_params)
+        tree = {_SAMPLING_NAMES.get(name, name): value for name, value in sampling_params.items()}
+        if unknown := tree.keys() - SamplingConfig.model_fields:
+            raise InputError(f"there is no sampling key {min(unknown)}")
+        try:
+            sampling = SamplingConfig.model_validate(self.config.sampling.model_dump() | tree)
+        except ValueError as error:
+            raise InputError(f"sampling: {_sentence(error)}") from error
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []
         rollout = self.config.rollout
@@ -328,13 +325,9 @@ class ChatBackend:
             [index for index, _ in done],
             self.tokenizer.eos_token_id if pad is None else pad,
         )
+        late = {True: "engine_timeout", False: "engine_error"}
         batch.meta_info["dropped"] = Counter(
-            error.reason
-            if isinstance(error, TrajectoryError)
-            else "engine_timeout"
-            if isinstance(error, DeadlineError)
-            else "engine_error"
-            for error in failures
+            getattr(error, "reason", late[isinstance(error, DeadlineError)]) for error in failures
         )
         return batch
 
@@ -344,8 +337,7 @@ class ChatBackend:
         own: Session | None,
         replies: "asyncio.Queue[Reply]",
     ) -> None:
-        """Put an answer into a queue: the completion; or None, a stream's chunks, and None; an
-        error takes the place of any of them."""
+        """Put the completion into a queue; or None, a stream's chunks, and None; or an error."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         whole: ChatCompletion | None = None
@@ -397,20 +389,9 @@ def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
     return tree, headers
 
 
-def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
-    """Return the configuration's sampling with a caller's changes, by our keys or OpenAI's."""
-    tree = {_SAMPLING_NAMES.get(name, name): value for name, value in changes.items()}
-    if unknown := tree.keys() - SamplingConfig.model_fields:
-        raise InputError(f"there is no sampling key {min(unknown)}")
-    try:
-        return SamplingConfig.model_validate(base.model_dump() | tree)
-    except ValueError as error:
-        raise InputError(f"sampling: {_sentence(error)}") from error
-
-
 def _own(error: Exception) -> Exception:
     """Return an error of vLLM's application as ours, and any other one as it is."""
-    from turnwise.serving.openai.vllm_api import GracefulHTTPError, VLLMError
+    from turnwise.internals.vllm_server import GracefulHTTPError, VLLMError
 
     if isinstance(error, TurnwiseError):
         return error

@@ -19,7 +19,7 @@ from turnwise.core.aio import freeze_gc
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from turnwise.engine.vllm_engine import VllmEngine
@@ -145,9 +145,9 @@ class EngineWorker:
 
     def _create_engine(self, engine: EngineConfig) -> "VllmEngine":
         """Make the engine; a hook for subclasses that change its arguments."""
-        from turnwise.engine import vllm_api as vllm
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
+        from turnwise.internals import vllm
 
         made = VllmEngine(
             self._config.model,
@@ -156,7 +156,6 @@ class EngineWorker:
             deterministic=self._config.deterministic,
             adapters=EngineAdapters.of(self._config),
             worker_extension=WORKER_EXTENSION,
-            weight_backend=BACKEND,
             name=self._name,
         )
         vllm.enable_envs_cache()  # or vLLM reads environment variables for each token

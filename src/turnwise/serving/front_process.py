@@ -7,9 +7,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -45,15 +45,10 @@ _PORT_SECONDS = 3.0
 """Time in which the port of a process that died becomes free."""
 
 
-class GroupRunner(Protocol):
-    """What runs groups in a process: a runner, with what serves its agents."""
-
-    async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object: ...
-
-    async def close(self) -> None: ...
-
-
-MakeRunner = Callable[[Config, Scheduler], Awaitable[GroupRunner]]
+RunGroup = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
+"""Runs the group of a problem, under a unique tag."""
+OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]]
+"""Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
 
 
 @dataclass(slots=True)
@@ -81,19 +76,21 @@ class FrontProcess:
     """An actor's class: a scheduler, and an OpenAI server or a runner of groups that uses it.
 
     Args:
-        make_runner: Makes the runner; None starts a server.
+        open_runner: Makes the runner; None starts a server.
     """
 
-    def __init__(self, config: Config, make_runner: MakeRunner | None = None) -> None:
+    def __init__(self, config: Config, open_runner: OpenRunner | None = None) -> None:
         self.config = config
         seconds = config.engine.start_timeout + config.engine.request_timeout
         self.scheduler = Scheduler(config.serving, seconds)
-        self._make_runner = make_runner
-        self._runner: GroupRunner | None = None
+        self._open_runner = open_runner
+        self._run_group: RunGroup | None = None
+        self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
-        self._urgent = asyncio.Event()
-        self._failures: list[tuple[str, str]] = []
-        self._excused: list[str] = []
+        self.urgent = asyncio.Event()
+        """Set when something is to be reported at once."""
+        self.failures: list[tuple[str, str]] = []
+        self.excused: list[str] = []
         self._counted: dict[Worker, Counter[str]] = {}
         """Reported counts of each worker, also of removed ones whose turns are not over."""
         self._events: Counter[str] = Counter()
@@ -107,14 +104,12 @@ class FrontProcess:
         Args:
             port: Port to listen on, if no other program has taken it; 0 takes a free one.
             lost: Names of the sessions of the process before this one, which are refused.
-
-        Raises:
-            InputError: when something that the user gave cannot be used.
         """
         logs.follow()
         base_url = ""
-        if self._make_runner is not None:
-            self._runner = await self._make_runner(self.config, self.scheduler)
+        if self._open_runner is not None:
+            opening = self._open_runner(self.config, self.scheduler)
+            self._run_group = await self._stack.enter_async_context(opening)
         else:
             make = await import_server()
             port = await _free_port(self.config.serving.host, port)
@@ -123,13 +118,14 @@ class FrontProcess:
 
     async def serve(self, server: "OpenAIServer", lost: Sequence[str]) -> str:
         self._server = server
+        self._stack.push_async_callback(server.stop)
         server.sessions.refuse(lost, LOST)
         server.sessions.changes = {}
         return await server.start()
 
     async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object:
-        assert self._runner is not None
-        return await self._runner.run_group(problem, sampling, tag)
+        assert self._run_group is not None
+        return await self._run_group(problem, sampling, tag)
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
         assert self._server is not None
@@ -143,10 +139,7 @@ class FrontProcess:
 
     async def stop(self) -> bool:
         """End the server or the runner, and return True; the owner kills the actor."""
-        if self._runner is not None:
-            await self._runner.close()
-        if self._server is not None:
-            await self._server.stop()
+        await self._stack.aclose()
         return True
 
     # What the driver tells this process; see `Follower`.
@@ -176,7 +169,7 @@ class FrontProcess:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.suspend(name)
                 await asyncio.sleep(_REACH_SECONDS)
-                self.report_failure(name, str(error) or why)
+                _Remote(self, name).report_failure(str(error) or why)
         else:
             if self.scheduler.workers.get(name) is worker:
                 self.scheduler.restore(name)
@@ -195,7 +188,7 @@ class FrontProcess:
 
     async def wake(self) -> None:
         """End a `report` that waits: the driver has messages."""
-        self._urgent.set()
+        self.urgent.set()
 
     async def report(self, messages: Sequence[Message] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
@@ -208,8 +201,8 @@ class FrontProcess:
             getattr(self, method)(*arguments)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
-                await self._urgent.wait()
-        self._urgent.clear()
+                await self.urgent.wait()
+        self.urgent.clear()
         moved, self._moved = self._moved, last_progress()
         events, self._events = self._events, Counter(self.scheduler.events)
         workers = self.scheduler.workers
@@ -218,12 +211,12 @@ class FrontProcess:
             loads={name: worker.load for name, worker in workers.items()},
             events=self._events - events,
             counts={},
-            failures=self._failures,
-            excused=self._excused,
+            failures=self.failures,
+            excused=self.excused,
             sessions={},
             requests=Counter(),
         )
-        self._failures, self._excused = [], []
+        self.failures, self.excused = [], []
         if self._server is not None:
             requests, self._requests = self._requests, Counter(self._server.requests)
             report.requests = self._requests - requests
@@ -239,14 +232,6 @@ class FrontProcess:
                 del self._counted[worker]
         return report
 
-    def report_failure(self, name: str, why: str) -> None:
-        self._failures.append((name, why))
-        self._urgent.set()
-
-    def excuse_death(self, name: str) -> None:
-        self._excused.append(name)
-        self._urgent.set()
-
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
@@ -256,10 +241,12 @@ class _Remote:
     name: str
 
     def report_failure(self, why: str) -> None:
-        self.process.report_failure(self.name, why)
+        self.process.failures.append((self.name, why))
+        self.process.urgent.set()
 
     def excuse_death(self) -> None:
-        self.process.excuse_death(self.name)
+        self.process.excused.append(self.name)
+        self.process.urgent.set()
 
 
 async def _free_port(host: str, port: int) -> int:

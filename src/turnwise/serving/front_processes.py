@@ -28,13 +28,20 @@ from turnwise.core.aio import is_cancelled, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.watchdog import made_progress
 from turnwise.engine.protocol import Engine
-from turnwise.errors import DeadlineError, EngineError, InputError, TurnwiseError, text_of
+from turnwise.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    StepError,
+    TurnwiseError,
+    text_of,
+)
 from turnwise.serving.front_process import (
     LOST,
     REPORT_SECONDS,
     FrontProcess,
-    MakeRunner,
     Message,
+    OpenRunner,
     Report,
 )
 from turnwise.serving.openai.address import EVERYWHERE, with_api_key
@@ -84,10 +91,8 @@ class FrontProcesses:
     are answered with 410.
 
     Args:
-        scheduler: Scheduler of the engines.
-        process_class: Class of the actors.
         names: Names of the processes; by default there are `serving.session_processes`.
-        make_runner: See `FrontProcess`.
+        open_runner: See `FrontProcess`.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class FrontProcesses:
         process_class: type[FrontProcess] = FrontProcess,
         *,
         names: Sequence[str] | None = None,
-        make_runner: MakeRunner | None = None,
+        open_runner: OpenRunner | None = None,
     ) -> None:
         self.config = with_api_key(config)
         if names is None:
@@ -111,7 +116,7 @@ class FrontProcesses:
         self.store = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._class = process_class
-        self._make_runner = make_runner
+        self._open_runner = open_runner
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
         self._owners: dict[str, Process] = {}
@@ -145,19 +150,19 @@ class FrontProcesses:
     def create(self, process: Process) -> ActorHandle:
         """Start the actor of a process, without waiting for it."""
         placement: NodeAffinitySchedulingStrategy | str = "SPREAD"
-        if self._make_runner is None and self.config.serving.host not in EVERYWHERE:
+        if self._open_runner is None and self.config.serving.host not in EVERYWHERE:
             placement = on_node()  # other nodes cannot listen at this address
         elif process.base_url:
             placement = on_node(process.node, soft=True)
         return ActorHandle.create(
             self._class,
-            *(self.config, self._make_runner),
+            *(self.config, self._open_runner),
             name=process.name,
             config=self.config,
             log=process.name,
             placement=placement,
             max_concurrency=_MAX_CALLS,
-            failure=EngineError,
+            failure=EngineError if self._open_runner is None else StepError,
         )
 
     async def _start(self, process: Process) -> None:
@@ -197,7 +202,7 @@ class FrontProcesses:
         """Add what a process reports to the driver's counts."""
         if report.progressed:
             made_progress()
-            if self._make_runner is None:
+            if self._open_runner is None:
                 process.restarts = 0
         process.loads = report.loads
         total: dict[str, float] = {}
@@ -307,11 +312,10 @@ class FrontProcesses:
             self._tell(process, "close", why)
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session in the process with the fewest; describe it, with its URLs.
+        """Open a session in the process with the fewest, and describe it; None if none is up.
 
-        Returns None if no process is up. Raises `InputError` when a session of that name is open,
-        or is being opened, and `DeadlineError` when a process does not answer, which may have
-        opened it.
+        Raises `InputError` when a session of that name is open, or is being opened, and
+        `DeadlineError` when a process does not answer, which may have opened it.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")

@@ -56,11 +56,9 @@ class ManagedEngine(Engine, Protocol):
 
     def fail(self, why: str) -> None:
         """End every request with `EngineError`."""
-        ...
 
     def kill(self) -> None:
         """End the engine's process."""
-        ...
 
 
 @dataclass(slots=True)

@@ -62,11 +62,9 @@ class Supervisor(Protocol):
 
         Not called again before one of these methods of `Scheduler` is called in return.
         """
-        ...
 
     def excuse_death(self) -> None:
         """Do not count the worker's last death: it was caused by a single request."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +246,11 @@ class Router:
             home = self.workers.get(known)
             if home is None or not home.usable:
                 self._events["moved_gone"] += 1
-            elif home.load > bound or self._is_overloaded_for_long(home, mean):
+            elif home.load > bound or (
+                home.index >= 0
+                and home.load > _LASTING * mean
+                and averages_W[home.index] > _LASTING * self._mean(averages_W)
+            ):
                 self._events["moved_overload"] += 1
             elif home.index >= 0 and self._slowness_W[home.index] > 1.0:
                 self._events["moved_slow"] += 1
@@ -279,11 +281,6 @@ class Router:
             for index in np.flatnonzero(slow_W):
                 self.usable[index].forget_slowness(median)
         self._any_slow = bool((self._slowness_W > 1.0).any())
-
-    def _is_overloaded_for_long(self, home: Worker, mean: float) -> bool:
-        if home.load <= _LASTING * mean or home.index < 0:
-            return False
-        return bool(self._averages_W[home.index] > _LASTING * self._mean(self._averages_W))
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
         """Return the mean of the workers that are not slow: a slow one is meant to have less."""

@@ -55,22 +55,18 @@ class Follower(Protocol):
 
     def add(self, name: str, engine: Engine) -> None:
         """Use a worker, which has the fleet's weights; one of the same name is replaced."""
-        ...
 
     def restore(self, name: str) -> None:
         """Use a worker again on which a request failed: it is alive.
 
         A follower that cannot reach it does not use it until it can.
         """
-        ...
 
     def remove(self, name: str) -> None:
         """Use a worker no longer: it is lost."""
-        ...
 
     def close(self, why: str) -> None:
         """Expect no further worker until one is added."""
-        ...
 
 
 class _MustRestart(Exception):
@@ -115,12 +111,7 @@ class Scheduler:
         return self._router.workers
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
-        """Add a worker; one of the same name is replaced.
-
-        Args:
-            supervisor: Checks after a failed request whether the worker is alive; None means that
-                each failure counts as its death.
-        """
+        """Add a worker; one of the same name is replaced."""
         if name in self.workers:
             self.remove(name)
         now = asyncio.get_running_loop().time()
@@ -227,12 +218,7 @@ class Scheduler:
             return
 
     async def _run(self, turn: ScheduledTurn) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a turn, from one worker or several.
-
-        Raises:
-            _MustRestart: when the turn has to restart, at the next call.
-            EngineError, DeadlineError: when it failed too often, or no worker was usable in time.
-        """
+        """Yield the chunks of a turn, from one worker or several, or raise `_MustRestart`."""
         rest: Sampling | None = turn.request.sampling
         while True:
             async with self._placed(turn) as worker:
@@ -276,12 +262,7 @@ class Scheduler:
 
     @asynccontextmanager
     async def _placed(self, turn: ScheduledTurn) -> AsyncIterator[Worker]:
-        """Choose a worker for a turn, and count the turn on it.
-
-        Raises:
-            DeadlineError: when no worker was usable in time, or a suspect that runs alone makes no
-                progress.
-        """
+        """Choose a worker for a turn, once it may run, and count the turn on it."""
         alone, clock = turn.is_suspect, asyncio.get_running_loop().time
         if alone:
             async with self._suspects_clock.watching(
@@ -319,11 +300,8 @@ class Scheduler:
     async def _handle_failure(
         self, turn: ScheduledTurn, worker: Worker, error: EngineError | DeadlineError
     ) -> None:
-        """Find out whether the turn or the worker caused a failure, and record it.
-
-        Raises:
-            EngineError, DeadlineError: when the turn has failed too often, or crashed the worker.
-        """
+        """Find out whether the turn or the worker caused a failure; raise if the turn has failed
+        too often, or crashed the worker."""
         name = turn.request.id
         if await self._is_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]

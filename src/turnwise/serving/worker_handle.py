@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle as RayActor
@@ -292,11 +292,6 @@ class WorkerHandle:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._call("wake_up", tags)
-
-    async def prepare_refit_info(
-        self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
-    ) -> None:
-        await self._call("prepare_refit_info", state_dict_info)
 
     async def init_collective(
         self,

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
+from turnwise.internals.transformers import attention_of
 from turnwise.training.context import Columns
 from turnwise.training.prefixes import SharedPrefixes
 
@@ -49,14 +50,14 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
         return False
     texts = model.config.get_text_config()
     capped = getattr(texts, "attn_logit_softcapping", None)
-    if model.config._attn_implementation == "sdpa" and not capped:
+    if attention_of(model) == "sdpa" and not capped:
         set_packed(model, True)
     return is_packed(model)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
     """Return whether a model's layers attend within sequences."""
-    return bool(model.config._attn_implementation == _NAME)
+    return attention_of(model) == _NAME
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
@@ -64,7 +65,7 @@ def set_packed(model: PreTrainedModel, packed: bool) -> None:
 
     A model with attention of its own keeps it.
     """
-    if model.config._attn_implementation in (_NAME, "sdpa"):
+    if attention_of(model) in (_NAME, "sdpa"):
         model.set_attn_implementation(_NAME if packed else "sdpa")
 
 

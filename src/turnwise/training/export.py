@@ -26,7 +26,7 @@ from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.gguf import resolve_model
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import load_model

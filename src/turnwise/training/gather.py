@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightTransform, revert_weight_conversion
 
+from turnwise.internals.transformers import conversions_of
+
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -99,8 +101,7 @@ def _emptied(tensors: dict[str, torch.Tensor]) -> NamedTensors:
 
 def _transforms(model: PreTrainedModel) -> Iterable[WeightTransform]:
     """Return the conversions between the model's files and its parameters."""
-    used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
-    if used is not None:
+    if (used := conversions_of(model)) is not None:
         return used
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in known if not isinstance(transform, PrefixChange)]

@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from turnwise.internals.transformers import layer_classes
+
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that computes the last hidden states, below its head."""
@@ -16,9 +18,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's decoder layers, as Transformers' models declare them, in their order."""
-    names: set[str] = set()
-    for part in model.modules():
-        names |= set(getattr(part, "_no_split_modules", None) or ())
+    names = layer_classes(model)
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

@@ -20,6 +20,7 @@ from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import optional
 from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
+from turnwise.internals.transformers import activate
 from turnwise.training.gather import whole
 
 Untyped = Any
@@ -99,8 +100,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Untyped]:
 
 def take_role(model: nn.Module, role: Role) -> None:
     """Make the adapter of a role the active one, for the next forward and backward pass."""
-    for layer in adapted_layers(model).values():
-        layer._active_adapter = list(ADAPTERS[role])  # PEFT's setter would freeze the others
+    activate(adapted_layers(model).values(), list(ADAPTERS[role]))
 
 
 class TrainedPart(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.config import Config, OtherModel, SamplingConfig
-from turnwise.core.memory import give_back
+from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.batching import MicroBatch
 from turnwise.training.context import Columns, ContextGroup

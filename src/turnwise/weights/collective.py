@@ -159,9 +159,8 @@ class CollectiveReceiver(StreamReceiver):
         while self._step():
             pass
         if self._work is not None and self._work.is_completed():
-            assert self.manifest is not None
             self._wait()
-            return self.manifest.version
+            return self._version
         if self._work is not None:
             self._group.check_not_aborted(self._round)
         if not self._seconds_left:
@@ -193,14 +192,12 @@ class CollectiveReceiver(StreamReceiver):
         return False
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.manifest is not None
         for index, chunk in enumerate(self._chunks):
             self._next()
             yield from self._unpacked(chunk, self._buffers[index % 2])
-        version = self.manifest.version
-        what = f"end version {version}"
+        what = f"end version {self._version}"
         if error := self._group.wait_text("verdict", self._round, what, self._seconds_left):
-            raise WeightUpdateError(f"the trainer gave up version {version}: {error}")
+            raise WeightUpdateError(f"the trainer gave up version {self._version}: {error}")
 
     def end(self, error: str = "") -> None:
         if not self._round or self._group.broken:

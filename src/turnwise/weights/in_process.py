@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry, dtype_name
+from turnwise.internals.torch import changes_of
+from turnwise.weights.manifest import Manifest, NamedTensors, TensorEntry
 from turnwise.weights.transport import (
     Receiver,
     ReceiverOptions,
@@ -70,7 +72,7 @@ class InProcessSender(WeightSender):
         """Keep references to the tensors, without a copy."""
         global _published
         named = {name: tensor.detach() for name, tensor in tensors}
-        changes = {name: tensor._version for name, tensor in named.items()}
+        changes = {name: changes_of(tensor) for name, tensor in named.items()}
         _published = _Published(version, named, changes)
         entries = tuple(
             TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), 0, t.nbytes)
@@ -88,6 +90,6 @@ def published(version: int) -> Mapping[str, torch.Tensor]:
     if _published is None or _published.version != version:
         raise WeightUpdateError(f"version {version} is not published in the process of the worker")
     for name, tensor in _published.tensors.items():
-        if tensor._version != _published.changes[name]:
+        if changes_of(tensor) != _published.changes[name]:
             raise WeightUpdateError(f"{name} has changed since version {version} was published")
     return _published.tensors

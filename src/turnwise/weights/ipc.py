@@ -36,6 +36,7 @@ import zmq
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
+from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
 from turnwise.weights.manifest import (
     Manifest,
     Source,
@@ -131,7 +132,7 @@ class _CudaBuffer:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def handle(self) -> JsonObject:
-        fields = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        fields = share_gpu_memory(self.bytes)
         return {
             name: value.hex() if isinstance(value, bytes) else value
             for name, value in zip(_CUDA_HANDLE, fields, strict=True)
@@ -150,7 +151,7 @@ class _CudaBuffer:
             for value in map(handle.__getitem__, _CUDA_HANDLE[1:])
         ]
         index = torch.cuda.current_device() if device.index is None else device.index
-        storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
+        storage = open_gpu_memory(index, fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
@@ -336,7 +337,7 @@ class IpcReceiver(StreamReceiver):
             self._socket.disable_monitor()
             self._socket.close()
             raise InputError(f"cannot connect to {address}: {error}") from error
-        self._reply({"hello": os.getpid()})
+        self._socket.send_json({"hello": os.getpid()})
 
     def poll(self) -> int | None:
         while self._first is None:
@@ -344,28 +345,26 @@ class IpcReceiver(StreamReceiver):
                 if not (message := self._receive("a manifest", wait=False)):
                     return None
                 self._accept(Manifest.from_dict(message["manifest"]))
-                self._reply({"error": ""})
+                self._socket.send_json({"error": ""})
             else:
                 if not (message := self._receive(self._chunk_name(0), wait=False)):
                     return None
                 self._first = self._open(message, 0)
-        assert self.manifest is not None
-        return self.manifest.version
+        return self._version
 
     def chunks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        assert self.manifest is not None
         assert self._first is not None
         buffer = self._first
         for index, chunk in enumerate(self._chunks):
             if index:
                 buffer = self._open(self._receive(self._chunk_name(index)), index)
             yield from self._unpacked(chunk, buffer)
-            self._reply({"error": ""})
-        self._receive(f"the end of version {self.manifest.version}")
+            self._socket.send_json({"error": ""})
+        self._receive(f"the end of version {self._version}")
 
     def end(self, error: str = "") -> None:
         if self.manifest is not None:
-            self._reply({"error": error})
+            self._socket.send_json({"error": error})
         self._socket.disable_monitor()
         self._socket.close()
         self._opened, self._first = {}, None
@@ -390,9 +389,6 @@ class IpcReceiver(StreamReceiver):
                 )
             elif not wait:
                 return {}
-
-    def _reply(self, message: JsonObject) -> None:
-        self._socket.send(json.dumps(message).encode())
 
     def _open(self, message: JsonObject, index: int) -> torch.Tensor:
         if message["chunk"] != index:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import dtype_name
 from turnwise.errors import WeightUpdateError
 
 _ALIGNMENT = 256
@@ -132,11 +133,6 @@ class Publication:
     @property
     def version(self) -> int:
         return self.manifest.version
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type without its module, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def lay_out(

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from turnwise.core import secret
 from turnwise.core.deadlines import deadline_error
-from turnwise.core.environ import environment_variable
 from turnwise.core.optional import Foreign
+from turnwise.core.process import environment_variable, known_secret
 from turnwise.errors import DeadlineError, InputError, WeightUpdateError, first_line
+from turnwise.internals.torch import limit_nccl
 
 LOOPBACK = "127.0.0.1"
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
 
 def private(store: TCPStore) -> Store:
     """Return the part of a store that this run's processes share."""
-    return PrefixStore(secret.known(), store)
+    return PrefixStore(known_secret(), store)
 
 
 def free_address() -> tuple[str, int]:
@@ -133,7 +133,7 @@ class ProcessGroup:
             if device.type == "cuda":
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
+                limit_nccl(options, limit)
                 with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
                     self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
             else:

@@ -36,7 +36,7 @@ class Updated(NamedTuple):
 
 
 UpdateResults: TypeAlias = dict[Engine, Updated | TurnwiseError]
-"""What each engine serves after an update, or the error that prevented it."""
+"""Each engine's state after an update, or the error that prevented it."""
 
 
 class Trainer(Protocol):
@@ -44,19 +44,15 @@ class Trainer(Protocol):
 
     async def publish(self) -> Publication:
         """Call every rank's `WeightSender.publish` with the current weights; returns rank 0's."""
-        ...
 
     async def send(self, devices: Sequence[str]) -> None:
         """Call every rank's `WeightSender.send` with the current weights."""
-        ...
 
     async def rendezvous(self) -> tuple[str, int]:
         """Return the address of rank 0's node and a free port of it."""
-        ...
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
         """Call every rank's `WeightSender.join`."""
-        ...
 
 
 class WeightSync:
@@ -121,9 +117,6 @@ class WeightSync:
         """Bring the current weights to one engine that starts later; return their version.
 
         If the trainer has to send them again, it sends its newest.
-
-        Raises:
-            TurnwiseError: when they did not arrive.
         """
         published, seconds = _published(self.current), self._timeout
         lasting = find_transport(published.manifest.transport).lasting
@@ -147,11 +140,7 @@ class WeightSync:
     async def _check(
         self, engines: Iterable[Engine], published: Publication
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
-        """Ask engines whether they can load a version; changes no weights.
-
-        Returns:
-            The devices of the workers of those that can, and the errors of the others.
-        """
+        """Return the devices of engines that can load a version, and the errors of the others."""
         fit: dict[Engine, list[str]] = {}
         errors: UpdateResults = {}
 

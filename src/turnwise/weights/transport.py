@@ -9,7 +9,6 @@ A stream (`ipc`, `collective`) sends its manifest, then the tensors in chunks th
 buffers in turn, so that neither side needs memory for a second model.
 """
 
-import importlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from turnwise.errors import InputError, WeightUpdateError, describe_error, ordinary_error
+from turnwise.core.optional import load_object
+from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.manifest import (
     Chunk,
     Manifest,
@@ -89,11 +89,7 @@ class ReceiverOptions:
     """The process group with the trainer; None before `init_collective`."""
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
-        """Return the tensors of an update's stream: `expected`, or those of its manifest.
-
-        Raises:
-            WeightUpdateError: when neither is known.
-        """
+        """Return the tensors of an update's stream: `expected`, or those of its manifest."""
         if self.expected is not None:
             return self.expected
         if not manifest.tensors:
@@ -114,25 +110,14 @@ class WeightSender(ABC):
 
     @abstractmethod
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Prepare a version; engines are given the manifest that rank 0 returns.
-
-        A streaming transport consumes the tensors in `send` instead.
-        """
+        """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`."""
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the tensors to the engines' workers while they load; for streaming transports.
-
-        Args:
-            devices: Device of each worker that loads them, as `Engine.check_update` returns it.
-        """
+        """Send the tensors to workers on these devices (`Engine.check_update`) while they load."""
         return
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
-        """Create a process group of rank 0 and the engines' workers; replaces an earlier one.
-
-        Does nothing in transports without `needs_group`. Raises `InputError` when the group cannot
-        be made.
-        """
+        """Create a process group of rank 0 and the engines' workers; replaces an earlier one."""
         return
 
     def close(self) -> None:
@@ -152,8 +137,9 @@ class Receiver(ABC):
     def poll(self) -> int | None:
         """Return the version once its tensors can be read, else None; never blocks.
 
-        Raises `WeightUpdateError` when the update does not fit, or the trainer gave up, and
-        `DeadlineError` when the trainer did not send in time.
+        Raises:
+            WeightUpdateError: when the update does not fit, or the trainer gave up.
+            DeadlineError: when the trainer did not send in time.
         """
 
     @abstractmethod
@@ -209,22 +195,17 @@ class Transport(Protocol):
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
         """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
-        ...
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
-        """Check in an engine's worker, before weights are touched, that the update can be loaded.
-
-        Raises `WeightUpdateError` if not.
-        """
+        """Raise `WeightUpdateError` if an engine's worker cannot load an update."""
         return
 
     @abstractmethod
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         """Start to receive an update in an engine's worker, within `seconds`.
 
-        Streams may be opened with a manifest that has only a transport and a path.
+        The manifest of a stream may have only a transport and a path.
         """
-        ...
 
 
 class StreamSender(WeightSender):
@@ -247,7 +228,7 @@ class StreamSender(WeightSender):
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
         self._path = ""
-        """Where engines find this sender, for their manifest."""
+        """Address at which engines find this sender, for their manifest."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         layout = (self._nbytes, self._entries, self._bound)
@@ -270,6 +251,7 @@ class StreamReceiver(Receiver):
     def __init__(self, expected: StateDictInfo, device: torch.device, seconds: float) -> None:
         self.manifest: Manifest | None = None
         """The trainer's manifest; None until it arrives."""
+        self._version = 0
         self._chunks: tuple[Chunk, ...] = ()
         self._expected = expected
         self._device = device
@@ -281,13 +263,12 @@ class StreamReceiver(Receiver):
         return max(0.0, self._deadline - time.monotonic())
 
     def _accept(self, manifest: Manifest) -> None:
-        self.manifest, self._chunks = manifest, manifest.chunks
+        self.manifest, self._version, self._chunks = manifest, manifest.version, manifest.chunks
         if error := manifest.mismatch(self._expected):
             raise WeightUpdateError(error)
 
     def _chunk_name(self, index: int) -> str:
-        assert self.manifest is not None
-        return f"chunk {index + 1} of {len(self._chunks)} of version {self.manifest.version}"
+        return f"chunk {index + 1} of {len(self._chunks)} of version {self._version}"
 
     def _unpacked(
         self, chunk: Chunk, buffer: torch.Tensor
@@ -320,23 +301,14 @@ class _GatheringSender(WeightSender):
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport of a short name, or of `package.module:Class`.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the transport of a short name, or of `package.module:Class`."""
     path = TRANSPORTS.get(name, name)
-    module, _, attribute = path.partition(":")
-    if not attribute:
+    if ":" not in path:
         raise InputError(
             f"weights.transport: {name} is none of {', '.join(TRANSPORTS)}, nor "
             "package.module:Class"
         )
-    try:
-        transport: Transport = getattr(importlib.import_module(module), attribute)()
-    except BaseException as error:  # the module's own code may raise anything
-        why = describe_error(ordinary_error(error))
-        raise InputError(f"weights.transport: {name} cannot be loaded: {why}") from error
+    transport: Transport = load_object(path, "weights.transport")()
     return transport
 
 
@@ -351,17 +323,12 @@ def make_sender(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float = WAIT_SECONDS,
 ) -> WeightSender:
-    """Make the sender of one trainer rank; most arguments are those of `SenderOptions`.
+    """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
 
     Args:
         transport: `weights.transport`, or `in_process` where engines live in the trainer's
             processes.
-        tensors: Names and shapes of the tensors of every update, in their order; DTensors have
-            those of the whole.
-        device: Device of this rank's tensors; None is a CPU.
-
-    Raises:
-        InputError: when the transport cannot be used on this machine.
+        tensors: The tensors of every update; DTensors have the shapes of the whole.
     """
     chosen = find_transport(transport)
     device = device or _CPU

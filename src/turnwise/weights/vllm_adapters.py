@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from turnwise.core.json_types import JsonObject
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.errors import InputError, WeightUpdateError
+from turnwise.internals import vllm
 
 Modules = Mapping[str, vllm.BaseLayerWithLoRA]
 """vLLM's layers that may have an adapter, by name."""
@@ -25,7 +25,7 @@ def spare_head(manager: vllm.LRUCacheWorkerLoRAManager) -> None:
     vLLM 0.32 cannot compute log-probs of a prompt, which the canary needs, in a batch with other
     requests if one may.
     """
-    slots = manager._adapter_manager
+    slots = vllm.adapter_slots(manager)
     for name, module in list(slots.model.named_modules()):
         if isinstance(module, vllm.LogitsProcessorWithLoRA):
             parent, _, own = name.rpartition(".")
@@ -55,7 +55,7 @@ def put(
         tensors: Tensors by their names in PEFT's format; they are copied.
         config: PEFT's configuration: r, lora_alpha, target_modules ...
     """
-    slots = manager._adapter_manager
+    slots = vllm.adapter_slots(manager)
     helper = vllm.PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
     mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
@@ -70,7 +70,7 @@ def put(
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
         skip_prefixes=getattr(slots.model, "lora_skip_prefixes", None),
     )
-    slots._validate_moe_lora_format(lora)
+    vllm.check_experts_of(slots, lora)
     most = slots.capacity
     if vllm.current_platform.is_cpu():  # the last slot stays empty: see EngineAdapters.arguments
         most = slots.lora_slots - 1

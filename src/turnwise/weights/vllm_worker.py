@@ -14,10 +14,10 @@ import torch
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
-from turnwise.engine import vllm_api as vllm
 from turnwise.engine.logits_adapter import take_failure
+from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import TurnwiseError, WeightUpdateError, text_of
-from turnwise.weights import BACKEND
+from turnwise.internals import vllm
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
@@ -47,7 +47,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = True
         if vllm.current_platform.is_cpu():
             for module in self.model.modules():
-                _pack_experts_again(module)
+                vllm.pack_experts_again(module)
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
@@ -89,21 +89,6 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self.end_update("the engine was shut down")
 
 
-def _pack_experts_again(module: torch.nn.Module) -> None:
-    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
-    method = getattr(module, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
-        return
-    process = method.process_weights_after_loading
-
-    def process_and_pack(layer: torch.nn.Module) -> None:
-        process(layer)
-        kernel.fused_experts.process_weights_after_loading(layer)
-
-    method.process_weights_after_loading = process_and_pack
-
-
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
     """Return an error as a plain value: its class as `error`, its text as `message`."""
 
@@ -128,7 +113,6 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
-    _weight_update_active: bool
     _validated: Manifest | None
     """The update that was checked last; None once it is opened."""
 
@@ -177,7 +161,7 @@ class WorkerExtension:
         if not unknown and update != getattr(self, "_validated", None):
             self._validate(update)
         self._validated = None  # one check is good for one update
-        self._weight_update_active = False  # vLLM leaves it set after an interrupted update
+        vllm.forget_update(self)
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
         engine.receiver = transport.receive(update, self._options, seconds)
@@ -260,5 +244,4 @@ class WorkerExtension:
 # An update of some layers is complete: the manifest says so, and the canary checks it.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
-if BACKEND not in vllm.WeightTransferEngineFactory._registry:
-    vllm.WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
+vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)

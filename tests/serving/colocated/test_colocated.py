@@ -27,7 +27,7 @@ from turnwise.errors import EngineError, InputError, WeightUpdateError
 from turnwise.serving.colocated.engine import on_actors
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.weights import BACKEND, WORKER_EXTENSION
+from turnwise.weights import WORKER_EXTENSION
 from turnwise.weights.in_process import InProcessSender
 from turnwise.weights.manifest import Manifest
 
@@ -156,7 +156,6 @@ def build_engine(make_config: Callable[..., Config]) -> Callable[..., VllmEngine
             config.model,
             on_actors(config.engine, actors),
             worker_extension=WORKER_EXTENSION,
-            weight_backend=BACKEND,
             name=f"engine in {', '.join(actors)}",
         )
 

@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,33 +23,17 @@ from http import HTTPStatus
 import msgspec
 from starlette.datastructures import State
 
+from turnwise.chat import prompts
 from turnwise.chat.messages import Answer, Conversation, answer, plain
-from turnwise.chat.prompts import (
-    PromptCache,
-    RefusedParameter,
-    echoed_prompt,
-    must_escape,
-    render,
-    spliced_prompt,
-    token_ids_of,
-)
 from turnwise.chat.session import Session
 from turnwise.chat.template import in_thread_if_long, load_template
 from turnwise.chat.tool_formats import format_of, is_object
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import chat_span, record_answer
-from turnwise.engine.protocol import (
-    Chunk,
-    Completion,
-    Generator,
-    Request,
-    Route,
-    TurnTimes,
-    joined,
-)
+from turnwise.engine.protocol import Chunk, Completion, Generator, Request, Route, TurnTimes, joined
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
-from turnwise.serving.openai import vllm_api as vllm
+from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.requests import (
     ECHO,
     ChoiceKey,
@@ -64,6 +48,8 @@ from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
 
+Complete = Callable[[], Awaitable[JsonObject]]
+"""Samples a request whose prompt is known, and returns the answer."""
 _TEMPLATES = 16
 """Maximum number of cached templates, one for each set of template variables."""
 _TOOLS = 256
@@ -97,7 +83,7 @@ class ChatService:
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
-        self._prompts = PromptCache(self._template)
+        self._prompts = prompts.PromptCache(self._template)
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
@@ -117,8 +103,8 @@ class ChatService:
         self, tree: JsonObject, context: RequestContext
     ) -> JsonObject | AsyncGenerator[str, None]:
         """Return vLLM's answer to a request, or the server-sent events of one that is streamed."""
-        if (planned := await self.plan(tree, context)) is not None:
-            return await self.complete(planned, context)
+        if (complete := await self.plan(tree, context)) is not None:
+            return await complete()
         if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
         answered = await self._chat.create_chat_completion(vllm.ChatCompletionRequest(**tree))
@@ -129,20 +115,20 @@ class ChatService:
 
     async def plan_body(
         self, body: bytes, context: RequestContext
-    ) -> "tuple[bytes, PlannedChat | None]":
-        """Return the body for vLLM's application, and the plan of the request (see `plan`)."""
+    ) -> tuple[bytes, Complete | None]:
+        """Return the body for vLLM's application, and the result of `plan`."""
         try:
             tree = msgspec.json.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return body, None
         kept = without_empty_tools(tree)
-        planned = await self.plan(kept, context)
-        if planned is None and kept is not tree:
+        complete = await self.plan(kept, context)
+        if complete is None and kept is not tree:
             body = msgspec.json.encode(kept)
-        return body, planned
+        return body, complete
 
-    async def plan(self, tree: object, context: RequestContext) -> "PlannedChat | None":
-        """Return what sampling needs for a request; None if vLLM's application has to answer it."""
+    async def plan(self, tree: object, context: RequestContext) -> Complete | None:
+        """Return what completes a request; None if vLLM's application has to answer it."""
         own = context.session.sampling
         base = own or self._config.sampling
         # vLLM's frontend finds stop strings, and checks logits processors.
@@ -178,7 +164,8 @@ class ChatService:
         if most < 1 or least > most:
             return None
         changes |= {"max_tokens": most, "min_tokens": least, "prompt_logprobs": False}
-        return PlannedChat(request, messages, offer, prompt, base.model_copy(update=changes))
+        sampling = base.model_copy(update=changes)
+        return partial(self._complete, context, request, messages, offer, prompt, sampling)
 
     def _read_offer(self, encoded: bytes) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
@@ -187,9 +174,9 @@ class ChatService:
             dumped = [tool.model_dump() for tool in request.tools or ()] or None
             # Without tools vLLM would remove calls from the text.
             request.tool_choice = "auto" if dumped else "none"
-            variables = self._chat._effective_chat_template_kwargs(request)
+            variables = vllm.template_variables(self._chat, request)
             if dumped and self._chat.parser_cls is not None:
-                parser = self._chat._make_parser(request, self.tokenizer, variables)
+                parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
                 request = parser.adjust_request(request=request)
             content = vllm.resolve_chat_template_content_format(
                 self._chat.chat_template,
@@ -206,18 +193,26 @@ class ChatService:
         digest = Conversation(tools=dumped).tools_digest
         return _Offer(dumped, digest, request, variables, params)
 
-    async def respond(self, planned: "PlannedChat", context: RequestContext) -> tuple[int, bytes]:
+    async def respond(self, complete: Complete) -> tuple[int, bytes]:
+        """Complete a planned request; return the status and the body for an HTTP client."""
         try:
-            status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
+            status, tree = HTTPStatus.OK.value, await complete()
         except Exception as error:  # raised to this request's client; other requests continue
             refusal = vllm.create_error_response(client_error(error))
             status, tree = refusal.error.code, refusal.model_dump()
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return status, text.encode()
 
-    async def complete(self, planned: "PlannedChat", context: RequestContext) -> JsonObject:
-        """Sample a planned request, and return the answer as vLLM writes it."""
-        request, offer, prompt = planned.request, planned.offer, planned.prompt
+    async def _complete(
+        self,
+        context: RequestContext,
+        request: PlainRequest,
+        messages: list[JsonObject],
+        offer: "_Offer",
+        prompt: list[int],
+        sampling: SamplingConfig,
+    ) -> JsonObject:
+        """Sample, and return the answer as vLLM writes it."""
         name = f"chatcmpl-{secrets.token_hex(8)}"
         detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
@@ -233,7 +228,7 @@ class ChatService:
                 data_parallel_rank=None,
             ),
         )
-        asked = Request(prompt, planned.sampling, name, request.seed, whole=True)
+        asked = Request(prompt, sampling, name, request.seed, whole=True)
         stop_reason: int | str | None = None
         async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
             async for chunk in chunks:
@@ -242,7 +237,7 @@ class ChatService:
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
         parsing = offer.request.model_copy()
-        parsing.messages = planned.messages
+        parsing.messages = messages
         text = detokenizer.get_next_output_text(True, False)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
         calls = [
@@ -280,7 +275,7 @@ class ChatService:
         """Return the content and the calls that a client gets for a text."""
         if self._chat.parser_cls is None or not hasattr(request, "tool_choice"):
             return text, []
-        parser = self._chat._make_parser(request, self.tokenizer, variables)
+        parser = vllm.make_parser(self._chat, request, self.tokenizer, variables)
         _, content, calls = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=token_ids
         )
@@ -297,31 +292,33 @@ class ChatService:
         session, asked, template = context.session, context.asked, self._template_of(request)
         messages, training = asked.messages, session.sampling is not None
         if template.missing:
-            raise RefusedParameter("messages", template.missing)
+            raise prompts.RefusedParameter("messages", template.missing)
         if asked.tools and self._config.rollout.tools_in_prompt and not template.shows_tools:
             tools, shown = asked.tools, [plain(message) for message in messages]
             try:
                 await in_thread_if_long(shown, lambda: check_tools(template, shown, tools))
             except InputError as error:
                 if training:
-                    raise RefusedParameter("tools", str(error)) from error
+                    raise prompts.RefusedParameter("tools", str(error)) from error
                 if not self._warned:
                     logger.warning("a request has tools, and %s", error)
                 self._warned = True
         if (required := getattr(request, "required_prefix_token_ids", None)) is not None:
             name = "required_prefix_token_ids"
-            ids = token_ids_of({name: required}, name)
-            return await in_thread_if_long(messages, lambda: spliced_prompt(template, asked, ids))
+            ids = prompts.token_ids_of({name: required}, name)
+            return await in_thread_if_long(
+                messages, lambda: prompts.spliced_prompt(template, asked, ids)
+            )
         prompt = await in_thread_if_long(messages, lambda: session.next_prompt(asked, template))
         context.prompt = prompt
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if (echoed := echoed_prompt(template, asked, refuse_dropped=training)) is not None:
+        if (echoed := prompts.echoed_prompt(template, asked, refuse_dropped=training)) is not None:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if must_escape(template, asked):
-            return await in_thread_if_long(messages, lambda: render(template, asked))
+        if prompts.must_escape(template, asked):
+            return await in_thread_if_long(messages, lambda: prompts.render(template, asked))
         return None
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
@@ -432,15 +429,6 @@ class _Offer:
     """Variables of the chat template, for vLLM's parser."""
     params: vllm.SamplingParams
     """Parameters of the detokenizer."""
-
-
-@dataclass(slots=True)
-class PlannedChat:
-    request: PlainRequest
-    messages: list[JsonObject]
-    offer: _Offer
-    prompt: list[int]
-    sampling: SamplingConfig
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:

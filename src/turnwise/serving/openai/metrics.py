@@ -8,13 +8,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import VLLM_METRICS, Generator
 from turnwise.serving.scheduler import Scheduler
 
@@ -22,13 +22,6 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 2.0
 """Time for all workers to answer: below the 10 s after which Prometheus gives up."""
-
-
-@runtime_checkable
-class _Measured(Protocol):
-    name: str
-
-    async def metrics(self) -> list[Metric]: ...
 
 
 @dataclass(frozen=True)
@@ -68,11 +61,11 @@ class EngineMetrics:
 
     async def collect(self) -> list[Metric]:
         """Return all engines' metrics, and `turnwise_worker_metrics`: 0 if they are missing."""
-        alone = self.generator
-        engines: dict[str, _Measured] = {}
+        alone: Foreign = self.generator
+        engines: dict[str, Foreign] = {}
         if isinstance(alone, Scheduler):
             engines = {worker.name: worker.engine for worker in alone.workers.values()}
-        elif isinstance(alone, _Measured):
+        elif hasattr(alone, "metrics"):
             engines = {alone.name: alone}
         asked = {n: t for n, t in self._asked.items() if n in engines and not t.done()}
         for name, engine in engines.items():

@@ -93,7 +93,8 @@ def add_routes(
     app.include_router(router)
     app.router.redirect_slashes = False  # a redirect would lose the session in the path
     # The last is raised after the body was read.
-    for kind in (StarletteHTTPException, RequestValidationError, ValidationError):
+    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, ValidationError]
+    for kind in kinds:
         app.add_exception_handler(kind, answer_error)
     # vLLM's middleware handles scaling, browsers and its own metrics.
     app.user_middleware.clear()
@@ -235,15 +236,8 @@ def _add_responses(router: APIRouter, store: SessionStore) -> None:
         order: Literal["asc", "desc"] = "desc",
     ) -> JsonObject:
         """List the input items of a response, with the conversation that it continues."""
-        items: list[JsonObject] = []
-        given: list[Foreign] = keeping(response_id, request).responses[response_id].given
-        for index, item in enumerate(given):
-            tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
-            if isinstance(tree.get("content"), str):
-                tree["content"] = [{"type": "input_text", "text": tree["content"]}]
-            tree = {"type": "message", **tree}
-            tree["id"] = tree.get("id") or f"{response_id}-{index}"
-            items.append(tree)
+        given = keeping(response_id, request).responses[response_id].given
+        items = [_input_item(item, f"{response_id}-{index}") for index, item in enumerate(given)]
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -268,3 +262,10 @@ def _add_responses(router: APIRouter, store: SessionStore) -> None:
             f"the response {response_id} is complete: only background responses, which are not "
             "served, can be cancelled",
         )
+
+
+def _input_item(item: Foreign, name: str) -> JsonObject:
+    tree = item.model_dump(mode="json") if isinstance(item, BaseModel) else dict(item)
+    if isinstance(tree.get("content"), str):
+        tree["content"] = [{"type": "input_text", "text": tree["content"]}]
+    return {"type": "message", **tree, "id": tree.get("id") or name}
