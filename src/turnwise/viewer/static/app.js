@@ -1,7 +1,7 @@
 // The page: which view the address names, and news of live runs.
 
 import { h } from "./dom.js";
-import { exported, listRuns, startPlace } from "./data.js";
+import { exported, fetchNow, startPlace } from "./data.js";
 import { clearCharts } from "./chart.js";
 import { showOverview } from "./overview.js";
 import { showTrajectory } from "./trajectory.js";
@@ -58,7 +58,7 @@ async function show() {
 async function watch() {
   if (document.visibilityState === "visible") {
     try {
-      runs = (await listRuns()).runs;
+      runs = (await fetchNow("/api/runs")).runs;
       await view?.refresh?.(runs);
       live.textContent = "watching";
       live.className = "live on";
@@ -79,7 +79,7 @@ window.addEventListener("keydown", (event) => {
   if (event.target.closest("input, select, textarea") || event.metaKey || event.ctrlKey || event.altKey) return;
   view?.key?.(event.key);
 });
-runs = (await listRuns()).runs;
+runs = (await fetchNow("/api/runs")).runs;
 await show();
 if (exported) live.textContent = "exported";
 else setTimeout(watch, EVERY);

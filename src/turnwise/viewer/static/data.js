@@ -8,7 +8,7 @@ const kept = new Map();
 export const exported = inside !== null;
 export const startPlace = inside?.start ?? "#/";
 
-async function ask(path) {
+export async function fetchNow(path) {
   if (inside) {
     const known = path.endsWith("/tokens") ? inside.answers.tokens : inside.answers[path.split("?")[0]];
     if (known === undefined) throw new Error("this file does not contain it");
@@ -31,10 +31,6 @@ async function ask(path) {
   return response.json();
 }
 
-export function listRuns() {
-  return ask("/api/runs");
-}
-
 export function runPath(run, rest = "") {
   return `/api/runs/${encodeURIComponent(run)}${rest}`;
 }
@@ -42,16 +38,12 @@ export function runPath(run, rest = "") {
 // Trajectories and their tokens do not change while a page is open; the last ones are kept.
 export function keep(path) {
   if (!kept.has(path)) {
-    const answer = ask(path);
+    const answer = fetchNow(path);
     answer.catch(() => kept.delete(path));
     kept.set(path, answer);
     if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
   }
   return kept.get(path);
-}
-
-export function fetchNow(path) {
-  return ask(path);
 }
 
 // The rows of each run's metrics, read on from where the last reading ended.
@@ -61,7 +53,7 @@ export async function readMetrics(run) {
   const known = metrics.get(run) ?? { rows: [], offset: "" };
   metrics.set(run, known);
   if (inside && known.rows.length) return known.rows;
-  const more = await ask(runPath(run, `/metrics?offset=${known.offset}`));
+  const more = await fetchNow(runPath(run, `/metrics?offset=${known.offset}`));
   if (more.reset) known.rows.length = 0;
   known.rows.push(...more.rows);
   known.offset = more.offset;

@@ -113,16 +113,12 @@ export class TokenView {
     return h("div", { class: "row spread" },
       h("div", { class: "row" }, h("label", { class: "field" }, "Colour by", measure), this.legend),
       h("div", { class: "row" },
-        h("button", { type: "button", onclick: () => this.choose(this.extreme(jump[1])) }, `Jump to the ${jump[0]}`),
+        h("button", { type: "button", onclick: () => this.choose(this.ranked(jump[1])[0]?.position ?? null) }, `Jump to the ${jump[0]}`),
         h("button", { type: "button", title: jump[2], onclick: () => this.next(jump[1]) }, "Next")));
   }
 
   ranked(value) {
     return this.tokens.filter((token) => token.sampled && value(token) !== undefined).sort((a, b) => value(b) - value(a));
-  }
-
-  extreme(value) {
-    return this.ranked(value)[0]?.position ?? null;
   }
 
   next(value) {
