@@ -208,9 +208,9 @@ class Router:
         self._turns_W = np.array([worker.turns for worker in self.usable], dtype=float)
         self._compare_speeds()
 
-    def add_load(self, worker: Worker, weight: float) -> None:
-        """Change a worker's load."""
-        worker.add(weight, asyncio.get_running_loop().time())
+    def add_load(self, worker: Worker, weight: float, now: float) -> None:
+        """Change a worker's load; `now` is the event loop's time."""
+        worker.add(weight, now)
         if worker.index >= 0:
             self._loads_W[worker.index] = worker.load
 

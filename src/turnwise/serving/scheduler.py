@@ -140,11 +140,12 @@ class Scheduler:
 
     def note_elsewhere(self, loads: Mapping[str, float]) -> None:
         """Add the loads of workers by other processes, by name, in place of the last ones."""
+        now = asyncio.get_running_loop().time()
         for worker in self.workers.values():
             change = loads.get(worker.name, 0.0) - worker.elsewhere
             if change:
                 worker.elsewhere += change
-                self._router.add_load(worker, change)
+                self._router.add_load(worker, change, now)
 
     def restore(self, name: str) -> None:
         """Use a worker again: it is alive, so only the request failed."""
@@ -262,7 +263,7 @@ class Scheduler:
     @asynccontextmanager
     async def _placed(self, turn: ScheduledTurn) -> AsyncIterator[Worker]:
         """Choose a worker for a turn, once it may run, and count the turn on it."""
-        alone = turn.is_suspect
+        alone, clock = turn.is_suspect, asyncio.get_running_loop().time
         if alone:
             async with self._suspects_clock.watching(
                 f"{turn.request.id}, during which workers died, could not be retried alone: the "
@@ -276,11 +277,11 @@ class Scheduler:
             while turn.deaths and not await self._is_alive(worker):
                 worker = await self._schedule(turn.request)
             worker.running.add(turn)
-            self._router.add_load(worker, turn.weight)
+            self._router.add_load(worker, turn.weight, clock())
             try:
                 yield worker
             finally:
-                self._router.add_load(worker, -turn.weight)
+                self._router.add_load(worker, -turn.weight, clock())
                 worker.running.discard(turn)
         finally:
             if alone:
