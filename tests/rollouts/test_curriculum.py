@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.rollouts.test_producer import PROBLEMS, Groups, config, has_signal, names, settled
 from turnwise.config import Config
 from turnwise.rollouts import GroupProducer, Problem, ProblemStream
-from turnwise.rollouts.curriculum import Curriculum, Pool
+from turnwise.rollouts.problems import Curriculum, Pool
 
 POOLS: tuple[Pool, ...] = ("mixed", "mastered", "hopeless")
 

@@ -13,9 +13,14 @@ from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner, load_rows
 from turnwise.rollouts.data import load_heldout, load_training
-from turnwise.rollouts.environment import ADAPTERS, load_environment, type_of, with_arguments
+from turnwise.rollouts.environment import (
+    ADAPTERS,
+    load_environment,
+    make_rows,
+    type_of,
+    with_arguments,
+)
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.reading import make_rows
 from turnwise.run.inputs import ProgramInputs, heldout_problems, training_problems
 
 HERE = "tests.rollouts.test_environment_rows"

@@ -30,13 +30,13 @@ from turnwise.rollouts import Batch, Group, Problem, ProblemStream, RolloutSampl
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.rollouts.evaluation import evaluate
-from turnwise.rollouts.mixture import (
+from turnwise.rollouts.problems import (
     JoinedProblems,
     MixedStream,
+    Problems,
     first_of_each,
     make_stream,
 )
-from turnwise.rollouts.problems import Problems
 from turnwise.run.inputs import ProgramInputs, all_problems, training_problems
 from turnwise.trajectory import Trajectory
 

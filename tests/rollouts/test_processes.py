@@ -21,8 +21,8 @@ from turnwise.engine.protocol import Engine, Request, generate
 from turnwise.errors import EngineError, InputError, StepError
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
-from turnwise.rollouts.processes import DIED, RolloutProcesses, start_runner
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
+from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.serving.front_process import FrontProcess
 from turnwise.serving.front_processes import Process
@@ -201,7 +201,7 @@ class _Simulated(FrontProcess):
 
 
 async def test_a_process_reports_failures_and_hears_of_their_end(config: Config) -> None:
-    process = _Simulated(config, partial(start_runner, None))
+    process = _Simulated(config, partial(open_runner, None))
     await process.start(0, [])
     for name in ("worker-0", "worker-1"):
         process.add(name, None)

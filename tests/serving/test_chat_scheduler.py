@@ -19,7 +19,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.pipeline import LLMServerManager
 from turnwise.rollouts import Runner
 from turnwise.rollouts.data import load_training
-from turnwise.rollouts.loops.chat_scheduler import load_chat_scheduler
+from turnwise.rollouts.loops.agent import load_chat_scheduler
 from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler

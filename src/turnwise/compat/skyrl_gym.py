@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 from turnwise.compat.package import check_name, turn_rewards
 from turnwise.core.optional import required
 from turnwise.errors import InputError
-from turnwise.rollouts.environment import Environment, EnvironmentType, Rewards
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    Rewards,
+    finite_number,
+    is_list,
+)
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import finite_number, is_list
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:

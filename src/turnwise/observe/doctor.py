@@ -388,7 +388,7 @@ class ConfigChecks:
         """Build the environment and prompt of the first row of each environment."""
         from turnwise.rollouts import Runner
         from turnwise.rollouts.data import load_training
-        from turnwise.rollouts.mixture import first_of_each
+        from turnwise.rollouts.problems import first_of_each
 
         runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
         for problem in first_of_each(load_training(self.config)):

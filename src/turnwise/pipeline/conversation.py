@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, RolloutContext
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.trajectory import Message, Trajectory
 
 

@@ -6,24 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from turnwise.chat.prompts import PromptCache, next_prompt, response_room
-from turnwise.chat.session_store import SessionStore
 from turnwise.chat.template import in_thread_if_long
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.spans import chat_span, record_answer
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import (
-    Completion,
-    Generator,
-    Request,
-    Route,
-    TurnTimes,
-    generate,
-)
+from turnwise.engine.protocol import Completion, Generator, Request, Route, TurnTimes, generate
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
@@ -35,24 +27,15 @@ from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
 
+if TYPE_CHECKING:
+    from turnwise.serving.openai.server import OpenAIServer
+
 _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
 _BETWEEN = ("tools", "environment")
 """Phases whose seconds belong to the turn before them."""
-
-
-class SessionServer(Protocol):
-    """The part of the OpenAI server that HTTP agents need."""
-
-    sessions: SessionStore
-    model_name: str
-    """Name of the model for clients."""
-
-    def session_url(self, session_id: str) -> str:
-        """Return the base URL of one session."""
-        ...
 
 
 @dataclass(slots=True)
@@ -96,7 +79,7 @@ class RolloutContext:
     """The problem's row of data."""
     episode: Episode
     """The environment in use."""
-    server: SessionServer | None = None
+    server: "OpenAIServer | None" = None
     """The OpenAI server; None unless the loop's agents speak HTTP."""
     chats: ChatBackend | None = None
     """Backend of the user's chat scheduler; None if there is none."""
@@ -130,22 +113,14 @@ class RolloutContext:
         return self.episode.toolbox
 
     async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory.
-
-        Raises:
-            TrajectoryError: when the environment fails or misses its deadline.
-        """
+        """Return the environment's answer to a turn of the model; None ends the trajectory."""
         if not self.episode.steps:
             return None
         with self.timed("environment"):
             return await self.episode.step(message)
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next in a game, and what this player reads before.
-
-        Raises:
-            TrajectoryError: when the environment fails or misses its deadline.
-        """
+        """Return the player who moves next in a game, and what this player reads before."""
         with self.timed("environment"):
             return await self.episode.move(message)
 
@@ -174,8 +149,7 @@ class RolloutContext:
             tools: Left out if `rollout.tools_in_prompt` is false.
 
         Raises:
-            InputError: when the model has no chat template and needs one for this conversation, or
-                its template leaves out the tools.
+            InputError: when the model lacks a chat template, or it leaves out the tools.
         """
         shown = tools if self.rollout.tools_in_prompt else None
 
@@ -207,7 +181,6 @@ class RolloutContext:
             conversation: All messages; None means `trajectory.messages`.
 
         Raises:
-            InputError: when the model has no chat template.
             TrajectoryError: when the template raises or leaves out a message.
         """
         if self.template.missing:
@@ -253,8 +226,8 @@ class RolloutContext:
         """
         turn = len(self.trajectory.turns)
         room = self.max_length - len(prompt_token_ids)
-        if (budget := self.rollout.max_response_tokens) is not None:
-            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, budget)
+        if (most := self.rollout.max_response_tokens) is not None:
+            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, most)
             room = min(room, left)
         if room <= 0:
             self.trajectory.status = "context_full"
@@ -271,11 +244,9 @@ class RolloutContext:
             name = f"{self.request_id}-{turn}"
             request = Request(prompt_token_ids, sampling, name, seed, self.route)
             completion = await generate(self.engine, request)
-            sampled, version = (
-                len(completion.token_ids),
-                max(completion.weight_versions, default=-1),
-            )
-            record_answer(span, len(prompt_token_ids), sampled, completion.finish_reason, version)
+            sampled, reason = len(completion.token_ids), completion.finish_reason
+            version = max(completion.weight_versions, default=-1)
+            record_answer(span, len(prompt_token_ids), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         self.trajectory.add_turn(
@@ -327,11 +298,6 @@ class AgentLoop(Protocol):
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on its parts.
-
-    Example:
-        >>> stable_seed(0, "group1-train.jsonl:7-0") == stable_seed(0, "group1-train.jsonl:7-0")
-        True
-    """
+    """Return a 63-bit seed that depends only on its parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -56,16 +56,10 @@ _MAX_ROW_BYTES = 65_536
 """Maximum size of a row in an environment variable; Linux allows 128 KiB."""
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
-"""Maximum size of a list of tasks, and of what is written beside it."""
 _TASKS_VALUES = 20_000_000
 _CONNECT_SECONDS = 30.0
 _REPLY_BYTES = 4 << 20
-"""Maximum size of an endpoint's reply."""
-_METRICS = 100
-"""Maximum number of metrics in a report."""
 _NAME_CHARS = 100
-_SESSIONS = 1_001
-"""Maximum number of sessions in a report: a rollout's own, and those under it."""
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+"
     r"|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+|NODE_PATH|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
@@ -83,22 +77,18 @@ class _Report(TypedDict, total=False):
     """A report as it is sent; keys other than these are ignored."""
 
     reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
-    metrics: Annotated[dict[_Name, Number], Field(max_length=_METRICS)] | None
-    sessions: Annotated[list[str], Field(max_length=_SESSIONS)] | None
+    metrics: Annotated[dict[_Name, Number], Field(max_length=100)] | None
+    sessions: Annotated[list[str], Field(max_length=1_001)] | None  # its own, and those under it
     error: object
 
 
 class _Answer(TypedDict):
-    """A line of a worker."""
-
     id: int
     result: NotRequired[object]
     error: NotRequired[object]
 
 
 class _Tasks(TypedDict):
-    """The line with a worker's tasks."""
-
     result: list[JsonObject]
 
 
@@ -117,14 +107,10 @@ class AgentReport:
     sessions: list[str] = field(default_factory=list)
     """Sessions that the agent says it opened, by name or id."""
     error: str = ""
-    """Reason why the agent failed; "" if it did not."""
 
 
 def read_report(value: object, who: str) -> AgentReport:
-    """Read a report; keys other than its fields are ignored, and all are optional.
-
-    Args:
-        who: The agent in messages.
+    """Read a report of an agent, whose name in messages is `who`; all of its keys are optional.
 
     Raises:
         TrajectoryError: `agent_reply`, naming the key that cannot be used.
@@ -156,10 +142,11 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
     for name in report.sessions:
         if name not in own:
+            what = f"{who} reported the session {name:.{_NAME_CHARS}}"
             raise TrajectoryError(
                 "agent_reply",
-                f"{who} reported the session {name:.{_NAME_CHARS}}, which it did not open under "
-                "its base URL: the turns there are not part of this trajectory",
+                f"{what}, which it did not open under its base URL: the turns there are not part "
+                "of this trajectory",
             )
     trajectory = session.trajectory
     trajectory.metrics |= report.metrics
@@ -172,23 +159,11 @@ def apply_report(report: AgentReport, session: "Session", who: str) -> None:
 
 
 def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
-    """Return the environment of an agent's process.
-
-    Args:
-        more: `rollout.agent_env`.
-        own: Further variables.
-
-    Raises:
-        InputError: when a variable of `rollout.agent_env` is not set.
-    """
+    """Return the environment of an agent's process, with `rollout.agent_env` (`more`)."""
     for name in more:
         if name not in os.environ:
             raise InputError(f"rollout.agent_env names {name}, which is not set: export it")
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name in more or _INHERITED.fullmatch(name)
-    }
+    inherited = {k: v for k, v in os.environ.items() if k in more or _INHERITED.fullmatch(k)}
     # The random name in the base URL is the key.
     return inherited | {"OPENAI_API_KEY": "none"} | own
 
@@ -198,9 +173,7 @@ async def run_command(
 ) -> None:
     """Run a command to its end; it is killed if this call is cancelled.
 
-    Raises:
-        InputError: when the command does not exist, and never did.
-        TrajectoryError: when it fails; the message contains the end of its output.
+    If it fails, the error has the end of its output.
     """
     problem = json.dumps(row).encode()
     if len(problem) <= _MAX_ROW_BYTES:
@@ -225,20 +198,13 @@ async def run_command(
 
 
 class AgentWorker:
-    """One worker process, and the requests that it plays.
+    """One worker process, and the requests that it plays; `agent_env` is `rollout.agent_env`."""
 
-    Args:
-        command: The worker's command.
-        more_environment: `rollout.agent_env`.
-    """
-
-    def __init__(self, command: str, more_environment: Sequence[str] = ()) -> None:
-        self._command = command
-        self._more_environment = more_environment
+    def __init__(self, command: str, agent_env: Sequence[str] = ()) -> None:
+        self._command, self._agent_env = command, agent_env
         self._life: _Life | None = None
         self._starting = asyncio.Lock()
         self.name = f"the agent worker {command}"
-        """The worker in messages."""
 
     async def run(self, request: JsonObject) -> AgentReport:
         """Have a task played, and return its report. A cancelled call cancels the task.
@@ -254,7 +220,7 @@ class AgentWorker:
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
-                environment = clean_environment(self._more_environment)
+                environment = clean_environment(self._agent_env)
                 try:
                     command = shlex.split(self._command)
                     child = await Child.start(command, environment, heard=lines.add)
@@ -266,7 +232,6 @@ class AgentWorker:
         return read_report(value, self.name)
 
     async def close(self) -> None:
-        """Close the process's input, which ends it; kill what has not ended in time."""
         if self._life is not None:
             await self._life.close()
 
@@ -282,29 +247,51 @@ class _Life:
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: JsonObject) -> object:
-        """Return the result of a request.
-
-        Raises:
-            TrajectoryError: as `AgentWorker.run` does.
-        """
+        """Return the result of a request; fails as `AgentWorker.run` does."""
         number, answer = self._requests.begin()
+
+        def write(message: JsonObject) -> None:
+            self._child.stdin.write(json.dumps({"id": number, **message}).encode() + b"\n")
+
         try:
             with suppress(ConnectionError):  # it has ended: the reader says how
-                self._write({"id": number, **request})
+                write(request)
                 await self._child.stdin.drain()
             return await answer
         except asyncio.CancelledError:
             if self._requests.settle(number, None):  # or it has ended, or answered
                 with suppress(ConnectionError):
-                    self._write({"id": number, "method": "cancel"})
+                    write({"method": "cancel"})
             raise
-
-    def _write(self, message: JsonObject) -> None:
-        self._child.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
         """Pass the answers on until the process ends; then nobody waits for one any more."""
-        passing = asyncio.create_task(self._pass_on())
+
+        async def pass_on() -> str:
+            """Pass the answers on until the output ends; return what is wrong with it, or ""."""
+            others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
+            try:
+                while line := await read_line(self._child.stdout):
+                    try:
+                        answer = read_answer(line, _ANSWER)
+                    except AnswerError as error:
+                        number = _BEGINNING.match(line)
+                        wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
+                        if number is None or not self._requests.settle(int(number[1]), wrong):
+                            others.add(line)
+                        continue
+                    result: object = answer.get("result")
+                    if "error" in answer:
+                        why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
+                        result = TrajectoryError("agent_error", why)
+                    self._requests.settle(answer["id"], result)  # unless its trajectory has ended
+            except (AnswerError, OSError) as error:
+                return str(error)
+            finally:
+                others.end()
+            return ""
+
+        passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
         why = ""
         try:
@@ -323,35 +310,6 @@ class _Life:
             text = self._child.last_words[-_ERROR_CHARS:]
             self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
 
-    async def _pass_on(self) -> str:
-        """Pass the answers on until the output ends; return what is wrong with it, or ""."""
-        others = ForeignLines(logger, f"{self._name} wrote a line that is no answer")
-        try:
-            while line := await read_line(self._child.stdout):
-                if not self._answer(line):
-                    others.add(line)
-        except (AnswerError, OSError) as error:
-            return str(error)
-        finally:
-            others.end()
-        return ""
-
-    def _answer(self, line: bytes) -> bool:
-        """Pass a line on; return whether it is an answer."""
-        try:
-            answer = read_answer(line, _ANSWER)
-        except AnswerError as error:
-            number = _BEGINNING.match(line)
-            wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
-            return number is not None and self._requests.settle(int(number[1]), wrong)
-        if "error" in answer:
-            why = str(answer["error"])[:_ERROR_CHARS]
-            failed = TrajectoryError("agent_error", f"{self._name}: {why}")
-            self._requests.settle(answer["id"], failed)
-        else:
-            self._requests.settle(answer["id"], answer.get("result"))
-        return True  # also where its trajectory has ended
-
     async def close(self) -> None:
         """End the process, and its process group."""
         await self._child.end(_END_SECONDS, leave=_END_SECONDS)
@@ -359,23 +317,34 @@ class _Life:
         self._reading.cancel()
 
 
-def worker_tasks(command: str, more_environment: Sequence[str] = ()) -> list[JsonObject]:
+def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject]:
     """Return the rows that a worker's `tasks` lists.
-
-    Args:
-        more_environment: `rollout.agent_env`.
 
     Raises:
         InputError: when the worker cannot be started, fails, or lists no rows.
     """
     where = f"data.path: the agent worker {command}"
-    environment = clean_environment(more_environment)
+    environment = clean_environment(agent_env)
+
+    async def ask() -> tuple[bytes, Child]:
+        child = await Child.start(shlex.split(command), environment)
+        said = bytearray()
+        try:
+            child.stdin.write(b'{"id": 0, "method": "tasks"}\n')
+            child.stdin.write_eof()
+            while part := await child.stdout.read(1 << 20):
+                said += part
+                if len(said) > _TASKS_BYTES:
+                    raise AnswerError(f"sent more than {_TASKS_BYTES:,} bytes")
+            await child.exited(_END_SECONDS)
+        finally:
+            await child.end(_END_SECONDS)
+        return bytes(said), child
+
     thread = EventLoopThread(nullcontext[None], where)  # the caller's may have an event loop
     thread.start(_END_SECONDS)
     try:
-        said, child = thread.call(
-            lambda: _said_of_tasks(command, environment), _TASKS_SECONDS, "tasks"
-        )
+        said, child = thread.call(ask, _TASKS_SECONDS, "tasks")
     except DeadlineError:
         raise InputError(f"{where} listed no tasks within {_TASKS_SECONDS:g} s") from None
     except AnswerError as error:
@@ -388,40 +357,14 @@ def worker_tasks(command: str, more_environment: Sequence[str] = ()) -> list[Jso
         return read_answer(said.strip().rpartition(b"\n")[2], _TASKS, _TASKS_VALUES)["result"]
     except AnswerError as error:
         text = child.last_words[-_ERROR_CHARS:] or error
-        raise InputError(
-            f"{where} listed no tasks, and ended with {child.status}: {text}"
-        ) from None
-
-
-async def _said_of_tasks(command: str, environment: dict[str, str]) -> tuple[bytes, Child]:
-    """Return the whole output of a worker that is asked for its tasks."""
-    child = await Child.start(shlex.split(command), environment)
-    said = bytearray()
-    try:
-        child.stdin.write(b'{"id": 0, "method": "tasks"}\n')
-        child.stdin.write_eof()
-        while part := await child.stdout.read(1 << 20):
-            said += part
-            if len(said) > _TASKS_BYTES:
-                raise AnswerError(f"sent more than {_TASKS_BYTES:,} bytes")
-        await child.exited(_END_SECONDS)
-    finally:
-        await child.end(_END_SECONDS)
-    return bytes(said), child
-
-
-def is_endpoint(agent: str) -> bool:
-    """Return whether `rollout.agent` is the URL of an endpoint."""
-    return agent.startswith(("http://", "https://"))
+        what = f"{where} listed no tasks, and ended with {child.status}"
+        raise InputError(f"{what}: {text}") from None
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     """Post a request, and return the report that the endpoint answers when the agent is done.
 
     The connection is closed when this call is cancelled.
-
-    Args:
-        request: The row, the base URL, the model's name and the trajectory's id.
 
     Raises:
         InputError: when the URL cannot be used.
@@ -433,12 +376,11 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     who = f"the agent {url}"
     # The trajectory's own deadlines limit the answer.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+    headers = IDENTITY | trace_headers()
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as client,
-            client.post(
-                url, json=request, headers=IDENTITY | trace_headers(), allow_redirects=False
-            ) as response,
+            client.post(url, json=request, headers=headers, allow_redirects=False) as response,
         ):
             body, status = await read_body(response, _REPLY_BYTES), response.status
     except aiohttp.InvalidURL as error:
@@ -448,9 +390,8 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise TrajectoryError(
-            "agent_error", f"{who} closed the connection: {type(error).__name__}: {error}"
-        ) from error
+        message = f"{who} closed the connection: {type(error).__name__}: {error}"
+        raise TrajectoryError("agent_error", message) from error
     text = body[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
     if not 200 <= status < 300:
         raise TrajectoryError("agent_error", f"{who} answered {status}: {text}")

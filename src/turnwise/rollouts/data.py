@@ -18,19 +18,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TextIO, cast, overload
+from typing import TextIO, cast
 
 import numpy as np
 
-from turnwise.config import Config, DataConfig
+from turnwise.config import Config
 from turnwise.core.optional import optional
 from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
 from turnwise.errors import InputError, first_line
 from turnwise.rollouts.agents import worker_tasks
-from turnwise.rollouts.environment import EnvironmentType, configured_environment, name_of
-from turnwise.rollouts.mixture import JoinedProblems
-from turnwise.rollouts.problems import Problems, Row
-from turnwise.rollouts.reading import make_rows
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    configured_environment,
+    make_rows,
+    name_of,
+)
+from turnwise.rollouts.problems import JoinedProblems, Lazy, Problems, Row
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -39,6 +42,7 @@ _EAGER_ROWS = 10_000
 _EAGER_BYTES = 2**22
 """Maximum size of a JSON Lines or CSV file whose rows are made at once."""
 _SCANNED_BYTES = 2**24
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NEWLINE = 10
 
 
@@ -58,78 +62,34 @@ def load_rows(
             or `worker: COMMAND`, for the tasks that an agent's worker lists.
         split: Split of a dataset that has several.
         subset: Configuration name of a dataset on the Hub.
-        limit: Maximum number of rows; None loads all.
         agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
         InputError: when the file, dataset or split does not exist, cannot be read, or has no
             rows; the message names the line of an invalid row. A row that is read later raises
             it when it is asked for.
-
-    Example:
-        rows = load_rows("train.jsonl", split="train", limit=100)
     """
-    if path.startswith(WORKER):
-        listed = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
-        if not listed:
-            raise InputError(f"{path} has no rows")
-        return listed[:limit]
     if path == ENVIRONMENT:
         raise InputError("rows that an environment makes are read by load_training(config)")
     check_data(path)
     file = Path(path).expanduser()
-    if file.suffix in DATA_FILES and not file.is_dir():
+    rows: Sequence[Row]
+    if path.startswith(WORKER):
+        rows = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
+    elif file.suffix in DATA_FILES and not file.is_dir():
         with _naming_file(file):
             rows = _READERS[file.suffix](file, limit)
     else:
         rows = _read_dataset(path, split, subset)
     if not rows:
         raise InputError(f"{path} has no rows")
-    count = len(rows) if limit is None else min(limit, len(rows))
-    return at_once(LazyRows(count, rows.__getitem__))
+    return _first(rows, limit, rows.__getitem__)
 
 
-def at_once(rows: "LazyRows") -> Sequence[Row]:
-    """Return rows as a list, which finds mistakes early, unless they are many."""
-    return rows if len(rows) > _EAGER_ROWS else list(rows)
-
-
-def load_training_rows(
-    data: DataConfig, agent_env: Sequence[str] = ()
-) -> tuple[str, Sequence[Row]]:
-    """Return data.path and the training rows.
-
-    Raises:
-        InputError: as `load_rows` does, and when data.path is not set.
-    """
-    if data.path is None:
-        raise InputError("data.path must be set: there are no rows")
-    rows = load_rows(
-        data.path,
-        split=data.split,
-        subset=data.subset,
-        limit=data.limit,
-        agent_env=agent_env,
-    )
-    return data.path, rows
-
-
-def load_eval_rows(data: DataConfig, agent_env: Sequence[str] = ()) -> tuple[str, Sequence[Row]]:
-    """Return the path of the rows for evaluation (eval_path, or else path), and the rows.
-
-    Example:
-        path, rows = load_eval_rows(config.data)
-    """
-    if data.eval_path is None:
-        return load_training_rows(data, agent_env)
-    rows = load_rows(
-        data.eval_path,
-        split=data.eval_split,
-        subset=data.subset,
-        limit=data.eval_limit,
-        agent_env=agent_env,
-    )
-    return data.eval_path, rows
+def _first(rows: Sequence[Row], limit: int | None, read: Callable[[int], Row]) -> Sequence[Row]:
+    """Return the first rows, in a list, which finds mistakes early, unless they are many."""
+    lazy = LazyRows(len(rows) if limit is None else min(limit, len(rows)), read)
+    return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
 
 
 def load_training(
@@ -139,35 +99,21 @@ def load_training(
 
     Args:
         environment: Makes the rows if data.path is `environment`; None means the configured one.
-
-    Raises:
-        InputError: as `load_training_rows` does.
     """
-    return _of_each(config, lambda part: _training_rows(part, environment))
+    return _of_each(config, lambda part: _rows_of(part, environment, "train"))
 
 
 def load_heldout(
     config: Config, environment: EnvironmentType | None = None
 ) -> Problems | JoinedProblems:
-    """Return the problems of data.eval_path, or of data.path if that is not set.
-
-    Args:
-        environment: As in `load_training`.
-
-    Raises:
-        InputError: as `load_eval_rows` does.
-    """
-    return _of_each(config, lambda part: _heldout_rows(part, environment))
+    """Return the problems of data.eval_path, or of data.path if that is not set."""
+    return _of_each(config, lambda part: _rows_of(part, environment, "eval"))
 
 
 def _of_each(
     config: Config, load: Callable[[Config], tuple[str, Sequence[Row]]]
 ) -> Problems | JoinedProblems:
-    """Return the problems of each environment, joined if the run may have several.
-
-    Args:
-        load: Returns the path and the rows of the configuration of one environment.
-    """
+    """Return the problems of each environment, joined if the run may have several."""
     if not config.environments:
         return Problems(*load(config))
     parts = {}
@@ -179,41 +125,27 @@ def _of_each(
     return JoinedProblems(parts)
 
 
-def _training_rows(
-    config: Config, environment: EnvironmentType | None
+def _rows_of(
+    config: Config, environment: EnvironmentType | None, split: str
 ) -> tuple[str, Sequence[Row]]:
-    if config.data.path == ENVIRONMENT:
-        return "train", _made(config, environment, "train", config.data.limit)
-    return load_training_rows(config.data, config.rollout.agent_env)
-
-
-def _heldout_rows(config: Config, environment: EnvironmentType | None) -> tuple[str, Sequence[Row]]:
-    if config.data.eval_path is None:
-        return _training_rows(config, environment)
-    if config.data.eval_path == ENVIRONMENT:
-        return "eval", _made(config, environment, "eval", config.data.eval_limit)
-    return load_eval_rows(config.data, config.rollout.agent_env)
-
-
-def _made(
-    config: Config, environment: EnvironmentType | None, split: str, limit: int | None
-) -> Sequence[Row]:
-    """Return the rows that an environment makes; their problems are named by the split."""
-    environment = environment or configured_environment(config)
-    name = f"{name_of(environment)}.rows({split!r})"
-    return checked_rows(make_rows(environment, split), name, limit)
+    """Return the path and rows of one environment; rows that it makes are named by the split."""
+    data = config.data
+    if split == "eval" and data.eval_path is not None:
+        path, part, limit = data.eval_path, data.eval_split, data.eval_limit
+    elif data.path is not None:
+        split, path, part, limit = "train", data.path, data.split, data.limit
+    else:
+        raise InputError("data.path must be set: there are no rows")
+    if path == ENVIRONMENT:
+        environment = environment or configured_environment(config)
+        name = f"{name_of(environment)}.rows({split!r})"
+        return split, checked_rows(make_rows(environment, split), name, limit)
+    agent_env = config.rollout.agent_env
+    return path, load_rows(path, split=part, subset=data.subset, limit=limit, agent_env=agent_env)
 
 
 def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a program, checked to be dictionaries: many of them when each is
-    asked for.
-
-    Args:
-        name: The rows in errors.
-
-    Raises:
-        InputError: when there are none, or one is not a mapping.
-    """
+    """Return the first rows of a program, called `name` in errors; each must be a dictionary."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 
@@ -223,7 +155,7 @@ def checked_rows(rows: Sequence[Row], name: str, limit: int | None) -> Sequence[
             raise InputError(f"{name}[{number}] is not a dictionary: {repr(row)[:80]}")
         return dict(row)
 
-    return at_once(LazyRows(len(rows) if limit is None else min(limit, len(rows)), read))
+    return _first(rows, limit, read)
 
 
 @contextmanager
@@ -236,36 +168,16 @@ def _naming_file(path: Path) -> Iterator[None]:
         raise InputError(f"the data file {path} cannot be read: {error}") from error
 
 
-class LazyRows(Sequence[Row]):
+class LazyRows(Lazy[Row]):
     """Rows that are made when they are asked for."""
-
-    def __init__(self, count: int, read: Callable[[int], Row]) -> None:
-        self._count = count
-        self._read = read
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self._read(i) for i in range(self._count)[index]]
-        return self._read(range(self._count)[index])
 
 
 def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
-    if path.stat().st_size > _EAGER_BYTES:
-        return _read_lines_later(path)
-    with path.open("rb") as file:
-        lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
-        return [_parse_line(path, number, line) for number, line in islice(lines, limit)]
-
-
-def _read_lines_later(path: Path) -> LazyRows:
-    """Find where the lines of a large file begin; a line is parsed when its row is asked for."""
+    """Read rows; of a large file, the lines are found, and parsed when they are asked for."""
+    if path.stat().st_size <= _EAGER_BYTES:
+        with path.open("rb") as lines:
+            numbered = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+            return [_parse_line(path, number, line) for number, line in islice(numbered, limit)]
     file = os.open(path, os.O_RDONLY)  # open for as long as the run
     content = np.memmap(path, np.uint8, "r")
     parts = range(0, len(content), _SCANNED_BYTES)
@@ -314,14 +226,10 @@ def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
         with _naming_file(path):
             start, end = places[2 * index : 2 * index + 2]
             text = os.pread(file, end - start, start).decode()
-            (values,) = csv.reader([text], delimiter=_delimiter(path), strict=True)
+            (values,) = csv.reader([text], delimiter=_DELIMITERS[path.suffix], strict=True)
             return dict(zip(names, values, strict=True))
 
     return LazyRows(len(places) // 2, read)
-
-
-def _delimiter(path: Path) -> str:
-    return "\t" if path.suffix == ".tsv" else ","
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
@@ -338,13 +246,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[tuple[int, int], Row]]:
     with path.open("rb") as beginning:
         end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(text_of(file), delimiter=_delimiter(path), strict=True)
+        lines = csv.reader(text_of(file), delimiter=_DELIMITERS[path.suffix], strict=True)
         try:
             names = next(lines, [])
             if len(set(names)) < len(names) or not all(name.strip() for name in names):
-                raise InputError(
-                    f"{path}, line 1: the first line names the fields, each differently"
-                )
+                what = "the first line names the fields, each differently"
+                raise InputError(f"{path}, line 1: {what}")
             start = end
             for values in lines:
                 place, start = (start, end), end
@@ -368,15 +275,10 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
         with parquet.ParquetFile(path) as file:
             table = file.read()
     except (OSError, arrow.ArrowException) as error:
-        raise InputError(
-            f"the data file {path} is not a whole Parquet file: {first_line(error)}"
-        ) from error
+        what = f"the data file {path} is not a whole Parquet file"
+        raise InputError(f"{what}: {first_line(error)}") from error
 
-    def read(index: int) -> Row:
-        (row,) = table.slice(index, 1).to_pylist()
-        return _own_keys(row)
-
-    return LazyRows(table.num_rows, read)
+    return LazyRows(table.num_rows, lambda i: _own_keys(table.slice(i, 1).to_pylist()[0]))
 
 
 _READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
@@ -422,12 +324,10 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
 
 def _own_keys(row: Row) -> Row:
     """Return a row of Arrow, whose fields may be null, without null keys of records in it."""
-    return {name: _without_null(value) for name, value in row.items()}
 
+    def without_null(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: without_null(below) for key, below in value.items() if below is not None}
+        return [without_null(below) for below in value] if isinstance(value, list) else value
 
-def _without_null(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_null(below) for key, below in value.items() if below is not None}
-    if isinstance(value, list):
-        return [_without_null(below) for below in value]
-    return value
+    return {name: without_null(value) for name, value in row.items()}

@@ -1,23 +1,37 @@
 """Environments: the problem of a row of data, the tools to solve it with, and the reward.
 
-This module holds what users write against. `rollout.episode` plays an environment.
+`Environment` is what users write against. The functions after it load an environment, and read what
+it offers: it is user code of any class, so a mistake in it becomes one sentence that names the row.
+`episode` plays an environment.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import SupportsFloat, SupportsIndex, TypeGuard
 
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.core.optional import load_object as load_object
-from turnwise.errors import InputError
+from turnwise.errors import (
+    InputError,
+    TrajectoryError,
+    describe_error,
+    ordinary_error,
+    where_in_user_code,
+)
 from turnwise.rollouts.problems import Row
-from turnwise.tools import AnyTool
-from turnwise.trajectory import Message, Trajectory
+from turnwise.tools import AnyTool, Tool, ToolFunction, Toolset
+from turnwise.tools.foreign import adopted
+from turnwise.tools.tool import is_toolset, is_toolset_factory
+from turnwise.trajectory import MAX_REWARD, Message, Trajectory
+
+BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 
 Reply = str | Sequence[Message] | None
 """An environment's answer to the model: a text (one message of the user), messages, or None."""
@@ -161,9 +175,8 @@ class Environment:
         """For adapters: take back what trajectories share; called once the group is rewarded."""
 
 
-EnvironmentType = Callable[[Row], Any]
+EnvironmentType = Callable[[Row], Foreign]
 """An environment class, or a function that makes an environment from a row."""
-
 
 ADAPTERS = {
     "bfcl": "turnwise.compat.bfcl:at",
@@ -180,50 +193,26 @@ address."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
-    """Import `package.module:Class`, or adapt another system's environment.
-
-    Raises:
-        InputError: when there is none of that name, its address is wrong, or its package is not
-            installed.
-    """
+    """Import `package.module:Class`, or adapt another system's environment."""
     if path is None:
         raise InputError("environment must be set: package.module:Class")
     name, _, address = path.partition(":")
-    if name in ADAPTERS:
-        adapt = load_object(ADAPTERS[name], "environment")
-        environment: EnvironmentType = adapt(address)
-    else:
-        environment = load_object(path, "environment")
+    found = load_object(ADAPTERS.get(name, path), "environment")
+    environment: EnvironmentType = found(address) if name in ADAPTERS else found
     return environment
 
 
 def configured_environment(config: Config) -> EnvironmentType:
-    """Return the environment that `environment` and `environment_args` configure.
-
-    Raises:
-        InputError: as `load_environment` and `with_arguments` do.
-    """
     return with_arguments(load_environment(config.environment), config.environment_args)
 
 
 def with_arguments(
     environment: EnvironmentType, arguments: Mapping[str, object]
 ) -> EnvironmentType:
-    """Return an environment type that is made with `environment_args`.
-
-    Raises:
-        InputError: when it does not take one of them.
-
-    Example:
-        >>> class Count:
-        ...     def __init__(self, row, start=0):
-        ...         self.problem = f"Continue: {start}, {start + row['step']}"
-        >>> with_arguments(Count, {"start": 2})({"step": 3}).problem
-        'Continue: 2, 5'
-    """
+    """Return an environment type that is made with `environment_args`, if it takes them all."""
     if not arguments:
         return environment
-    taken = keywords_of(environment)
+    taken = _keywords_of(environment)
     unknown = [] if taken is None else [name for name in arguments if name not in taken[1:]]
     if unknown:
         takes = f"it takes {', '.join(taken[1:])}" if taken and taken[1:] else "it takes none"
@@ -239,12 +228,11 @@ def type_of(environment: EnvironmentType) -> EnvironmentType:
 
 
 def name_of(environment: EnvironmentType) -> str:
-    """Return the name of an environment's class or function."""
     kind = type_of(environment)
     return str(getattr(kind, "__name__", type(kind).__name__))
 
 
-def keywords_of(function: Callable[..., object]) -> list[str] | None:
+def _keywords_of(function: Callable[..., object]) -> list[str] | None:
     """Return the names of a function's arguments that can be passed by name; None if any can."""
     with suppress(ValueError, TypeError):  # some builtin types have no signature
         parameters = inspect.signature(function).parameters.values()
@@ -252,3 +240,236 @@ def keywords_of(function: Callable[..., object]) -> list[str] | None:
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             return [p.name for p in parameters if p.kind in by_name]
     return None
+
+
+def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
+    """Return the rows that an environment makes itself for a split, `train` or `eval`.
+
+    Those of `environment_args` that its `rows` takes are passed too. Runs user code.
+    """
+    kind, name = type_of(factory), name_of(factory)
+    rows = own_method(kind, "rows")
+    if rows is None:
+        raise InputError(
+            f"data.path: {name} makes no rows: give it a classmethod rows(split), or name a file "
+            "or dataset instead of `environment`"
+        )
+    if inspect.isclass(kind) and inspect.isfunction(inspect.getattr_static(kind, "rows")):
+        raise InputError(f"{name}.rows must be a classmethod: it is called before any environment")
+    taken = _keywords_of(rows)
+    given = factory.keywords if isinstance(factory, partial) else {}
+    given = {key: value for key, value in given.items() if taken is None or key in taken}
+    try:
+        made: object = rows(split, **given)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name}.rows({split!r}) failed: {describe_error(error)}") from error
+    if not isinstance(made, Sequence) or isinstance(made, str):
+        raise InputError(f"{name}.rows({split!r}) must return a list of rows, not {shown(made)}")
+    return made
+
+
+@contextmanager
+def naming_row(where: str, row: Row) -> Iterator[None]:
+    """Turn an error of an environment's code into one sentence that names its row."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except BaseException as error:  # SystemExit too
+        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
+            place = where_in_user_code(error)
+            raise InputError(
+                f"{where} has no field {error}; it has: {', '.join(map(str, row))}"
+                + (f" ({place})" if place else "")
+            ) from error
+        failure = ordinary_error(error)
+        raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
+
+
+def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
+    """Return a method that an environment, or its class, defines; None for `Environment`'s own."""
+    method: Callable[..., Foreign] | None = getattr(environment, name, None)
+    default = getattr(Environment, name)
+    plain, default = (getattr(each, "__func__", each) for each in (method, default))
+    return None if not callable(method) or plain is default else method
+
+
+def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
+    """Return an environment's problem, and the opening messages of each player if it is a game.
+
+    The first player's are the problem.
+    """
+    kind = type(environment).__name__
+    given = _attribute(environment, "players")
+    if not given:
+        return read_messages(_attribute(environment, "problem"), f"{kind}.problem"), {}
+    if not isinstance(given, Mapping) or len(given) < 2:
+        raise InputError(
+            f'{kind}.players must be a dictionary of at least two players, such as {{"asker": '
+            f'"...", "guesser": "..."}}, not {shown(given)}'
+        )
+    players = {str(name): read_messages(said, f"{kind}.players") for name, said in given.items()}
+    return next(iter(players.values())), players
+
+
+def read_move(move: object, players: Collection[str], what: str) -> tuple[str, list[Message]]:
+    """Return the player who moves next, and the messages that this player reads before."""
+    if isinstance(move, Mapping) and len(move) == 1:
+        ((name, reply),) = move.items()
+        if name in players:
+            return str(name), [] if reply in ("", [], ()) else read_messages(reply, what)
+    raise InputError(
+        f"{what} must return the next player and what this player reads, such as "
+        f'{{"{next(iter(players))}": "..."}}, not {shown(move)}; players: {", ".join(players)}'
+    )
+
+
+def read_messages(value: object, what: str) -> list[Message]:
+    """Return a text or messages of user code as messages; `what` names the value in errors."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages = [dict(one) for one in value if isinstance(one, Mapping)] if is_list(value) else []
+    texts = all(isinstance(message.get("role"), str) for message in messages)
+    if not (is_list(value) and messages and len(messages) == len(value) and texts):
+        raise InputError(
+            f'{what} must be a string, or a list of messages such as {{"role": "user", '
+            f'"content": "..."}}, not {shown(value)}'
+        )
+    for message in messages:
+        content = message.get("content")
+        for part in content if is_list(content) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in (None, "text"):
+                raise InputError(f"{what} has a part of type {kind}; only text is supported")
+    return messages
+
+
+def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
+    """Return an environment's tools, and its toolsets, which are not open yet."""
+    owner, given = type(environment).__name__, _attribute(environment, "tools")
+    if given is None:
+        return [], []
+    if not is_list(given):
+        raise InputError(f"{owner}.tools must be a list of functions, not {shown(given)}")
+    tools: list[ToolFunction | Tool] = []
+    toolsets: list[Toolset] = []
+    for tool in given:
+        if not isinstance(tool, type) and is_toolset_factory(tool):
+            made: object = tool.toolset()
+        else:
+            made = adopted(tool, environment)  # of other frameworks
+        if not isinstance(made, type) and is_toolset(made):
+            toolsets.append(made)
+        elif isinstance(made, Tool):
+            tools.append(made)
+        elif isinstance(made, Mapping):
+            tools.append(_described_tool(made, environment, owner))
+        elif callable(made) and isinstance(getattr(made, "__name__", None), str):
+            tools.append(made)
+        else:
+            raise InputError(
+                f"a tool in {owner}.tools must be a function or method with type hints, a "
+                "turnwise.Tool, a toolset, a tool of openai-agents, pydantic-ai, LangChain or "
+                f"smolagents, or a description in OpenAI's format, not {shown(made)}"
+            )
+    names = [tool.name if isinstance(tool, Tool) else tool.__name__ for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"{owner}.tools has two functions named {twice[0]}")
+    return tools, toolsets
+
+
+def _described_tool(tool: Mapping[str, Foreign], environment: object, owner: str) -> Tool:
+    """Return a tool that `call_tool` runs, from its description in OpenAI's format."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise InputError(
+            f'a description in {owner}.tools must be {{"type": "function", "function": {{"name": '
+            f"...}}}}, not {shown(tool)}"
+        )
+    call = own_method(environment, "call_tool")
+    if call is None:
+        raise InputError(
+            f"{owner}.tools describes {name}, which {owner}.call_tool(name, arguments) must run: "
+            "define that method"
+        )
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(name, str(function.get("description", "")), parameters, partial(call, name))
+
+
+def _attribute(environment: object, name: str) -> object:
+    """Return an attribute, None if it is missing; an error inside a property is raised."""
+    try:
+        return getattr(environment, name)
+    except AttributeError as error:
+        if error.obj is environment and error.name == name:
+            return None
+        raise
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def read_rewards(value: object, who: str, turns: int) -> Rewards:
+    """Return any reward of `who`, for a trajectory of `turns` turns, with plain numbers.
+
+    Raises:
+        TrajectoryError: as `read_reward` does, and for more turn rewards than turns.
+    """
+    if not isinstance(value, Rewards):
+        return Rewards(read_reward(value, who))
+    if len(value.turns) > turns:
+        raise TrajectoryError(
+            "reward_error", f"{who} gave {len(value.turns)} turn rewards for {turns} turns"
+        )
+    return Rewards(
+        read_reward(value.final, who),
+        [read_reward(reward, who) for reward in value.turns],
+        {str(name): read_reward(number, who) for name, number in value.parts.items()},
+        {str(name): read_reward(number, who) for name, number in value.players.items()},
+    )
+
+
+def read_reward(value: object, who: str) -> float:
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float.
+
+    Raises:
+        TrajectoryError: `reward_error`, when it is not a finite number, or beyond `MAX_REWARD`.
+    """
+    number = finite_number(value)
+    if number is not None and abs(number) <= MAX_REWARD:
+        return number
+    why = "not a finite number" if number is None else BEYOND_LIMIT
+    raise TrajectoryError("reward_error", f"{who} gave {shown(value)} as reward, which is {why}")
+
+
+def read_metrics(values: object, what: str) -> dict[str, float]:
+    """Return what an environment's `metrics` gave, with plain numbers."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{what} must return a dictionary, not {shown(values)}")
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if (number := finite_number(value)) is None:
+            raise InputError(f"{what}: {name} must be a finite number")
+        numbers[str(name)] = number
+    return numbers
+
+
+def finite_number(value: object) -> float | None:
+    """Return a number of any kind as a float; None if it is not finite, or no number."""
+    number = math.nan
+    if isinstance(value, SupportsFloat | SupportsIndex):  # not text, which float() would read
+        # An integer may be too large for a float; a tensor of many raises RuntimeError.
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def shown(value: object) -> str:
+    try:
+        return repr(value)[:80]
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -17,12 +17,7 @@ from turnwise.tools.toolbox import ToolOutcome
 
 REPLY = "environment_reply"
 """Reason of a trajectory whose environment's process sent a wrong answer."""
-_REASONS = {
-    "environment_error",
-    "environment_timeout",
-    "reward_error",
-    "close_error",
-}
+_REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
 """Reasons that a process may give. The environment's own are counted under the first: their number
 is not limited, and some of a run's reasons do more than to fail one trajectory."""
 
@@ -37,63 +32,50 @@ class RemoteError(Exception):
 
 
 @with_config(extra="allow")
-class Said(TypedDict):
-    """A message."""
-
+class _Message(TypedDict):
     role: str
 
 
 @with_config(extra="allow")
-class Function(TypedDict):
-    """The needed fields of a tool's description."""
-
+class _Function(TypedDict):
     name: _Name
 
 
 @with_config(extra="allow")
-class Schema(TypedDict):
-    """A tool as the chat template gets it."""
-
+class _Schema(TypedDict):
     type: Literal["function"]
-    function: Function
+    function: _Function
 
 
-class Preview(TypedDict):
-    """Answer to `preview`."""
-
-    messages: list[Said]
-    schemas: list[Schema]
+class _Preview(TypedDict):
+    messages: list[_Message]
+    schemas: list[_Schema]
 
 
-class Opened(TypedDict):
-    """Answer to `open`: what the driver must know of the episode."""
+class _Opened(TypedDict):
+    """The part of the episode that the driver must know."""
 
     name: _Name
-    problem: list[Said]
-    players: dict[_Name, list[Said]]
-    schemas: list[Schema]
+    problem: list[_Message]
+    players: dict[_Name, list[_Message]]
+    schemas: list[_Schema]
     steps: bool
     measures: bool
 
 
-class Called(TypedDict):
-    """Answer to `tool`; `error` has the tool's traceback."""
-
+class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
     error: _Text | None
+    """The tool's traceback."""
 
 
-class Moved(TypedDict):
-    """Answer to `move`: the player who moves next, and what this player reads before."""
-
+class _Moved(TypedDict):
     player: str
-    messages: list[Said]
+    messages: list[_Message]
 
 
-class Rewarded(TypedDict):
-    """Answer to `reward`: the fields of `Rewards`."""
-
+class _Rewarded(TypedDict):
     final: Number
     turns: list[Number]
     parts: _Numbers
@@ -117,14 +99,14 @@ class _Reply(TypedDict):
 _ENVELOPE = TypeAdapter(Annotated[list[int | JsonObject], Field(min_length=2, max_length=2)])
 _REPLY = TypeAdapter(_Reply)
 
-PROMPT = TypeAdapter(list[Said] | None)
-PREVIEW = TypeAdapter(Preview | None)
-OPENED = TypeAdapter(Opened)
-CALLED = TypeAdapter(Called)
-STEPPED = TypeAdapter(list[Said] | None)
-MOVED = TypeAdapter(Moved | None)
+PROMPT = TypeAdapter(list[_Message] | None)
+PREVIEW = TypeAdapter(_Preview | None)
+OPENED = TypeAdapter(_Opened)
+CALLED = TypeAdapter(_Called)
+STEPPED = TypeAdapter(list[_Message] | None)
+MOVED = TypeAdapter(_Moved | None)
 DONE = TypeAdapter(bool)
-REWARDED = TypeAdapter(Rewarded)
+REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
 CLOSED = TypeAdapter(Annotated[list[Failure], Field(max_length=100)])
 

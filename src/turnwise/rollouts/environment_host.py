@@ -55,21 +55,17 @@ def main() -> None:
         for number in standard:
             os.close(number)
         connection = socket.socket(fileno=descriptor)
-        os._exit(exit_code(lambda: _play(connection, factory, rollout)))
-
-
-def _play(connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig) -> None:
-    os.setsid()  # what the environment starts ends with it
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # every fork has the server's state; Python seeds its own
-    connection.setblocking(False)
-    asyncio.run(_answer_all(connection, factory, rollout))
+        os._exit(exit_code(lambda: asyncio.run(_answer_all(connection, factory, rollout))))
 
 
 async def _answer_all(
     connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
 ) -> None:
     """Answer requests, together, until the driver closes the connection."""
+    os.setsid()  # what the environment starts ends with it
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # every fork has the server's state; Python seeds its own
+    connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     player = _Player(factory, rollout)
     tasks: set[asyncio.Task[None]] = set()
@@ -102,11 +98,7 @@ class _Player:
         self._episode: LocalEpisode | None = None
 
     async def reply(self, method: str, arguments: tuple[object, ...], turn: int) -> JsonObject:
-        """Return the value of a method of this class or of the episode, or its error, as JSON.
-
-        Args:
-            turn: Index of the model's latest turn.
-        """
+        """Return the value of a method of this class or of the episode, or its error, as JSON."""
         if self._episode is not None:
             self._episode.turn_ended(turn)
         try:
@@ -124,32 +116,25 @@ class _Player:
 
     @property
     def episode(self) -> LocalEpisode:
-        """The open episode."""
         assert self._episode is not None
         return self._episode
 
     async def prompt(self, problem: "Problem") -> object:
-        """Return the messages that the row alone gives; None if it does not."""
-        return await self._call(LocalEpisode(self._factory, problem, self._rollout).prompt)
+        episode = LocalEpisode(self._factory, problem, self._rollout)
+        return await self._call(episode.prompt)
 
     async def preview(self, problem: "Problem") -> object:
-        """Return messages and tools before `setup`; None if they are known after it only."""
-
-        def build() -> object:
-            episode = LocalEpisode(self._factory, problem, self._rollout)
-            if not episode.preview():
-                return None
-            return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
-
-        return await self._call(build)
+        episode = LocalEpisode(self._factory, problem, self._rollout)
+        if not await self._call(episode.preview):
+            return None
+        return {"messages": episode.problem, "schemas": episode.toolbox.schemas}
 
     async def _call(self, function: Callable[[], object]) -> object:
-        return await call_user_code(
-            function, name="the environment", seconds=self._rollout.environment_timeout
-        )
+        seconds = self._rollout.environment_timeout
+        return await call_user_code(function, name="the environment", seconds=seconds)
 
     async def open(self, problem: "Problem") -> object:
-        """Open the episode; return what the driver must know of it."""
+        """Open the episode; return the part of it that the driver must know."""
         self._episode = episode = LocalEpisode(self._factory, problem, self._rollout)
         await episode.open()
         return {
@@ -162,19 +147,16 @@ class _Player:
         }
 
     async def tool(self, name: str, arguments_json: str) -> object:
-        """Call a tool."""
         result = await self.episode.toolbox.call(name, arguments_json)
         error = result.error
         described = error and _with_frames(error, await describe_user_error(error))
         return {"text": result.text, "outcome": result.outcome, "error": described}
 
     async def move(self, message: "Message") -> object:
-        """Return the player who moves next, and what this player reads before."""
         move = await self.episode.move(message)
         return None if move is None else {"player": move[0], "messages": move[1]}
 
     async def reward(self, trajectory: "Trajectory") -> object:
-        """Return the fields of the environment's reward."""
         return asdict(await self.episode.reward(trajectory))
 
     async def close(self) -> object:
@@ -194,7 +176,6 @@ class _Player:
 
 
 def _error(error: Exception) -> JsonObject:
-    """Return an error as JSON, with its cause's traceback."""
     cause = error.__cause__
     return {
         "input": isinstance(error, InputError),

@@ -3,19 +3,21 @@
     build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
 
 Each call has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A
-failed one is a `TrajectoryError` of the episode's trajectory; a failed `close` is only counted.
+failed one is a `TrajectoryError` of the episode's trajectory, `environment_error` or
+`environment_timeout`, that names the row; a failed `close` is only counted.
 """
 
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from turnwise.config import RolloutConfig
 from turnwise.core.aio import is_cancelled, together
 from turnwise.core.deadlines import StallClock
+from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
@@ -25,20 +27,18 @@ from turnwise.rollouts.environment import (
     EnvironmentType,
     Rewards,
     name_of,
-    type_of,
-)
-from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.reading import (
-    finite_number,
     naming_row,
     own_method,
     read_messages,
+    read_metrics,
     read_move,
     read_problem,
     read_reward,
     read_rewards,
     read_tools,
+    type_of,
 )
+from turnwise.rollouts.problems import Problem
 from turnwise.tools import Tool, ToolFunction, Toolset
 from turnwise.tools.tool import is_toolset
 from turnwise.tools.toolbox import Toolbox, make_toolbox
@@ -57,9 +57,6 @@ class Episode(ABC):
 
     The environment lives in threads of this process (`LocalEpisode`), or in a process of its own
     (`remote_episode.RemoteEpisode`); the tools of `rollout.tools` always live here.
-
-    Args:
-        tools: Sources of the tools of `rollout.tools`.
     """
 
     def __init__(
@@ -69,10 +66,9 @@ class Episode(ABC):
         """Name of the row, for messages."""
         self.name = "the environment"
         """Name of the environment's class, once it is open."""
-        self.environment: Any = None
+        self.environment: Foreign = None
         """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
-        """The messages that the model answers."""
         self.players: dict[str, list[Message]] = {}
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
@@ -89,32 +85,18 @@ class Episode(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Build the environment, set it up, and read its problem and tools.
-
-        Raises:
-            TrajectoryError: `environment_error` or `environment_timeout`, naming the row.
-        """
+        """Build the environment, set it up, and read its problem and tools."""
 
     @abstractmethod
     def prompt(self) -> list[Message] | None:
         """Return the messages that the class knows from the row alone; None if it knows none.
 
-        Call it in a thread.
-
-        Raises:
-            InputError: naming the row, when its `prompt` fails or returns no messages.
+        Call this and `preview` in a thread; both raise an InputError that names the row.
         """
 
     @abstractmethod
     def preview(self) -> bool:
-        """Read problem and tools without `setup`, and without opening toolsets; call in a thread.
-
-        Returns:
-            Whether they are known without.
-
-        Raises:
-            InputError: naming the row.
-        """
+        """Read problem and tools without `setup` and toolsets; return whether they are known."""
 
     @abstractmethod
     def turn_ended(self, turn: int) -> None:
@@ -122,21 +104,13 @@ class Episode(ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> list[Message] | None:
-        """Return the environment's answer to a turn of the model; None ends the trajectory.
-
-        Raises:
-            TrajectoryError: `environment_error` or `environment_timeout`.
-        """
+        """Return the environment's answer to a turn of the model; None ends the trajectory."""
 
     @abstractmethod
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
         """Return the player who moves next, and what this player reads before; None ends the game.
 
-        Args:
-            message: What a player said; its `name` is the player.
-
-        Raises:
-            TrajectoryError: `environment_error` or `environment_timeout`.
+        The message's `name` is the player who said it.
         """
 
     @abstractmethod
@@ -145,19 +119,11 @@ class Episode(ABC):
 
     @abstractmethod
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's reward of a finished trajectory, with plain numbers.
-
-        Raises:
-            TrajectoryError: `reward_error`.
-        """
+        """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
 
     @abstractmethod
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the environment's metrics of a finished trajectory.
-
-        Raises:
-            TrajectoryError: `environment_error`, also for a value that is no finite number.
-        """
+        """Return the environment's metrics of a finished trajectory."""
 
     @abstractmethod
     async def close(self, report: Report) -> None:
@@ -202,7 +168,9 @@ class Episode(ABC):
 
         await asyncio.gather(*map(one, [*closes, *(toolset.close for toolset in self._toolsets)]))
 
-    async def _call(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+    async def _call(
+        self, what: str, function: Callable[..., Foreign], *arguments: object
+    ) -> Foreign:
         try:
             return await call_user_code(
                 function,
@@ -218,8 +186,8 @@ class Episode(ABC):
         except TurnwiseError as error:
             raise TrajectoryError("environment_error", str(error)) from error.__cause__ or error
         except Exception as error:
-            described = await describe_user_error(error)
-            raise self._failed(f"{what} failed: {described}") from error
+            message = f"{self.where}: {what} failed: {await describe_user_error(error)}"
+            raise TrajectoryError("environment_error", message) from error
 
     async def _read(self, what: str, read: Callable[[], _T]) -> _T:
         """Read what the environment gave, which may run its code; an error names the row."""
@@ -231,13 +199,8 @@ class Episode(ABC):
         value: _T = await self._call(what, named)
         return value
 
-    def _failed(self, message: str) -> TrajectoryError:
-        return TrajectoryError("environment_error", f"{self.where}: {message}")
-
 
 class LocalEpisode(Episode):
-    """An episode whose environment runs in threads of this process."""
-
     def __init__(
         self,
         factory: EnvironmentType,
@@ -274,7 +237,7 @@ class LocalEpisode(Episode):
     def _begin(self) -> Awaitable[object] | None:
         """Build and read the environment; an async `setup` is returned, to be awaited before."""
         self.environment = self._factory(self._row)
-        self._find_methods()
+        self._find_methods()  # `close` also where `setup` fails
         setup = own_method(self.environment, "setup")
         opening = None if setup is None else setup()
         if inspect.isawaitable(opening):
@@ -299,9 +262,7 @@ class LocalEpisode(Episode):
             self.environment.current_turn = turn
 
     async def step(self, message: Message) -> list[Message] | None:
-        if not self.steps:
-            return None
-        reply = await self._call("step", self.environment.step, message)
+        reply = await self._call("step", self.environment.step, message) if self.steps else None
         if reply is None or isinstance(reply, str):
             return None if reply is None else [{"role": "user", "content": reply}]
         return await self._read("step", lambda: read_messages(reply, f"{self.name}.step"))
@@ -316,23 +277,23 @@ class LocalEpisode(Episode):
         known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
         if isinstance(known, bool):
             return known
-        read = lambda: bool(getattr(self.environment, "done", False))  # noqa: E731
-        return bool(await self._call("done", read))
+        return bool(
+            await self._call("done", lambda: bool(getattr(self.environment, "done", False)))
+        )
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        seconds = self._rollout.stall_timeout
+        seconds, name = self._rollout.stall_timeout, "the environment's reward"
         try:
             value = await call_user_code(
                 lambda: self.environment.reward(trajectory),
-                name="the environment's reward",
+                name=name,
                 seconds=seconds,
                 key=STALL_KEY,
             )
         except TrajectoryError:
             raise
         except Exception as error:
-            described = await describe_user_error(error)
-            message = f"the environment gave no reward: {described}"
+            message = f"the environment gave no reward: {await describe_user_error(error)}"
             raise TrajectoryError("reward_error", message) from error
         return await rewards_of(value, "the environment", len(trajectory.turns), seconds)
 
@@ -340,18 +301,7 @@ class LocalEpisode(Episode):
         if not self.measures:
             return {}
         values = await self._call("metrics", self.environment.metrics, trajectory)
-        numbers: dict[str, float] = await self._call("metrics", self._numbers, values)
-        return numbers
-
-    def _numbers(self, values: object) -> dict[str, float]:
-        if not isinstance(values, Mapping):
-            raise self._failed(f"{self.name}.metrics must return a dictionary, not {values!r:.80}")
-        numbers: dict[str, float] = {}
-        for name, value in values.items():
-            if (number := finite_number(value)) is None:
-                raise self._failed(f"{self.name}.metrics: {name} must be a finite number")
-            numbers[str(name)] = number
-        return numbers
+        return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
     async def close(self, report: Report) -> None:
         await self._close_each([] if self._closes is None else [self._closes], report)
@@ -360,13 +310,7 @@ class LocalEpisode(Episode):
 async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rewards:
     """Return any reward with plain numbers, as `read_rewards` does, outside the event loop.
 
-    Converting a type other than Python's numbers may run user code.
-
-    Args:
-        seconds: `rollout.stall_timeout`.
-
-    Raises:
-        TrajectoryError: `reward_error`.
+    Converting a type other than Python's numbers may run user code, for at most `seconds`.
     """
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
@@ -383,12 +327,7 @@ async def rewards_of(value: object, who: str, turns: int, seconds: float) -> Rew
 async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
     """Open an episode for the length of an `async with` block; it is always closed.
 
-    Args:
-        clock: The trajectory's clock, held while the environment opens and closes.
-        report: Receives a failed `close`.
-
-    Raises:
-        TrajectoryError: as `Episode.open` does.
+    The trajectory's clock is held meanwhile; `report` receives a failed `close`.
     """
     try:
         with waiting(episode.where, "environment"), clock.held():
@@ -396,17 +335,12 @@ async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncI
         yield episode
     finally:
         with clock.held():
-            await _uncancelled(asyncio.ensure_future(episode.close(report)))
-
-
-async def _uncancelled(task: "asyncio.Future[None]") -> None:
-    """Wait for a task that this one's cancellation must not end."""
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled and is_cancelled():
-        raise asyncio.CancelledError
-    task.result()
+            closing, cancelled = asyncio.ensure_future(episode.close(report)), False
+            while not closing.done():  # this task's cancellation must not end it
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError:
+                    cancelled = True
+            if cancelled and is_cancelled():
+                raise asyncio.CancelledError
+            closing.result()

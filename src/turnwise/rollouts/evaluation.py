@@ -31,12 +31,7 @@ _AHEAD = 2
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that `k` of `n` attempts, without replacement, include a correct one.
 
-    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1.
-
-    Args:
-        n: Number of attempts.
-        c: Number of correct ones among them.
-        k: From 1 to n.
+    The unbiased estimator of Chen et al., arXiv 2107.03374, equation 1, of `c` correct attempts.
     """
     assert 0 <= c <= n
     assert 1 <= k <= n
@@ -54,18 +49,22 @@ class Scores:
 
     def __init__(self, n: int, success_reward: float) -> None:
         self._n, self._success_reward = n, success_reward
+        self._ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
         self._groups = self._right = self._finished = 0
         self._reward = 0.0
-        self._at_k = {name: 0.0 for k in _powers_of_two(n) for name in (f"pass@{k}", f"mean@{k}")}
+        self._at_k = {name: 0.0 for k in self._ks for name in (f"pass@{k}", f"mean@{k}")}
 
     def add(self, group: Group) -> None:
         """Add a group."""
-        right = _right(group, self._n, self._success_reward)
+        right = [False] * self._n
+        for trajectory in group.trajectories:
+            reward = trajectory.reward or 0.0
+            right[trajectory.sample_index] = is_right(reward, self._success_reward)
+            self._reward += reward
         self._groups += 1
         self._right += sum(right)
         self._finished += len(group.trajectories)
-        self._reward += sum(trajectory.reward or 0.0 for trajectory in group.trajectories)
-        for k in _powers_of_two(self._n):
+        for k in self._ks:
             self._at_k[f"pass@{k}"] += pass_at_k(self._n, sum(right), k)
             self._at_k[f"mean@{k}"] += mean_at_k(right, k)
 
@@ -83,79 +82,55 @@ class Scores:
         }
 
 
-def _right(group: Group, n: int, success_reward: float) -> list[bool]:
-    """Return whether each attempt, by its index in the group, is correct."""
-    right = [False] * n
-    for trajectory in group.trajectories:
-        right[trajectory.sample_index] = is_right(trajectory.reward or 0.0, success_reward)
-    return right
-
-
-def _powers_of_two(n: int) -> list[int]:
-    return [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
-
-
 @dataclass(slots=True)
 class Evaluation:
     """The results of the model on held-out problems."""
 
     trajectories: Sequence[Trajectory]
-    """The finished trajectories, in the problems' order; read from their file, if they have one,
-    when they are asked for."""
+    """The finished ones, in the problems' order; read from their file, if they have one, when they
+    are asked for."""
     finished: int
-    """Number of finished trajectories."""
     dropped: Counter[str]
     """Number of dropped trajectories, by reason."""
     sampled_tokens: int
-    """Number of tokens sampled in the finished ones."""
+    """Number of tokens of the finished ones."""
     seconds: float
-    """Duration in seconds."""
     summary: dict[str, float]
     """Results as `Scores.summary` returns them."""
     env: dict[str, float] = field(default_factory=dict)
     """Mean of each number that the environments' `metrics` return, over the finished trajectories
     that return it."""
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The same of each environment by name, in a run with several; otherwise empty."""
+    """The summary of each environment by name, in a run with several; otherwise empty."""
 
     @property
     def accuracy(self) -> float:
-        """Share of trajectories with a reward of at least `eval.success_reward`; dropped ones
-        count as wrong."""
+        """Share of correct trajectories, as the module's docstring says."""
         return self.summary["accuracy"]
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second."""
         return self.sampled_tokens / self.seconds
 
 
 class Kept(Protocol):
-    """The finished groups, somewhere."""
+    """The finished groups, somewhere, by their problems' indices."""
 
     @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """Their trajectories, in the problems' order."""
-        ...
+    def trajectories(self) -> Sequence[Trajectory]: ...
 
-    async def keep(self, place: int, group: Group) -> None:
-        """Keep the group of the problem with this index."""
-        ...
+    async def keep(self, place: int, group: Group) -> None: ...
 
 
 class KeptInMemory:
-    """Finished groups in memory."""
-
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        """Their trajectories, in the problems' order."""
         return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
 
     async def keep(self, place: int, group: Group) -> None:
-        """Keep the group of the problem with this index."""
         self._groups[place] = group
 
 
@@ -242,8 +217,8 @@ async def evaluate(
         scores.add(group)
         if group.environment:
             of_each[group.environment].add(group)
-        tokens += sum(trajectory.sampled_tokens for trajectory in group.trajectories)
         for trajectory in group.trajectories:
+            tokens += trajectory.sampled_tokens
             for name, value in trajectory.metrics.items():
                 measured[name].append(value)
         await kept.keep(place, group)

@@ -4,18 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import isclose
-from typing import TYPE_CHECKING
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import StepError
+from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from turnwise.config import SamplingConfig
-    from turnwise.engine.protocol import Generator
-    from turnwise.rollouts.episode import Episode
-    from turnwise.rollouts.problems import Problem
 
 TOO_LONG = "prompt_too_long"
 """Reason of a trajectory, and of a group, whose prompt is too long."""
@@ -23,17 +17,10 @@ TOO_LONG = "prompt_too_long"
 
 @dataclass(slots=True)
 class Group:
-    """The finished trajectories of one problem, and counts of those that failed, by reason.
-
-    Example:
-        group = await runner.run_group(engine, problem, config.sampling, tag="demo")
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        print(rewards, dict(group.dropped), group.causes)
-    """
+    """The finished trajectories of one problem, and counts of those that failed, by reason."""
 
     problem_id: str
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The finished trajectories."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of trajectories whose last attempt failed, by reason."""
     retried: Counter[str] = field(default_factory=Counter)
@@ -56,8 +43,7 @@ class Group:
     """Name of the environment in `environments`; "" if the run has one environment."""
 
     @classmethod
-    def of(cls, problem: "Problem") -> "Group":
-        """Return an empty group of a problem."""
+    def of(cls, problem: Problem) -> "Group":
         return cls(problem.id, environment=problem.environment)
 
     @property
@@ -66,7 +52,6 @@ class Group:
         return TOO_LONG in self.causes
 
     def leave_out(self, reason: str) -> None:
-        """Mark the group as not run."""
         self.causes[TOO_LONG] = reason
 
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
@@ -89,43 +74,24 @@ class Group:
     @classmethod
     def from_dict(cls, tree: JsonObject) -> "Group":
         """Build a group from the values that `to_dict` returned."""
-        group = cls(tree["problem_id"], causes=tree["causes"], elapsed=tree["elapsed"])
-        group.prompt = tree.get("prompt")
-        group.environment = tree.get("environment", "")
-        group.trajectories = [Trajectory.from_json(text) for text in tree["trajectories"]]
-        for name in ("dropped", "retried", "dropped_tokens"):
-            setattr(group, name, Counter(tree[name]))
-        group.seconds.update(tree["seconds"])
-        for index, calls in tree.get("calls", {}).items():
-            group.calls[int(index)] = [TurnTimes(*call) for call in calls]
-        return group
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRun:
-    """A group in progress: its problem, its engine and sampling parameters, and its counts."""
-
-    engine: "Generator"
-    problem: "Problem"
-    sampling: "SamplingConfig"
-    name: str
-    """Unique name of the group; the names and seeds of its requests begin with it."""
-    group: Group
-    episodes: "dict[int, Episode]" = field(default_factory=dict)
-    """Episodes of finished trajectories by their position, until the whole group is rewarded."""
-
-    @classmethod
-    def begin(
-        cls, engine: "Generator", problem: "Problem", sampling: "SamplingConfig", tag: str
-    ) -> "GroupRun":
-        """Begin an empty group; `tag` makes its name unique."""
-        return cls(engine, problem, sampling, f"{tag}-{problem.id}", Group.of(problem))
+        calls = tree.get("calls", {})
+        return cls(
+            tree["problem_id"],
+            [Trajectory.from_json(text) for text in tree["trajectories"]],
+            dropped=Counter(tree["dropped"]),
+            retried=Counter(tree["retried"]),
+            dropped_tokens=Counter(tree["dropped_tokens"]),
+            causes=tree["causes"],
+            seconds=defaultdict(float, tree["seconds"]),
+            elapsed=tree["elapsed"],
+            calls={int(index): [TurnTimes(*one) for one in of] for index, of in calls.items()},
+            prompt=tree.get("prompt"),
+            environment=tree.get("environment", ""),
+        )
 
 
 def is_right(reward: float, success_reward: float) -> bool:
-    """Return whether a reward is one of a correct trajectory (`eval.success_reward`), up to
-    rounding.
-    """
+    """Return whether a reward is a correct trajectory's, up to rounding (`eval.success_reward`)."""
     return reward >= success_reward or isclose(reward, success_reward)
 
 
@@ -139,9 +105,7 @@ class Outcomes:
     """The number of finished trajectories of many groups, and of dropped ones by reason."""
 
     finished: int = 0
-    """Number of finished trajectories."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped trajectories by reason."""
     causes: dict[str, str] = field(default_factory=dict)
     """Message of the last group with each reason."""
 
@@ -152,11 +116,7 @@ class Outcomes:
         self.causes.update(group.causes)
 
     def check(self, max_failed_fraction: float, who: str) -> Counter[str]:
-        """Return the number of dropped trajectories by reason, as `check_failures` does.
-
-        Raises:
-            StepError: when they are too many.
-        """
+        """Return the number of dropped trajectories by reason, as `check_failures` does."""
         dropped, causes = self.dropped, self.causes
         total = dropped.total() + self.finished
         if dropped.total() > max_failed_fraction * total:
@@ -173,9 +133,6 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str
 
     Raises:
         StepError: when more than `max_failed_fraction` of all trajectories were dropped.
-
-    Example:
-        dropped = check_failures(groups, config.rollout.max_failed_fraction, "rollouts")
     """
     outcomes = Outcomes()
     for group in groups:

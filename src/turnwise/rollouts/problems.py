@@ -1,4 +1,4 @@
-"""Problems, and an endless stream of them for training.
+"""Problems, and the endless order in which they are trained on.
 
 The order depends only on the seed and the number of problems, and with a curriculum on the groups
 that were reported, so a restored stream continues exactly where the earlier one stopped.
@@ -6,29 +6,53 @@ that were reported, so a restored stream continues exactly where the earlier one
 
 import logging
 import random
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Literal, TypeVar, overload
 
+from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
-from turnwise.rollouts.curriculum import Curriculum, Pool
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+_T = TypeVar("_T")
+Row = JsonObject
 """One row of the data: plain values by field."""
+Pool = Literal["mixed", "mastered", "hopeless"]
+"""The last group of a row: with a signal; without one, and right; without one, and wrong."""
+_SPREAD = 0x9E3779B1
+"""Odd factor that spreads neighbouring numbers over 32 bits (Knuth's multiplicative hash)."""
+
+
+class Lazy(Sequence[_T]):
+    """Items that are made when they are asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], _T]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in range(self._count)[index]]
+        return self._make(range(self._count)[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of the data, with a unique name.
-
-    Example:
-        problem = Problem("train.jsonl:1", {"question": "2 + 2?", "answer": "4"})
-    """
+    """One row of the data, with a unique name."""
 
     id: str
     """File and number of the row: `train.jsonl:1`, or with several environments
@@ -38,52 +62,46 @@ class Problem:
     """Name of its environment in `environments`; "" if the run has one environment."""
 
 
-class Problems(Sequence[Problem]):
-    """A problem for each row, named by the last part of the data's path and the row's number.
-
-    Args:
-        environment: Name in `environments`, which the names then begin with.
-    """
+class Problems(Lazy[Problem]):
+    """A problem for each row, named by environment, last part of the data's path, and number."""
 
     def __init__(self, path: str, rows: Sequence[Row], environment: str = "") -> None:
+        super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
         self._name = f"{environment}/{Path(path).name}" if environment else Path(path).name
-        self._rows = rows
-        self._environment = environment
-
-    @property
-    def in_memory(self) -> bool:
+        self.in_memory = isinstance(rows, list)
         """Whether the rows are in a list, so that reading one runs no other code."""
-        return isinstance(self._rows, list)
 
     def name(self, index: int) -> str:
         """Return the id of a problem without reading its row."""
         return f"{self._name}:{index + 1}"
 
-    def __len__(self) -> int:
-        return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        number = range(len(self))[index]
-        return Problem(self.name(number), self._rows[number], self._environment)
+class JoinedProblems(Lazy[Problem]):
+    """The problems of several environments by name, one environment after another."""
+
+    def __init__(self, parts: Mapping[str, Problems]) -> None:
+        self.parts = parts
+        each = list(parts.values())
+        ends = list(accumulate(map(len, each)))
+        self.in_memory = all(part.in_memory for part in each)
+
+        def problem(number: int) -> Problem:
+            part = bisect_right(ends, number)
+            return each[part][number - (ends[part - 1] if part else 0)]
+
+        super().__init__(ends[-1], problem)
+
+
+def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the first problem of each environment."""
+    parts = problems.parts.values() if isinstance(problems, JoinedProblems) else [problems]
+    return [part[0] for part in parts]
 
 
 async def read_problem(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
     """Return a problem, outside the event loop unless its row is in a list.
 
-    Reading a row may take time, and it may be user code.
-
-    Args:
-        seconds: Deadline, `rollout.environment_timeout`.
-
-    Raises:
-        InputError: when the row cannot be read.
-        DeadlineError: naming the row's number.
+    Reading a row may take time, at most `seconds`, and it may be user code.
     """
     if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
@@ -92,6 +110,54 @@ async def read_problem(problems: Sequence[Problem], index: int, seconds: float) 
         problems.__getitem__, index, name=name, seconds=seconds, key=key
     )
     return problem
+
+
+class Curriculum:
+    """Remembers the last groups of rows: those without signal rest, and come back ever less often.
+
+    A group whose trajectories are all right, or all wrong, trains nothing, and a row that gave one
+    will probably give another. After k such groups in a row, it takes part in one of 2^k epochs, at
+    least in one of `max_rest` (`data.max_rest`); a group with a signal brings it back to every
+    epoch. No row is given up: a model that learns meets again what it could not do, and proves
+    again what it could. Rows come back in different epochs, so that no step has many of them.
+    """
+
+    def __init__(self, max_rest: int) -> None:
+        self._max_rest = max_rest
+        self._rows: dict[int, tuple[Pool, int]] = {}
+        """The last group of each row, and the number of groups without signal in a row."""
+
+    def learn(self, index: int, pool: Pool) -> None:
+        _, equal = self._rows.get(index, (pool, 0))
+        self._rows[index] = pool, 0 if pool == "mixed" else equal + 1
+
+    def rests(self, index: int, epoch: int) -> bool:
+        """Return whether a row is left out of an epoch."""
+        _, equal = self._rows.get(index, ("", 0))
+        turn = (index * _SPREAD % 2**32) >> 16
+        every: int = min(2**equal, self._max_rest) if equal else 1
+        return (epoch + turn) % every != 0
+
+    def pools(self, rows: int, left_out: Set[int], epoch: int) -> dict[str, int]:
+        """Return the number of rows by their last group, and of those that rest in an epoch.
+
+        Those in `left_out`, which are never used, do not count.
+        """
+        known = {index: pool for index, (pool, _) in self._rows.items() if index not in left_out}
+        counts = Counter(known.values())
+        return {
+            "fresh": rows - len(left_out) - len(known),
+            "mixed": counts["mixed"],
+            "mastered": counts["mastered"],
+            "hopeless": counts["hopeless"],
+            "resting": sum(self.rests(index, epoch) for index in known),
+        }
+
+    def state(self) -> JsonObject:
+        return {str(index): list(known) for index, known in self._rows.items()}
+
+    def restore(self, state: JsonObject) -> None:
+        self._rows = {int(index): (pool, equal) for index, (pool, equal) in state.items()}
 
 
 class ProblemStream:
@@ -103,9 +169,6 @@ class ProblemStream:
         problems: At least one; each is asked for when it is taken.
         seed: Together with the epoch's number it determines the order.
         curriculum: Decides which problems rest; None lets none.
-
-    Raises:
-        InputError: when there are no problems.
 
     Example:
         >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
@@ -126,20 +189,15 @@ class ProblemStream:
         self._left_out: set[int] = set()
 
     def find(self, name: str) -> Problem:
-        """Return the problem with a name.
-
-        Raises:
-            InputError: when the data does not have it.
-        """
+        """Return the problem with a name; raises InputError where the data no longer has it."""
         return self._problems[self._index(name)]
 
     def _index(self, name: str) -> int:
         problems, number = self._problems, name.rpartition(":")[2]
         if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
             index = int(number) - 1
-            if name == (
-                problems.name(index) if isinstance(problems, Problems) else problems[index].id
-            ):
+            known = problems.name(index) if isinstance(problems, Problems) else problems[index].id
+            if name == known:
                 return index
         if not isinstance(problems, Problems):
             for index, problem in enumerate(problems):
@@ -148,11 +206,7 @@ class ProblemStream:
         raise InputError(f"the data no longer has {name}, which was in progress at the checkpoint")
 
     def take(self, count: int) -> list[Problem]:
-        """Return the next `count` problems, across epochs if necessary.
-
-        Raises:
-            InputError: when every problem is left out.
-        """
+        """Return the next `count` problems, across epochs if necessary."""
         taken: list[Problem] = []
         while len(taken) < count:
             index = self._next()
@@ -164,27 +218,22 @@ class ProblemStream:
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
-        """Return the next problem, whose row is read outside the event loop.
+        """Return the next problem, whose row is read as `read_problem` does.
 
         Cancelling this takes none.
 
-        Args:
-            seconds: Deadline for a row, `rollout.environment_timeout`.
-
         Raises:
             InputError: when every problem is left out.
-            DeadlineError: naming the row that takes too long.
         """
-        while True:
+        problem = None
+        while problem is None:
             index = self._next()
             try:
                 problem = await read_problem(self._problems, index, seconds)
             except InputError as error:
                 self._unreadable(index, error)
-            else:
-                self._position += 1
-                return problem
             self._position += 1
+        return problem
 
     def _next(self) -> int:
         """Return the index of the next problem that is not skipped, without taking it."""
@@ -204,11 +253,7 @@ class ProblemStream:
         self._leave_out(index, str(error))
 
     def leave_out(self, problem: Problem, reason: str) -> None:
-        """Skip a problem from now on.
-
-        Raises:
-            InputError: with the reason, when none is left.
-        """
+        """Skip a problem from now on; raises the reason as an InputError when none is left."""
         self._leave_out(self._index(problem.id), reason)
 
     def _leave_out(self, index: int, reason: str) -> None:
@@ -217,17 +262,12 @@ class ProblemStream:
             raise InputError(f"no row of the data can be used; the last one: {reason}")
 
     def learn(self, name: str, pool: Pool) -> None:
-        """Note the outcome of a group of the problem with a name, for the curriculum.
-
-        Raises:
-            InputError: when the data does not have it.
-        """
+        """Note the outcome of a group of the problem with a name, for the curriculum."""
         if self._curriculum is not None:
             self._curriculum.learn(self._index(name), pool)
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems in each pool of the curriculum, under the name "" of the
-        run's only environment; nothing without a curriculum."""
+        """Return the number of problems in each pool of the curriculum, under the name ""."""
         if self._curriculum is None:
             return {}
         return {"": self._curriculum.pools(len(self._problems), self._left_out, self._epoch)}
@@ -244,12 +284,7 @@ class ProblemStream:
         }
 
     def restore(self, state: JsonObject) -> None:
-        """Continue from the position that `state` returned.
-
-        Raises:
-            InputError: when that stream had a different number of problems, or several
-                environments.
-        """
+        """Continue from the position that `state` returned, with the same data."""
         if "environments" in state:
             raise InputError(
                 f"the run stopped with the environments {', '.join(state['environments'])}: give "
@@ -269,3 +304,90 @@ class ProblemStream:
     def _shuffled(self, epoch: int) -> list[int]:
         count = len(self._problems)
         return random.Random(f"{self._seed}-{epoch}").sample(range(count), count)
+
+
+class MixedStream:
+    """The streams of several environments, of which each gets its share of the groups.
+
+    The next problem is one of the environment that lacks most of its share so far, so that any
+    number of groups that begin one after another has each share to within a group or two. The
+    order within each environment is its stream's own. Its methods are those of `ProblemStream`.
+
+    Args:
+        streams: Streams by the environments' names.
+        weights: Shares by the same names, relative to each other.
+    """
+
+    def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
+        self._streams = streams
+        total = sum(weights[name] for name in streams)
+        self._shares = {name: weights[name] / total for name in streams}
+        self._lacking = dict.fromkeys(streams, 0.0)
+        """The groups that each environment should have had, less those that it had."""
+
+    def find(self, name: str) -> Problem:
+        return self._stream_of(name).find(name)
+
+    async def take_one(self, seconds: float) -> Problem:
+        chosen = max(self._shares, key=lambda name: self._lacking[name] + self._shares[name])
+        problem = await self._streams[chosen].take_one(seconds)
+        for name, share in self._shares.items():
+            self._lacking[name] += share
+        self._lacking[chosen] -= 1.0
+        return problem
+
+    def leave_out(self, problem: Problem, reason: str) -> None:
+        self._stream_of(problem.id).leave_out(problem, reason)
+
+    def learn(self, name: str, pool: Pool) -> None:
+        self._stream_of(name).learn(name, pool)
+
+    def pools(self) -> dict[str, dict[str, int]]:
+        each = {name: stream.pools() for name, stream in self._streams.items()}
+        return {name: pools[""] for name, pools in each.items() if pools}
+
+    def _stream_of(self, problem: str) -> ProblemStream:
+        stream = self._streams.get(problem.partition("/")[0])
+        if stream is None:
+            raise InputError(f"no environment has {problem}, which was in progress")
+        return stream
+
+    def state(self) -> JsonObject:
+        return {
+            "environments": {
+                name: {"lacking": self._lacking[name], "stream": stream.state()}
+                for name, stream in self._streams.items()
+            }
+        }
+
+    def restore(self, state: JsonObject) -> None:
+        saved = state.get("environments", {})
+        if saved.keys() != self._streams.keys():
+            before = f"the environments {', '.join(saved)}" if saved else "a single environment"
+            raise InputError(
+                f"the run stopped with {before} and now has {', '.join(self._streams)}: give "
+                "environments the same names to resume"
+            )
+        for name, stream in self._streams.items():
+            try:
+                stream.restore(saved[name]["stream"])
+            except InputError as error:
+                raise InputError(f"environments.{name}: {error}") from error
+            self._lacking[name] = saved[name]["lacking"]
+
+
+Stream = ProblemStream | MixedStream
+"""An endless order of problems for training."""
+
+
+def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
+    """Return the order in which problems are trained on: by the seed, weights and curriculum."""
+
+    def one(problems: Sequence[Problem]) -> ProblemStream:
+        curriculum = Curriculum(config.data.max_rest) if config.data.curriculum else None
+        return ProblemStream(problems, config.seed, curriculum)
+
+    if not isinstance(problems, JoinedProblems):
+        return one(problems)
+    weights = {name: entry.weight for name, entry in config.environments.items()}
+    return MixedStream({name: one(part) for name, part in problems.parts.items()}, weights)

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.rollouts.runner import Runner
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_process import FrontProcess, RunGroup
 from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.openai import import_server
 from turnwise.serving.scheduler import Scheduler
@@ -69,7 +68,7 @@ class RolloutProcesses(FrontProcesses):
             scheduler,
             process_class,
             names=[f"rollout-{index}" for index in range(count)],
-            make_runner=partial(start_runner, environment),
+            open_runner=partial(open_runner, environment),
         )
         self._files = RunFiles(Path(config.output_dir, config.name))
 
@@ -144,38 +143,30 @@ class RolloutProcesses(FrontProcesses):
                     ray.cancel(reply)
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessRunner:
-    """The runner in a rollout process, with the servers of its agents."""
-
-    runner: Runner
-    scheduler: Scheduler
-    stack: AsyncExitStack
-
-    async def run_group(self, problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
-        group = await self.runner.run_group(self.scheduler, problem, sampling, tag)
-        group.appended = self.runner.files.take()
-        return group
-
-    async def close(self) -> None:
-        await self.runner.close()
-        await self.stack.aclose()
-
-
-async def start_runner(
+@asynccontextmanager
+async def open_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
-) -> _ProcessRunner:
+) -> AsyncIterator[RunGroup]:
     """Load the tokenizer, the environment and the loop in a rollout process."""
-    files, stack = RunFiles(None), AsyncExitStack()
+    files = RunFiles(None)
     runner = await import_user_code(
         lambda: Runner(config, load_tokenizer(config), environment, files),
         config=config,
         what="the environment, loop, rewards and tools",
     )
     await run_in_thread(lambda: runner.tool_parser)
-    await stack.enter_async_context(open_front(config, runner, scheduler))
-    freeze_gc()
-    return _ProcessRunner(runner, scheduler, stack)
+
+    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str) -> Group:
+        group = await runner.run_group(scheduler, problem, sampling, tag)
+        group.appended = files.take()
+        return group
+
+    async with open_front(config, runner, scheduler):
+        freeze_gc()
+        try:
+            yield run_group
+        finally:
+            await runner.close()
 
 
 @asynccontextmanager

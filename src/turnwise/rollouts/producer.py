@@ -20,32 +20,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
-from turnwise.rollouts.curriculum import Pool
 from turnwise.rollouts.group import TOO_LONG, Group, check_failures, is_right
-from turnwise.rollouts.mixture import Stream
-from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.problems import Pool, Problem, Stream
 
 _MAX_ROUNDS = 10
 """Number of discarded groups, in multiples of a step's groups, after which a step fails."""
 
 RunGroup = Callable[[Problem, str], Awaitable[Group]]
-"""Makes the group of a problem, under a unique tag."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one training step.
-
-    Example:
-        batch = await producer.next_batch()
-        print(len(batch.groups), batch.discarded_by_reason)
-    """
-
     groups: list[Group]
     discarded: list[tuple[str, Group]] = field(default_factory=list)
     """Groups that are not trained on, each with its reason: no_signal, failed, oversampled,
@@ -57,19 +48,15 @@ class Batch:
 
     @property
     def discarded_by_reason(self) -> dict[str, int]:
-        """Number of discarded groups by reason."""
         return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
 
 
-@dataclass(slots=True)
-class _Started:
+class _Started(NamedTuple):
     problem: Problem
     task: "asyncio.Task[None]"
 
 
-@dataclass(slots=True)
-class _Ready:
-    number: int
+class _Ready(NamedTuple):
     problem: Problem
     group: Group
     began: float
@@ -80,19 +67,9 @@ class GroupProducer:
     """Begins groups and returns them in batches of a step; see the module's docstring.
 
     Args:
-        run_group: Makes the group of a problem under a unique tag.
-        stream: Source of the problems.
         has_signal: Returns whether a group can train anything; only called if
             `algorithm.dynamic_sampling` or `data.curriculum` is set.
         on_group: Called after each group that is ready.
-
-    Example:
-        producer = GroupProducer(config, run_group, stream, has_signal)
-        running = asyncio.create_task(producer.run())
-        for step in range(1, config.training.steps + 1):
-            batch = await producer.next_batch()
-            train(batch.groups)
-            await producer.advance(step)
     """
 
     def __init__(
@@ -127,33 +104,24 @@ class GroupProducer:
         self._last_batch = 0.0
 
     async def run(self) -> None:
-        """Keep groups in flight until cancelled.
-
-        Raises:
-            Exception: the first error that `run_group` raised.
-        """
+        """Keep groups in flight until cancelled; raises the first error that `run_group` raised."""
         async with task_group() as tasks:
             while True:
                 async with self._changed:
-                    while self._counted >= self._bound:
-                        await self._changed.wait()
+                    await self._changed.wait_for(lambda: self._counted < self._bound)
                 resumed = self._resumed[:1]
                 problem = resumed[0] if resumed else await self._stream.take_one(self._row_seconds)
                 del self._resumed[:1]
-                self._begin(tasks, problem)
+                number = self._number
+                self._number += 1
+                self._counted += 1
+                task = tasks.create_task(self._one(number, problem, time.perf_counter()))
+                self._started[number] = _Started(problem, task)
 
     @property
     def _bound(self) -> int:
         steps = min(self._trained + 1 + self._ahead, self._config.training.steps)
         return steps * self._per_step + self._spare
-
-    def _begin(self, tasks: asyncio.TaskGroup, problem: Problem) -> None:
-        number = self._number
-        self._number += 1
-        self._counted += 1
-        began = time.perf_counter()
-        task = tasks.create_task(self._one(number, problem, began))
-        self._started[number] = _Started(problem, task)
 
     async def _one(self, number: int, problem: Problem, began: float) -> None:
         try:
@@ -177,8 +145,7 @@ class GroupProducer:
             elif reason:
                 self._discard(reason, group)
             else:
-                now = time.perf_counter()
-                self._ready[number] = _Ready(number, problem, group, began, now)
+                self._ready[number] = _Ready(problem, group, began, time.perf_counter())
                 self._on_group()
             self._changed.notify_all()
 
@@ -201,13 +168,13 @@ class GroupProducer:
     def _discard(self, reason: str, group: Group) -> None:
         self._counted -= 1
         self._discarded.append((reason, group))
-        groups = [group for _, group in self._discarded if not group.left_out]
+        groups = [(why, group) for why, group in self._discarded if not group.left_out]
         if len(groups) >= self._per_step:
-            ready = [ready.group for ready in self._ready.values()]
-            check_failures([*groups, *ready], self._config.rollout.max_failed_fraction, "rollouts")
+            known = [group for _, group in groups] + [r.group for r in self._ready.values()]
+            check_failures(known, self._config.rollout.max_failed_fraction, "rollouts")
         if len(groups) >= _MAX_ROUNDS * self._per_step:
-            counts = Counter(reason for reason, group in self._discarded if not group.left_out)
-            reasons = ", ".join(f"{n} {reason}" for reason, n in counts.items())
+            counts = Counter(why for why, _ in groups)
+            reasons = ", ".join(f"{n} {why}" for why, n in counts.items())
             raise StepError(
                 f"{len(groups)} groups in a row could not be trained on ({reasons}): the problems "
                 "are all too easy or too hard for this model (algorithm.dynamic_sampling=false "
@@ -215,26 +182,20 @@ class GroupProducer:
             )
 
     async def next_batch(self) -> Batch:
-        """Wait for a step's groups and return them."""
         async with self._changed:
-            while len(self._ready) < self._per_step:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: len(self._ready) >= self._per_step)
             taken = [self._ready.pop(number) for number in sorted(self._ready)[: self._per_step]]
             began = max(min(ready.began for ready in taken), self._last_batch)
             self._last_batch = time.perf_counter()
             ended = max(ready.ended for ready in taken)
             if self._ahead == 0:
                 self._end_spare()
-            self._teach()
+            for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
+                self._stream.learn(*self._outcomes.pop(number))
             batch = Batch([ready.group for ready in taken], self._discarded, ended - began)
             batch.pools = self._stream.pools()
             self._discarded = []
             return batch
-
-    def _teach(self) -> None:
-        """Report the outcomes of the groups that are taken or discarded, in their order."""
-        for number in sorted(self._outcomes.keys() - self._ready.keys()):
-            self._stream.learn(*self._outcomes.pop(number))
 
     def _end_spare(self) -> None:
         """Discard the spare groups of a synchronous step: the next step must not train on them."""
@@ -269,16 +230,15 @@ class GroupProducer:
             "stream": self._stream.state(),
             "number": self._number,
             "under_way": [*self.waiting_for(), *(problem.id for problem in self._resumed)],
-            "ready": [_to_dict(ready) for _, ready in sorted(self._ready.items())],
+            "ready": [
+                {"number": number, "problem": ready.problem.id, "group": ready.group.to_dict()}
+                for number, ready in sorted(self._ready.items())
+            ],
             "outcomes": [[number, *known] for number, known in sorted(self._outcomes.items())],
         }
 
     def restore(self, state: JsonObject, trained: int) -> None:
-        """Continue from `state` after step `trained`.
-
-        Raises:
-            InputError: when a problem of the state is no longer in the data.
-        """
+        """Continue from `state` after step `trained`, with the same data."""
         self._stream.restore(state["stream"])
         self._number = state["number"]
         self._trained = trained
@@ -287,16 +247,7 @@ class GroupProducer:
         self._resumed = [problems[name] for name in state["under_way"]]
         now = time.perf_counter()
         for entry in state["ready"]:
-            group = Group.from_dict(entry["group"])
-            number = entry["number"]
-            self._ready[number] = _Ready(number, problems[entry["problem"]], group, now, now)
+            problem, group = problems[entry["problem"]], Group.from_dict(entry["group"])
+            self._ready[entry["number"]] = _Ready(problem, group, now, now)
         self._outcomes = {number: (name, pool) for number, name, pool in state.get("outcomes", ())}
         self._counted = trained * self._per_step + len(self._ready)
-
-
-def _to_dict(ready: _Ready) -> JsonObject:
-    return {
-        "number": ready.number,
-        "problem": ready.problem.id,
-        "group": ready.group.to_dict(),
-    }

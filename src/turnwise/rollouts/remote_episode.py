@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 from pydantic import TypeAdapter
@@ -34,15 +34,21 @@ from turnwise.core.untrusted import AnswerError, framed, read_frame, receive
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, describe_error
 from turnwise.rollouts import environment_answers as answers
 from turnwise.rollouts.configured_tools import ToolSource
-from turnwise.rollouts.environment import EnvironmentType, Rewards, name_of
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    Rewards,
+    name_of,
+    naming_row,
+    read_rewards,
+)
 from turnwise.rollouts.episode import Episode, Report
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.reading import naming_row, read_rewards
 from turnwise.tools import Tool, ToolFunction
 from turnwise.tools.toolbox import Toolbox, ToolResult
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 GRACE_SECONDS = 10.0
 """Time beyond a call's own deadline, which its process keeps, until the process is killed."""
@@ -55,11 +61,7 @@ _CUT_CHARS = 100
 
 
 class EnvironmentProcesses:
-    """Starts a process for each episode, all forked from one that has imported the environment.
-
-    Args:
-        factory: Environment class or function; importable, or defined in the main program.
-    """
+    """Starts a process for each episode, all forked from one that has imported the environment."""
 
     def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
         self._rollout = rollout
@@ -75,17 +77,9 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def ask(self, method: str, problem: Problem, kind: TypeAdapter[_T]) -> _T:
-        """Ask a process that is started for this one question; call it from a thread without
-        an event loop.
+        """Ask a process that is started for this one question, `prompt` or `preview`.
 
-        Args:
-            method: `prompt` or `preview`.
-            kind: Type of the answer.
-
-        Raises:
-            InputError: the environment's own, naming the row.
-            TrajectoryError: `environment_crashed`, `environment_reply`.
-            DeadlineError: when the process does not answer.
+        Call it from a thread without an event loop. Fails as `EnvironmentProcess.ask` does.
         """
 
         async def asked() -> _T:
@@ -104,17 +98,13 @@ class EnvironmentProcesses:
         Returns:
             A connection for requests, and one that brings the exit status, and whose closing kills
             the process with its process group.
-
-        Raises:
-            TrajectoryError: `environment_crashed`, also when the machine lacks descriptors,
-                processes or memory for it.
         """
         seconds = self._rollout.environment_timeout
         try:
             with ExitStack() as opened:
                 talk, its_end = map(opened.enter_context, socket.socketpair())
                 control = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                control.connect(self._address())
+                control.connect(self._running_server().address)
                 control.settimeout(seconds)
                 fork_server.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
@@ -123,11 +113,22 @@ class EnvironmentProcesses:
                 opened.pop_all()
                 its_end.close()
         except (OSError, EOFError) as error:
-            raise self._not_started(error) from error
+            code = None
+            if self._server is not None and not lacks_resources(error):
+                # A crash closes the connection a moment before the process has ended.
+                code = self._server.exit_code(_ENDING_SECONDS)
+            if isinstance(error, TimeoutError):
+                why = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
+            elif code is None:
+                reason = getattr(error, "strerror", None) or "its process was not forked"
+                why = f"did not start: {reason}"
+            else:
+                why = f"cannot be imported in a process of its own, which {_ended(code)}"
+            raise TrajectoryError("environment_crashed", f"the environment {why}") from error
         return talk, control
 
-    def _address(self) -> str:
-        """Return the address of the process that forks, which is started if it does not run."""
+    def _running_server(self) -> ForkServer:
+        """Return the process that forks, which is started if it does not run."""
         with self._starting:
             if self._server is None or self._server.ended:
                 self._folder = TemporaryDirectory(prefix="turnwise-environment-")
@@ -135,37 +136,15 @@ class EnvironmentProcesses:
                 file.write_bytes(self._pickled)
                 self._server = ForkServer("turnwise.rollouts.environment_host", [str(file)])
                 weakref.finalize(self, self._server.close)
-            return self._server.address
-
-    def _not_started(self, error: OSError | EOFError) -> TrajectoryError:
-        code = None
-        if self._server is not None and not lacks_resources(error):
-            # A crash closes the connection a moment before the process has ended.
-            code = self._server.exit_code(_ENDING_SECONDS)
-        if isinstance(error, TimeoutError):
-            seconds = self._rollout.environment_timeout
-            reason = f"was not imported within {seconds:g} s (rollout.environment_timeout)"
-        elif code is None:
-            why = getattr(error, "strerror", None) or "its process was not forked"
-            reason = f"did not start: {why}"
-        else:
-            reason = f"cannot be imported in a process of its own, which {_ended(code)}"
-        return TrajectoryError("environment_crashed", f"the environment {reason}")
+            return self._server
 
 
 class EnvironmentProcess:
     """The connection to one environment's process; requests may overlap."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        status: asyncio.StreamReader,
-        control: asyncio.StreamWriter,
-        where: str,
-    ) -> None:
-        self._reader, self._writer = reader, writer
-        self._status, self._control = status, control
+    def __init__(self, talk: _Streams, control: _Streams, where: str) -> None:
+        self._reader, self._writer = talk
+        self._status, self._control = control
         self._where = where
         self._requests = Requests[JsonObject]()
         """Also those whose answer is waited for no more, since each may come once."""
@@ -177,8 +156,8 @@ class EnvironmentProcess:
     ) -> "EnvironmentProcess":
         """Connect to a started process; `where` names its problem in errors."""
         control.settimeout(None)
-        streams = await asyncio.open_connection(sock=talk)
-        return cls(*streams, *await asyncio.open_connection(sock=control), where)
+        streams = [await asyncio.open_connection(sock=each) for each in (talk, control)]
+        return cls(streams[0], streams[1], where)
 
     @property
     def ended(self) -> bool:
@@ -199,7 +178,7 @@ class EnvironmentProcess:
 
         Args:
             turn: Index of the model's latest turn.
-            alone: Whether the process was started for this question only.
+            alone: As in `answers.value_of`.
 
         Raises:
             DeadlineError: when the process does not answer within `seconds`.
@@ -208,13 +187,14 @@ class EnvironmentProcess:
                 after which the process has been killed.
         """
         number, answer = self._requests.begin()
-        self._writer.write(_request(number, method, tuple(arguments), turn))
+        message = number, method, tuple(arguments), turn, trace_headers()
+        self._writer.write(framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
         async with deadline(seconds, f"{method} of {self._where} did not answer"):
             reply = await answer
         try:
             return answers.value_of(reply, kind, alone=alone)
         except AnswerError as error:
-            raise self._end(_wrong(self._where, error)) from None
+            raise self._end(answers.REPLY, str(error)) from None
 
     async def _read(self) -> None:
         """Pass the answers on, each once, until the process ends or sends a wrong one."""
@@ -224,16 +204,18 @@ class EnvironmentProcess:
                 if not self._requests.settle(number, reply):
                     raise AnswerError(f"answered the request {number}, which nobody waits for")
         except AnswerError as error:
-            self._end(_wrong(self._where, error))
+            self._end(answers.REPLY, str(error))
         except (asyncio.IncompleteReadError, OSError):
-            status = b""
-            with suppress(TimeoutError, OSError):
+            how = "ended"
+            with suppress(TimeoutError, OSError, ValueError):
                 status = await asyncio.wait_for(self._status.readline(), GRACE_SECONDS)
-            self._end(_crashed(self._where, status.decode(errors="replace")))
+                how = _ended(os.waitstatus_to_exitcode(int(status)))
+            self._end("environment_crashed", how)
 
-    def _end(self, error: TrajectoryError) -> TrajectoryError:
+    def _end(self, reason: str, how: str) -> TrajectoryError:
         self.kill()
-        return self._requests.end(error)
+        message = f"{self._where}: the environment's process {how}"
+        return self._requests.end(TrajectoryError(reason, message))
 
     def kill(self) -> None:
         """Kill the process with its process group; safe to repeat."""
@@ -242,8 +224,6 @@ class EnvironmentProcess:
 
 
 class RemoteEpisode(Episode):
-    """An episode whose environment lives in a process of its own."""
-
     def __init__(
         self,
         processes: EnvironmentProcesses,
@@ -256,7 +236,6 @@ class RemoteEpisode(Episode):
         self._processes = processes
         self._process: EnvironmentProcess | None = None
         self._schemas: list[JsonObject] = []
-        """Descriptions of the environment's own tools."""
         self._turn = -1
 
     async def open(self) -> None:
@@ -293,30 +272,20 @@ class RemoteEpisode(Episode):
     async def _ask(
         self, kind: TypeAdapter[_T], method: str, *arguments: object, seconds: float | None = None
     ) -> _T:
-        """Ask the process, which is killed when it does not answer, or not with this type.
-
-        Args:
-            seconds: The call's own deadline; None means `rollout.environment_timeout`.
-        """
+        """Ask the process, which is killed when it does not answer, or not with this type."""
         assert self._process is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
         try:
             return await self._process.ask(method, arguments, own + GRACE_SECONDS, kind, self._turn)
         except DeadlineError as error:
             self._process.kill()
-            raise TrajectoryError(
-                "environment_timeout", f"{error}; its process was killed"
-            ) from None
+            message = f"{error}; its process was killed"
+            raise TrajectoryError("environment_timeout", message) from None
 
     def turn_ended(self, turn: int) -> None:
         self._turn = turn
 
     async def call_tool(self, name: str, arguments_json: str) -> ToolResult:
-        """Call one of the environment's tools.
-
-        Raises:
-            TrajectoryError: when the process has ended, or does not answer.
-        """
         seconds = self._rollout.tool_timeout
         called = await self._ask(answers.CALLED, "tool", name, arguments_json, seconds=seconds)
         error = called["error"]
@@ -352,19 +321,17 @@ class RemoteEpisode(Episode):
 
     async def close(self, report: Report) -> None:
         """Close the environment, then end its process and all that it started."""
-        await asyncio.gather(self._close_each([], report), self._close_process(report))
-
-    async def _close_process(self, report: Report) -> None:
-        if self._process is None:
-            return
+        closing = asyncio.ensure_future(self._close_each([], report))
         try:
-            if not self._process.ended:
+            if self._process is not None and not self._process.ended:
                 for failure in await self._ask(answers.CLOSED, "close"):
                     await report("close_error", answers.error_of(failure))
         except TrajectoryError as error:
             await report("close_error", error)
         finally:
-            self._process.kill()
+            if self._process is not None:
+                self._process.kill()
+            await closing
 
 
 class _RemoteToolbox(Toolbox):
@@ -404,7 +371,7 @@ class _Elsewhere:
         self._name = name
         self.problem = problem
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise AttributeError(
             f"{self._name}.{name} is in a process of its own (rollout.environment_process): use "
             "the context's problem, toolbox and step"
@@ -413,23 +380,6 @@ class _Elsewhere:
 
 def _messages(sent: Sequence[Mapping[str, object]]) -> list[JsonObject]:
     return [dict(one) for one in sent]
-
-
-def _request(number: int, method: str, arguments: tuple[object, ...], turn: int) -> bytes:
-    message = number, method, arguments, turn, trace_headers()
-    return framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def _wrong(where: str, error: AnswerError) -> TrajectoryError:
-    return TrajectoryError(answers.REPLY, f"{where}: the environment's process {error}")
-
-
-def _crashed(where: str, status: str) -> TrajectoryError:
-    try:
-        how = _ended(os.waitstatus_to_exitcode(int(status)))
-    except ValueError:
-        how = "ended"
-    return TrajectoryError("environment_crashed", f"{where}: the environment's process {how}")
 
 
 def _ended(code: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, is_death, killed_on_failure
-from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.trajectory import Message
@@ -42,9 +42,6 @@ class RewardModel:
         gpu: Whether to run on a GPU.
         trust_remote_code: Run model code that comes with the weights.
         dtype: Name of the weights' precision; `auto` keeps the one they were saved in.
-
-    Raises:
-        InputError: when the model cannot be loaded or is not a reward model.
     """
 
     def __init__(
@@ -58,7 +55,6 @@ class RewardModel:
     ) -> None:
         import torch
 
-        self._path = path
         self._batch_tokens = batch_tokens
         self._device = torch.device("cuda" if gpu else "cpu")
         self._model, self._tokenizer = _load(path, trust_remote_code, dtype)
@@ -71,14 +67,13 @@ class RewardModel:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the model's output for a conversation.
-
-        Raises:
-            TurnwiseError: when there are no messages, or more tokens than the model can read.
-        """
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
-        token_ids = self._encode(messages)
+        if getattr(self._tokenizer, "chat_template", None):
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+            token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        else:
+            token_ids = list(self._tokenizer.encode("\n".join(map(_text, messages))))
         if len(token_ids) > self._max_length:
             raise TurnwiseError(
                 f"the trajectory has {len(token_ids)} tokens and the model reads "
@@ -90,12 +85,6 @@ class RewardModel:
         self._queue.put_nowait((token_ids, scored))
         return await scored
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        return list(self._tokenizer.encode("\n".join(map(_text, messages))))
-
     async def _score_queued(self) -> None:
         while True:
             waiting = [await self._queue.get()]
@@ -103,18 +92,16 @@ class RewardModel:
                 waiting.append(self._queue.get_nowait())
             waiting.sort(key=lambda item: len(item[0]))
             for batch in batches([ids for ids, _ in waiting], self._batch_tokens):
+                sequences = [waiting[index][0] for index in batch]
                 futures = [waiting[index][1] for index in batch]
                 try:
-                    scores = await run_in_thread(
-                        self._forward, [waiting[index][0] for index in batch]
-                    )
-                    scored = list(zip(futures, scores, strict=True))
+                    scores = await run_in_thread(self._forward, sequences)
                 except Exception as error:  # such as out of memory: only these trajectories fail
                     for future in futures:
                         if not future.done():
                             future.set_exception(TurnwiseError(f"{type(error).__name__}: {error}"))
                     continue
-                for future, score in scored:
+                for future, score in zip(futures, scores, strict=True):
                     if not future.done():
                         future.set_result(score)
 
@@ -136,12 +123,7 @@ class RewardModel:
 
 
 class RemoteRewardModel:
-    """Handle of a reward model's actor, which is restarted if it dies.
-
-    Args:
-        path: The model's path, also used in errors.
-        num_gpus: Number of GPUs that the actor reserves.
-    """
+    """Handle of a reward model's actor, which is restarted if it dies; `start` makes one."""
 
     def __init__(self, path: str, config: Config, num_gpus: float = 0) -> None:
         self.name = path
@@ -155,34 +137,26 @@ class RemoteRewardModel:
 
     @classmethod
     async def start(cls, path: str, config: Config, *, num_gpus: float = 0) -> "RemoteRewardModel":
-        """Start an actor and load the model in it.
-
-        Raises:
-            InputError: when it cannot be loaded or is not a reward model.
-            DeadlineError: when it is not loaded after `engine.start_timeout` seconds.
-        """
+        """Start an actor and load the model in it, within `engine.start_timeout`."""
         remote = cls(path, config, num_gpus)
         await remote._start()
         return remote
 
     async def _start(self) -> None:
-        config, num_gpus = self._config, self._num_gpus
+        config = self._config
         actor = ActorHandle.create(
             RewardModelActor,
             name=f"the reward model {self.name}",
             config=config,
             log=f"reward-{Path(self.name).name}",
             threads=config.engine.threads,
-            num_gpus=num_gpus,
+            num_gpus=self._num_gpus,
             max_concurrency=_MAX_CALLS,
             environment={"OMP_WAIT_POLICY": "PASSIVE"},
         )
         with killed_on_failure(actor):
-            await actor.call(
-                *("start", self.name, config, num_gpus > 0),
-                what="start",
-                seconds=config.engine.start_timeout,
-            )
+            arguments = "start", self.name, config, self._num_gpus > 0
+            await actor.call(*arguments, what="start", seconds=config.engine.start_timeout)
         self._actor = actor
 
     async def score(self, messages: Sequence[Message]) -> float:
@@ -199,34 +173,27 @@ class RemoteRewardModel:
         except TurnwiseError as error:
             if not is_death(error):
                 raise
-            await self._replace(actor, error)
+            async with self._starting:
+                if self._actor is actor:  # no other caller has replaced it
+                    if self._restarts >= self._config.serving.max_restarts:
+                        raise
+                    self._restarts += 1
+                    started = asyncio.get_running_loop().time()
+                    await self._start()
+                    seconds = asyncio.get_running_loop().time() - started
+                    logger.warning("%s; it is back after %.1f s", error, seconds)
         return await self._score(self._running, messages)
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message]) -> float:
         missed = f"{actor.name} scored no trajectory"
         async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may come first
-            score = await actor.call(
-                "score", list(messages), what="score a trajectory", seconds=NO_DEADLINE
-            )
+            what = "score a trajectory"
+            score = await actor.call("score", list(messages), what=what, seconds=NO_DEADLINE)
         self._clock.moved()
         self._restarts = 0
         return float(score)
 
-    async def _replace(self, dead: ActorHandle, error: TurnwiseError) -> None:
-        """Start a new actor, unless another caller has done so already."""
-        async with self._starting:
-            if self._actor is not dead:
-                return
-            if self._restarts >= self._config.serving.max_restarts:
-                raise error
-            self._restarts += 1
-            started = asyncio.get_running_loop().time()
-            await self._start()
-            seconds = asyncio.get_running_loop().time() - started
-            logger.warning("%s; it is back after %.1f s", error, seconds)
-
     def kill(self) -> None:
-        """End the actor's process at once."""
         self._running.kill()
 
     @property
@@ -236,10 +203,7 @@ class RemoteRewardModel:
 
 
 class RewardModelActor:
-    """Hosts one `RewardModel`."""
-
     async def start(self, path: str, config: Config, gpu: bool) -> int:
-        """Load the model; return this process's id."""
         logs.follow()
         tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
         dtypes = {part.model: part.dtype for part in config.rollout.rewards}
@@ -256,29 +220,18 @@ class RewardModelActor:
         return os.getpid()
 
     async def score(self, messages: list[Message]) -> float:
-        """Return the model's output for a conversation."""
         return await self._model.score(messages)
 
 
 async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
-    """Start the models of `rollout.rewards` concurrently; if one fails, end all.
-
-    Returns:
-        The models by their paths, for `Rewards.models`.
-
-    Raises:
-        InputError, DeadlineError: see `RemoteRewardModel.start`.
-    """
-    models = {part.model: part.gpus for part in config.rollout.rewards if part.model}
+    """Start the models of `rollout.rewards` concurrently, by their paths; if one fails, end all."""
     started: dict[str, RemoteRewardModel] = {}
 
     async def start(path: str, gpus: float) -> None:
         started[path] = await RemoteRewardModel.start(path, config, num_gpus=gpus)
 
     try:
-        async with task_group() as tasks:
-            for path, gpus in models.items():
-                tasks.create_task(start(path, gpus))
+        await together(start(p.model, p.gpus) for p in config.rollout.rewards if p.model)
     except BaseException:
         for model in started.values():
             model.kill()

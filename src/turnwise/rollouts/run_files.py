@@ -20,11 +20,7 @@ _ERRORS = "errors.log"
 
 
 class RunFiles:
-    """The run folder's files, or what is to be written to them elsewhere.
-
-    Args:
-        folder: The run folder; None keeps the texts until they are taken.
-    """
+    """The run folder's files; without a folder, what is to be written to them elsewhere."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -32,15 +28,10 @@ class RunFiles:
         self._kept: list[tuple[str, str]] = []
 
     def path(self, name: str) -> Path:
-        """Return a file's path in messages."""
         return Path(name) if self._folder is None else self._folder / name
 
     def append(self, name: str, text: str) -> None:
-        """Append a text to a file at once; call it from a thread.
-
-        Raises:
-            OSError: when it cannot be written.
-        """
+        """Append a text to a file at once; call it from a thread."""
         with self._writing:
             if self._folder is None:
                 self._kept.append((name, text))
@@ -64,12 +55,7 @@ class ErrorLog:
         self._seen: set[str] = set()
 
     async def write(self, kind: str, who: str, error: Exception) -> None:
-        """Append an error, unless one of the same kind has been written.
-
-        Args:
-            kind: Kind of the error, such as `reward_error`; one of a small set.
-            who: Name of the trajectory.
-        """
+        """Append an error of a trajectory (`who`), unless one of its kind has been written."""
         if kind in self._seen:
             return
         self._seen.add(kind)

@@ -11,7 +11,7 @@ from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.evaluation import groups_at_once
-from turnwise.rollouts.group import Group, GroupRun, check_failures
+from turnwise.rollouts.group import Group, check_failures
 from turnwise.rollouts.problems import Problem, Row
 from turnwise.rollouts.runner import Runner
 from turnwise.tools import ToolFunction
@@ -62,21 +62,30 @@ class RolloutSampler:
         self._llm = llm
         self._config = config
         self._sampling = _sampling(config.sampling, sampling_params)
-        rows = all(isinstance(prompt, Mapping) for prompt in prompts)
-        if rows and tools:
+        self._tag = f"batch{next(_BATCHES)}"
+
+        class PromptEnvironment:
+            """The environment of prompts that are texts or messages."""
+
+            def __init__(self, row: Row) -> None:
+                self.problem: Sequence[Message] = row["problem"]
+                self.tools = list(tools)
+
+            def reward(self, trajectory: Trajectory) -> float:
+                return 0.0
+
+        rows = [dict(prompt) for prompt in prompts if isinstance(prompt, Mapping)]
+        environment: EnvironmentType | None = None
+        if len(rows) < len(prompts):
+            rows = [{"problem": prompt} for prompt in prompts]
+            environment = PromptEnvironment
+        elif tools:
             raise InputError(
                 "RolloutSampler: prompts that are rows have the tools of their environment; leave "
                 "out tools"
             )
-        self._runner = Runner(config, tokenizer, None if rows else _prompt_environment(tools))
-        self._tag = f"batch{next(_BATCHES)}"
-        self._problems = [
-            Problem(
-                f"prompt:{number}",
-                dict(prompt) if rows and isinstance(prompt, Mapping) else {"problem": prompt},
-            )
-            for number, prompt in enumerate(prompts, start=1)
-        ]
+        self._runner = Runner(config, tokenizer, environment)
+        self._problems = [Problem(f"prompt:{n}", row) for n, row in enumerate(rows, start=1)]
 
     async def __aiter__(self) -> AsyncGenerator[Trajectory, None]:
         """Yield each trajectory as soon as it is finished; leaving the loop cancels the others.
@@ -85,18 +94,19 @@ class RolloutSampler:
             InputError: when a row, a tool or the reward cannot be used.
             StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
         """
-        runs = [
-            GroupRun.begin(self._llm, problem, self._sampling, self._tag)
-            for problem in self._problems
-        ]
-        self.groups = [run.group for run in runs]
+        self.groups = [Group.of(problem) for problem in self._problems]
         ready = asyncio.Queue[Trajectory | None]()
 
-        async def play(run: GroupRun) -> None:
-            await self._runner.complete(run, ready.put_nowait)
+        async def play(place: int) -> None:
+            await self._runner.run_group(
+                *(self._llm, self._problems[place], self._sampling, self._tag),
+                into=self.groups[place],
+                on_trajectory=ready.put_nowait,
+            )
 
-        at_once = min(len(runs), groups_at_once(self._config, self._sampling.n))
-        running = asyncio.ensure_future(for_each(runs, play, at_once))
+        count = len(self._problems)
+        at_once = min(count, groups_at_once(self._config, self._sampling.n))
+        running = asyncio.ensure_future(for_each(range(count), play, at_once))
         running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (trajectory := await ready.get()) is not None:
@@ -117,17 +127,3 @@ def _sampling(
     if unknown:
         raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
     return SamplingConfig.model_validate({**configured.model_dump(), **(given or {})})
-
-
-def _prompt_environment(tools: Sequence[ToolFunction]) -> EnvironmentType:
-    """Return the environment type of prompts that are texts or messages."""
-
-    class PromptEnvironment:
-        def __init__(self, row: Row) -> None:
-            self.problem: Sequence[Message] = row["problem"]
-            self.tools: Sequence[ToolFunction] = list(tools)
-
-        def reward(self, trajectory: Trajectory) -> float:
-            return 0.0
-
-    return PromptEnvironment

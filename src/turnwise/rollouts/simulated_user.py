@@ -86,7 +86,29 @@ class SimulatedUser:
         api_key_variable: str | None = None,
         request: Mapping[str, object] | None = None,
     ) -> None:
-        _check(base_url, stop, max_calls, max_tokens, timeout, retries)
+        for wrong, rule, value in (
+            (
+                urlsplit(base_url).scheme not in ("http", "https"),
+                "base_url must begin with http:// or https://",
+                base_url,
+            ),
+            (stop == "", "stop must be a phrase", stop),
+            (max_calls < 1, "max_calls must be at least 1", max_calls),
+            (
+                max_tokens is not None and max_tokens < 1,
+                "max_tokens must be at least 1",
+                max_tokens,
+            ),
+            (timeout <= 0, "timeout must be more than 0", timeout),
+            (retries < 0, "retries must be at least 0", retries),
+        ):
+            if wrong:
+                raise InputError(f"SimulatedUser: {rule}, not {value!r}")
+        key = _NO_KEY if api_key_variable is None else os.environ.get(api_key_variable)
+        if not key:
+            raise InputError(
+                f"SimulatedUser: the environment variable {api_key_variable} is not set"
+            )
         self.model = model
         self.calls = 0
         """Answers so far."""
@@ -99,7 +121,7 @@ class SimulatedUser:
         if opening is not None:
             self._record(GREETING, opening)
         self._base_url = base_url.rstrip("/")
-        self._key = _key(api_key_variable)
+        self._key = key
         self._stop = stop
         self._max_calls = max_calls
         self._max_tokens = max_tokens
@@ -115,9 +137,8 @@ class SimulatedUser:
         """
         opening = await self._answer(GREETING)
         if opening is None:
-            raise TrajectoryError(
-                "simulated_user_error", f"{self} ended the conversation with its first message"
-            )
+            message = f"{self} ended the conversation with its first message"
+            raise TrajectoryError("simulated_user_error", message)
         return opening
 
     async def answer(self, message: Message) -> str | None:
@@ -142,7 +163,8 @@ class SimulatedUser:
         }
 
     async def _answer(self, said: str) -> str | None:
-        if self.ended_by is None and self._spent():
+        out_of_tokens = self._max_tokens is not None and self.tokens >= self._max_tokens
+        if self.ended_by is None and (self.calls >= self._max_calls or out_of_tokens):
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
@@ -161,18 +183,17 @@ class SimulatedUser:
             return None
         return text
 
-    def _spent(self) -> bool:
-        out_of_tokens = self._max_tokens is not None and self.tokens >= self._max_tokens
-        return self.calls >= self._max_calls or out_of_tokens
-
     def _record(self, said: str, answer: str) -> None:
         self.messages.append({"role": "user", "content": said})
         self.messages.append({"role": "assistant", "content": answer})
 
     async def _complete(self, messages: list[Message]) -> "ChatCompletion":
-        from openai import OpenAIError  # a second to import
+        from openai import AsyncOpenAI, OpenAIError  # a second to import
 
-        client = _client(self._base_url, self._key)
+        clients, key = _clients.setdefault(asyncio.get_running_loop(), {}), self._key
+        if (client := clients.get((self._base_url, key))) is None:
+            client = AsyncOpenAI(base_url=self._base_url, api_key=key)
+            clients[self._base_url, key] = client
         try:
             async with deadline(self._timeout, f"{self} did not answer", "timeout"):
                 return await client.with_options(
@@ -187,60 +208,15 @@ class SimulatedUser:
             raise TrajectoryError("simulated_user_timeout", str(error)) from None
         except OpenAIError as error:
             cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
-            raise TrajectoryError(
-                "simulated_user_error",
-                f"{self} gave no answer in up to {self._retries + 1} attempts: "
-                f"{first_line(error)}{cause}",
-            ) from error
+            what = f"{self} gave no answer in up to {self._retries + 1} attempts"
+            message = f"{what}: {first_line(error)}{cause}"
+            raise TrajectoryError("simulated_user_error", message) from error
 
     def __str__(self) -> str:
         return f"the simulated user {self.model} at {self._base_url}"
 
 
-def _check(
-    base_url: str,
-    stop: str | None,
-    max_calls: int,
-    max_tokens: int | None,
-    timeout: float,
-    retries: int,
-) -> None:
-    wrong: tuple[str, object] | None = None
-    if urlsplit(base_url).scheme not in ("http", "https"):
-        wrong = "base_url must begin with http:// or https://", base_url
-    elif stop == "":
-        wrong = "stop must be a phrase", stop
-    elif max_calls < 1:
-        wrong = "max_calls must be at least 1", max_calls
-    elif max_tokens is not None and max_tokens < 1:
-        wrong = "max_tokens must be at least 1", max_tokens
-    elif timeout <= 0:
-        wrong = "timeout must be more than 0", timeout
-    elif retries < 0:
-        wrong = "retries must be at least 0", retries
-    if wrong is not None:
-        raise InputError(f"SimulatedUser: {wrong[0]}, not {wrong[1]!r}")
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return _NO_KEY
-    key = os.environ.get(variable)
-    if not key:
-        raise InputError(f"SimulatedUser: the environment variable {variable} is not set")
-    return key
-
-
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], "AsyncOpenAI"]]
 _clients = WeakKeyDictionary()
-"""Clients by event loop, server and key: a client's connections belong to one event loop."""
-
-
-def _client(base_url: str, key: str) -> "AsyncOpenAI":
-    """Return the client that all simulated users of a server share."""
-    from openai import AsyncOpenAI
-
-    clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    if (base_url, key) not in clients:
-        clients[base_url, key] = AsyncOpenAI(base_url=base_url, api_key=key)
-    return clients[base_url, key]
+"""Clients, shared by all simulated users of a server, by event loop, to which their connections
+belong, and by URL and key."""

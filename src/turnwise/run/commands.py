@@ -301,7 +301,7 @@ async def _playing(
     check_sources(config, *paths)
     with logs.open_logs(config), _display(config, console) as display:
         with display.part(_LOADING):
-            from turnwise.rollouts.mixture import first_of_each
+            from turnwise.rollouts.problems import first_of_each
             from turnwise.run.runtime import open_runtime
 
             problems = await in_time(load, config, inputs)
@@ -345,7 +345,7 @@ async def _attempt(
 ) -> ExactnessReport:
     """Start everything and train to the end of the run, or to the first failure."""
     from turnwise.observe.prometheus import serving_metrics
-    from turnwise.rollouts.mixture import first_of_each
+    from turnwise.rollouts.problems import first_of_each
     from turnwise.run.runtime import open_runtime
     from turnwise.run.trainer import TrainingLoop
 

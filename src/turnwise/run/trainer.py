@@ -26,7 +26,7 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, GroupProducer, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
-from turnwise.rollouts.mixture import make_stream
+from turnwise.rollouts.problems import make_stream
 from turnwise.run.progress import Progress
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime

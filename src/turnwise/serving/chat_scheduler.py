@@ -291,7 +291,13 @@ class ChatBackend:
             prompts = DataProto.from_conversations(prompts)
         if "raw_prompt" not in prompts.non_tensor_batch:
             raise InputError("generate_sequences needs conversations in the column raw_prompt")
-        sampling = _sampling(self.config.sampling, sampling_params)
+        tree = {_SAMPLING_NAMES.get(name, name): value for name, value in sampling_params.items()}
+        if unknown := tree.keys() - SamplingConfig.model_fields:
+            raise InputError(f"there is no sampling key {min(unknown)}")
+        try:
+            sampling = SamplingConfig.model_validate(self.config.sampling.model_dump() | tree)
+        except ValueError as error:
+            raise InputError(f"sampling: {_sentence(error)}") from error
         params = {name: value for name, value in sampling_params.items() if name != "n"}
         failures: list[TurnwiseError] = []
         rollout = self.config.rollout
@@ -319,13 +325,9 @@ class ChatBackend:
             [index for index, _ in done],
             self.tokenizer.eos_token_id if pad is None else pad,
         )
+        late = {True: "engine_timeout", False: "engine_error"}
         batch.meta_info["dropped"] = Counter(
-            error.reason
-            if isinstance(error, TrajectoryError)
-            else "engine_timeout"
-            if isinstance(error, DeadlineError)
-            else "engine_error"
-            for error in failures
+            getattr(error, "reason", late[isinstance(error, DeadlineError)]) for error in failures
         )
         return batch
 
@@ -385,17 +387,6 @@ def _read(request: Mapping[str, object]) -> tuple[JsonObject, dict[str, str]]:
     ]
     tree["return_token_ids"] = True
     return tree, headers
-
-
-def _sampling(base: SamplingConfig, changes: Mapping[str, object]) -> SamplingConfig:
-    """Return the configuration's sampling with a caller's changes, by our keys or OpenAI's."""
-    tree = {_SAMPLING_NAMES.get(name, name): value for name, value in changes.items()}
-    if unknown := tree.keys() - SamplingConfig.model_fields:
-        raise InputError(f"there is no sampling key {min(unknown)}")
-    try:
-        return SamplingConfig.model_validate(base.model_dump() | tree)
-    except ValueError as error:
-        raise InputError(f"sampling: {_sentence(error)}") from error
 
 
 def _own(error: Exception) -> Exception:

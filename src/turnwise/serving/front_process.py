@@ -7,9 +7,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -45,15 +45,10 @@ _PORT_SECONDS = 3.0
 """Time in which the port of a process that died becomes free."""
 
 
-class GroupRunner(Protocol):
-    """What runs groups in a process: a runner, with what serves its agents."""
-
-    async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object: ...
-
-    async def close(self) -> None: ...
-
-
-MakeRunner = Callable[[Config, Scheduler], Awaitable[GroupRunner]]
+RunGroup = Callable[[Foreign, SamplingConfig, str], Awaitable[object]]
+"""Runs the group of a problem, under a unique tag."""
+OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunGroup]]
+"""Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
 
 
 @dataclass(slots=True)
@@ -81,15 +76,16 @@ class FrontProcess:
     """An actor's class: a scheduler, and an OpenAI server or a runner of groups that uses it.
 
     Args:
-        make_runner: Makes the runner; None starts a server.
+        open_runner: Makes the runner; None starts a server.
     """
 
-    def __init__(self, config: Config, make_runner: MakeRunner | None = None) -> None:
+    def __init__(self, config: Config, open_runner: OpenRunner | None = None) -> None:
         self.config = config
         seconds = config.engine.start_timeout + config.engine.request_timeout
         self.scheduler = Scheduler(config.serving, seconds)
-        self._make_runner = make_runner
-        self._runner: GroupRunner | None = None
+        self._open_runner = open_runner
+        self._run_group: RunGroup | None = None
+        self._stack = AsyncExitStack()
         self._server: OpenAIServer | None = None
         self.urgent = asyncio.Event()
         """Set when something is to be reported at once."""
@@ -111,8 +107,9 @@ class FrontProcess:
         """
         logs.follow()
         base_url = ""
-        if self._make_runner is not None:
-            self._runner = await self._make_runner(self.config, self.scheduler)
+        if self._open_runner is not None:
+            opening = self._open_runner(self.config, self.scheduler)
+            self._run_group = await self._stack.enter_async_context(opening)
         else:
             make = await import_server()
             port = await _free_port(self.config.serving.host, port)
@@ -121,13 +118,14 @@ class FrontProcess:
 
     async def serve(self, server: "OpenAIServer", lost: Sequence[str]) -> str:
         self._server = server
+        self._stack.push_async_callback(server.stop)
         server.sessions.refuse(lost, LOST)
         server.sessions.changes = {}
         return await server.start()
 
     async def run_group(self, problem: Foreign, sampling: SamplingConfig, tag: str) -> object:
-        assert self._runner is not None
-        return await self._runner.run_group(problem, sampling, tag)
+        assert self._run_group is not None
+        return await self._run_group(problem, sampling, tag)
 
     async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
         assert self._server is not None
@@ -141,10 +139,7 @@ class FrontProcess:
 
     async def stop(self) -> bool:
         """End the server or the runner, and return True; the owner kills the actor."""
-        if self._runner is not None:
-            await self._runner.close()
-        if self._server is not None:
-            await self._server.stop()
+        await self._stack.aclose()
         return True
 
     # What the driver tells this process; see `Follower`.

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
@@ -40,8 +39,8 @@ from turnwise.serving.front_process import (
     LOST,
     REPORT_SECONDS,
     FrontProcess,
-    MakeRunner,
     Message,
+    OpenRunner,
     Report,
 )
 from turnwise.serving.openai.address import EVERYWHERE, with_api_key
@@ -92,7 +91,7 @@ class FrontProcesses:
 
     Args:
         names: Names of the processes; by default there are `serving.session_processes`.
-        make_runner: See `FrontProcess`.
+        open_runner: See `FrontProcess`.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class FrontProcesses:
         process_class: type[FrontProcess] = FrontProcess,
         *,
         names: Sequence[str] | None = None,
-        make_runner: MakeRunner | None = None,
+        open_runner: OpenRunner | None = None,
     ) -> None:
         self.config = with_api_key(config)
         if names is None:
@@ -116,7 +115,7 @@ class FrontProcesses:
         self.store = SessionStore.from_config(config)
         self._scheduler = scheduler
         self._class = process_class
-        self._make_runner = make_runner
+        self._open_runner = open_runner
         self._workers: dict[str, Worker] = {}
         """The last worker of each name, removed or not."""
         self._owners: dict[str, Process] = {}
@@ -150,19 +149,19 @@ class FrontProcesses:
     def create(self, process: Process) -> ActorHandle:
         """Start the actor of a process, without waiting for it."""
         placement: NodeAffinitySchedulingStrategy | str = "SPREAD"
-        if self._make_runner is None and self.config.serving.host not in EVERYWHERE:
+        if self._open_runner is None and self.config.serving.host not in EVERYWHERE:
             placement = on_node()  # other nodes cannot listen at this address
         elif process.base_url:
             placement = on_node(process.node, soft=True)
         return ActorHandle.create(
             self._class,
-            *(self.config, self._make_runner),
+            *(self.config, self._open_runner),
             name=process.name,
             config=self.config,
             log=process.name,
             placement=placement,
             max_concurrency=_MAX_CALLS,
-            failure=EngineError if self._make_runner is None else StepError,
+            failure=EngineError if self._open_runner is None else StepError,
         )
 
     async def _start(self, process: Process) -> None:
@@ -177,7 +176,7 @@ class FrontProcesses:
             process.lost = asyncio.get_running_loop().create_future()
             process.actor, process.messages = actor, []
             for worker in self._scheduler.workers.values():
-                self._tell(process, "add", worker.name, _actor_of(worker.engine))
+                self._tell(process, "add", worker.name, getattr(worker.engine, "actor", None))
             self._assign()
         except BaseException:
             process.actor = None
@@ -202,7 +201,7 @@ class FrontProcesses:
         """Add what a process reports to the driver's counts."""
         if report.progressed:
             made_progress()
-            if self._make_runner is None:
+            if self._open_runner is None:
                 process.restarts = 0
         process.loads = report.loads
         total: dict[str, float] = {}
@@ -291,7 +290,7 @@ class FrontProcesses:
         self._workers[name] = self._scheduler.workers[name]
         for process in self.processes:
             process.suspects.discard(name)
-            self._tell(process, "add", name, _actor_of(engine))
+            self._tell(process, "add", name, getattr(engine, "actor", None))
         self._assign()
 
     def restore(self, name: str) -> None:
@@ -393,8 +392,3 @@ class FrontProcesses:
             actor.kill()
 
         await asyncio.gather(*map(stop, actors))
-
-
-def _actor_of(engine: Engine) -> RayActor | None:
-    actor: RayActor | None = getattr(engine, "actor", None)
-    return actor

@@ -17,9 +17,8 @@ from tests.rollouts.foreign.test_openenv import Scripted, call
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
-from turnwise.rollouts.environment import load_environment, with_arguments
+from turnwise.rollouts.environment import load_environment, make_rows, with_arguments
 from turnwise.rollouts.episode import Episode, LocalEpisode
-from turnwise.rollouts.reading import make_rows
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 HERE = "tests.rollouts.foreign.test_public_environments"

@@ -29,11 +29,16 @@ from typing import Any
 
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
-from turnwise.rollouts.environment import Environment, EnvironmentType, load_object
+from turnwise.rollouts.environment import (
+    Environment,
+    EnvironmentType,
+    finite_number,
+    load_object,
+    read_messages,
+)
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop
 from turnwise.rollouts.problems import Row
-from turnwise.rollouts.reading import finite_number, read_messages
 from turnwise.rollouts.rewards import UserCall
 from turnwise.rollouts.run_files import RunFiles
 from turnwise.tools import ToolFunction

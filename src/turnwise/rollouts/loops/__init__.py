@@ -3,32 +3,26 @@
 from turnwise.config import LOOP_NAMES
 from turnwise.rollouts.agent_loop import AgentLoop
 from turnwise.rollouts.environment import load_object
-from turnwise.rollouts.loops.agent import HttpAgentLoop
-from turnwise.rollouts.loops.chat_scheduler import ChatSchedulerLoop, import_chat_scheduler
+from turnwise.rollouts.loops.agent import (
+    ChatSchedulerLoop,
+    HttpAgentLoop,
+    import_chat_scheduler,
+)
 from turnwise.rollouts.loops.interleaved import InterleavedLoop
 from turnwise.rollouts.loops.self_play import SelfPlayLoop
-from turnwise.rollouts.loops.single_turn import SingleTurnLoop
-from turnwise.rollouts.loops.tool_calling import ToolCallingLoop
+from turnwise.rollouts.loops.tool_calling import SingleTurnLoop, ToolCallingLoop
 
-_TYPES: tuple[type[AgentLoop], ...] = (
-    ToolCallingLoop,
-    SingleTurnLoop,
-    InterleavedLoop,
-    HttpAgentLoop,
-    ChatSchedulerLoop,
-    SelfPlayLoop,
-)
 __all__ = ["LOOPS", "import_chat_scheduler", "load_loop", "loop_name"]
 
-LOOPS: dict[str, type[AgentLoop]] = dict(zip(LOOP_NAMES, _TYPES, strict=True))
+_TYPES: tuple[type[AgentLoop], ...] = (
+    *(ToolCallingLoop, SingleTurnLoop, InterleavedLoop),
+    *(HttpAgentLoop, ChatSchedulerLoop, SelfPlayLoop),
+)
+LOOPS = dict(zip(LOOP_NAMES, _TYPES, strict=True))
 
 
 def load_loop(name: str) -> AgentLoop:
-    """Build the loop with a short name, or of the class `package.module:Class`.
-
-    Raises:
-        InputError: when the class cannot be imported.
-    """
+    """Build the loop with a short name, or of the class `package.module:Class`."""
     loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
     return loop
 
@@ -36,7 +30,5 @@ def load_loop(name: str) -> AgentLoop:
 def loop_name(loop: AgentLoop) -> str:
     """Return the short name of a loop, or `package.module:Class`."""
     kind = type(loop)
-    return next(
-        (name for name, known in LOOPS.items() if known is kind),
-        f"{kind.__module__}:{kind.__qualname__}",
-    )
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, known in LOOPS.items() if known is kind), path)

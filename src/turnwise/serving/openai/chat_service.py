@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -48,6 +48,8 @@ from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
 
+Complete = Callable[[], Awaitable[JsonObject]]
+"""Samples a request whose prompt is known, and returns the answer."""
 _TEMPLATES = 16
 """Maximum number of cached templates, one for each set of template variables."""
 _TOOLS = 256
@@ -101,8 +103,8 @@ class ChatService:
         self, tree: JsonObject, context: RequestContext
     ) -> JsonObject | AsyncGenerator[str, None]:
         """Return vLLM's answer to a request, or the server-sent events of one that is streamed."""
-        if (planned := await self.plan(tree, context)) is not None:
-            return await self.complete(planned, context)
+        if (complete := await self.plan(tree, context)) is not None:
+            return await complete()
         if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
         answered = await self._chat.create_chat_completion(vllm.ChatCompletionRequest(**tree))
@@ -113,20 +115,20 @@ class ChatService:
 
     async def plan_body(
         self, body: bytes, context: RequestContext
-    ) -> "tuple[bytes, PlannedChat | None]":
-        """Return the body for vLLM's application, and the plan of the request (see `plan`)."""
+    ) -> tuple[bytes, Complete | None]:
+        """Return the body for vLLM's application, and the result of `plan`."""
         try:
             tree = msgspec.json.decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return body, None
         kept = without_empty_tools(tree)
-        planned = await self.plan(kept, context)
-        if planned is None and kept is not tree:
+        complete = await self.plan(kept, context)
+        if complete is None and kept is not tree:
             body = msgspec.json.encode(kept)
-        return body, planned
+        return body, complete
 
-    async def plan(self, tree: object, context: RequestContext) -> "PlannedChat | None":
-        """Return what sampling needs for a request; None if vLLM's application has to answer it."""
+    async def plan(self, tree: object, context: RequestContext) -> Complete | None:
+        """Return what completes a request; None if vLLM's application has to answer it."""
         own = context.session.sampling
         base = own or self._config.sampling
         # vLLM's frontend finds stop strings, and checks logits processors.
@@ -162,7 +164,8 @@ class ChatService:
         if most < 1 or least > most:
             return None
         changes |= {"max_tokens": most, "min_tokens": least, "prompt_logprobs": False}
-        return PlannedChat(request, messages, offer, prompt, base.model_copy(update=changes))
+        sampling = base.model_copy(update=changes)
+        return partial(self._complete, context, request, messages, offer, prompt, sampling)
 
     def _read_offer(self, encoded: bytes) -> "_Offer | None":
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
@@ -190,18 +193,26 @@ class ChatService:
         digest = Conversation(tools=dumped).tools_digest
         return _Offer(dumped, digest, request, variables, params)
 
-    async def respond(self, planned: "PlannedChat", context: RequestContext) -> tuple[int, bytes]:
+    async def respond(self, complete: Complete) -> tuple[int, bytes]:
+        """Complete a planned request; return the status and the body for an HTTP client."""
         try:
-            status, tree = HTTPStatus.OK.value, await self.complete(planned, context)
+            status, tree = HTTPStatus.OK.value, await complete()
         except Exception as error:  # raised to this request's client; other requests continue
             refusal = vllm.create_error_response(client_error(error))
             status, tree = refusal.error.code, refusal.model_dump()
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return status, text.encode()
 
-    async def complete(self, planned: "PlannedChat", context: RequestContext) -> JsonObject:
-        """Sample a planned request, and return the answer as vLLM writes it."""
-        request, offer, prompt = planned.request, planned.offer, planned.prompt
+    async def _complete(
+        self,
+        context: RequestContext,
+        request: PlainRequest,
+        messages: list[JsonObject],
+        offer: "_Offer",
+        prompt: list[int],
+        sampling: SamplingConfig,
+    ) -> JsonObject:
+        """Sample, and return the answer as vLLM writes it."""
         name = f"chatcmpl-{secrets.token_hex(8)}"
         detokenizer = vllm.IncrementalDetokenizer.from_new_request(
             self.tokenizer,
@@ -217,7 +228,7 @@ class ChatService:
                 data_parallel_rank=None,
             ),
         )
-        asked = Request(prompt, planned.sampling, name, request.seed, whole=True)
+        asked = Request(prompt, sampling, name, request.seed, whole=True)
         stop_reason: int | str | None = None
         async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
             async for chunk in chunks:
@@ -226,7 +237,7 @@ class ChatService:
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
         parsing = offer.request.model_copy()
-        parsing.messages = planned.messages
+        parsing.messages = messages
         text = detokenizer.get_next_output_text(True, False)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
         calls = [
@@ -418,15 +429,6 @@ class _Offer:
     """Variables of the chat template, for vLLM's parser."""
     params: vllm.SamplingParams
     """Parameters of the detokenizer."""
-
-
-@dataclass(slots=True)
-class PlannedChat:
-    request: PlainRequest
-    messages: list[JsonObject]
-    offer: _Offer
-    prompt: list[int]
-    sampling: SamplingConfig
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:

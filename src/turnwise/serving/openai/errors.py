@@ -97,7 +97,12 @@ def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
             continue
         members = list(node.members.values())
         if all(member.errors for member in members):
-            return _sentence(path, _either(members))
+            said = list(dict.fromkeys(_message(member.errors[0]) for member in members))
+            said = [message for message in said if "instance of" not in message] or said
+            if len(said) > 1 and all(message.startswith(_EXPECTED) for message in said):
+                types = " or ".join(message.removeprefix(_EXPECTED) for message in said)
+                return _sentence(path, _EXPECTED + types)
+            return _sentence(path, said[0])
         if isinstance(value, Mapping) and any(tag in value for tag in _TAGS):
             members = [member for member in members if member.fits()] or members
             if not members[0].fits() and (unknown := _unknown_tag(node, value)):
@@ -156,15 +161,6 @@ def _unknown_tag(node: _Node, value: Mapping[str, object]) -> tuple[str, str] | 
             given = repr(value[tag])[:_SHOWN]
             return tag, f"{given} is not one of {', '.join(names[:_NAMED])}{more}"
     return None
-
-
-def _either(members: Sequence[_Node]) -> str:
-    """Return the message for a value that is none of some types."""
-    said = dict.fromkeys(_message(member.errors[0]) for member in members)
-    messages = [message for message in said if "instance of" not in message] or list(said)
-    if len(messages) > 1 and all(message.startswith(_EXPECTED) for message in messages):
-        return _EXPECTED + " or ".join(message.removeprefix(_EXPECTED) for message in messages)
-    return messages[0]
 
 
 def _message(error: JsonObject) -> str:

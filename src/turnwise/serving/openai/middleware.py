@@ -12,7 +12,7 @@ is sent alone, and is a turn of the request's session.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -229,9 +229,9 @@ class SessionMiddleware:
             held.enter_context(joined(trace or context.session.trace))
             is_json = headers.get(b"content-type", b"").startswith(b"application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
-                body, planned = await self._chats.plan_body(body, context)
-                if planned is not None:
-                    work = self._chats.respond(planned, context)
+                body, complete = await self._chats.plan_body(body, context)
+                if complete is not None:
+                    work = self._chats.respond(complete)
                     if (answered := await _unless_gone(work, noticed)) is not None:
                         await send_json(counted, *answered)
                     return
@@ -293,7 +293,19 @@ class SessionMiddleware:
         for status, body in answers:
             if status >= 400:
                 return status, body
-        return 200, msgspec.json.encode(_merged([msgspec.json.decode(b) for _, b in answers]))
+        trees = [msgspec.json.decode(body) for _, body in answers]
+        choices = [
+            {**choice, "index": index}
+            for index, answer in enumerate(trees)
+            for choice in answer["choices"]
+        ]
+        usage = {
+            name: sum(answer["usage"][name] for answer in trees)
+            if isinstance(value, int)
+            else value
+            for name, value in trees[0]["usage"].items()
+        }
+        return 200, msgspec.json.encode({**trees[0], "choices": choices, "usage": usage})
 
 
 class _Running:
@@ -418,16 +430,3 @@ def _wrong_batch(tree: JsonObject) -> str | None:
     if tree.get("n") not in (None, 1):
         return "n: a batch has one completion of each conversation"
     return None
-
-
-def _merged(answers: Sequence[JsonObject]) -> JsonObject:
-    choices = [
-        {**choice, "index": index}
-        for index, answer in enumerate(answers)
-        for choice in answer["choices"]
-    ]
-    usage = dict(answers[0]["usage"])
-    for name, value in usage.items():
-        if isinstance(value, int):
-            usage[name] = sum(answer["usage"][name] for answer in answers)
-    return {**answers[0], "choices": choices, "usage": usage}

@@ -262,8 +262,16 @@ class Gate:
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
         """Refuse other names, and what pages of other sites can send without asking."""
+        bound = canonical((scope.get("server") or ("",))[0])
         for host in headers.getlist("host"):
-            if not self._is_ours(host, scope):
+            name = canonical(host)
+            if _is_ip(name):
+                ours = name == bound or ip_address(name).is_loopback
+            else:
+                # In-process clients have their URL's name as the bound address. A name without a
+                # dot is theirs; one with a dot can be an attacker's.
+                ours = name.endswith(".localhost") or (name == bound and "." not in name)
+            if not ours and name not in self._names and ANY not in self._names:
                 raise HTTPException(
                     421,
                     f"{host} is not an address of this server: use the one that it printed, "
@@ -282,16 +290,6 @@ class Gate:
         raise HTTPException(
             403, f"pages of {origin} may not do this: send JSON, or see serving.cors_origins"
         )
-
-    def _is_ours(self, host: str, scope: Scope) -> bool:
-        name, bound = canonical(host), canonical((scope.get("server") or ("",))[0])
-        if name in self._names or ANY in self._names or name.endswith(".localhost"):
-            return True
-        if not _is_ip(name):
-            # In-process clients have their URL's name as the bound address. A name without a dot
-            # is theirs; one with a dot can be an attacker's.
-            return name == bound and "." not in name
-        return name == bound or ip_address(name).is_loopback
 
     def _open(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a request has the key, or needs none."""

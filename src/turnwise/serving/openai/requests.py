@@ -254,8 +254,21 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
     if own is not None:
         _keep_on_policy(request, own)
     sampling, fields = own or config.sampling, type(request).model_fields
-    if "vllm_xargs" in fields:
-        _choose_processors(request, sampling, config.engine.logits_processors_allowed)
+    if "vllm_xargs" in fields:  # logits processors move to where the engine expects them
+        arguments = dict(request.vllm_xargs or {})
+        if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # only ours is a dictionary
+            raise RefusedParameter("vllm_xargs", f"vllm_xargs.{EXTRA_ARG} cannot be set by clients")
+        if not _sets(request, "vllm_xargs"):
+            arguments = dict(sampling.logits_processor_args)
+        chosen = (request.model_extra or {}).get("logits_processors")
+        chosen = written(sampling) if chosen is None else chosen
+        try:
+            calls = plain_calls(chosen, config.engine.logits_processors_allowed)
+        except InputError as error:
+            raise RefusedParameter("logits_processors", str(error)) from error
+        if calls:
+            arguments[EXTRA_ARG] = {"processors": calls}
+        request.vllm_xargs = arguments or None
     for name in (*_DISTRIBUTION, "stop", "stop_token_ids"):
         if name in fields and not _sets(request, name):
             setattr(request, name, getattr(sampling, name))
@@ -263,26 +276,6 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
     given = {name: getattr(request, name) for name in limits if _sets(request, name)}
     for name, limit in (given or dict.fromkeys(limits, sampling.max_tokens)).items():
         setattr(request, name, min(limit, config.model.max_length))
-
-
-def _choose_processors(
-    request: "SamplingRequest", sampling: SamplingConfig, allowed: str | None
-) -> None:
-    """Move a request's logits processors, or the configured ones, to where the engine expects them,
-    if `allowed` (`engine.logits_processors_allowed`) matches them."""
-    arguments = dict(request.vllm_xargs or {})
-    if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # only our own value is a dictionary
-        raise RefusedParameter("vllm_xargs", f"vllm_xargs.{EXTRA_ARG} cannot be set by clients")
-    if not _sets(request, "vllm_xargs"):
-        arguments = dict(sampling.logits_processor_args)
-    chosen = (request.model_extra or {}).get("logits_processors")
-    try:
-        calls = plain_calls(written(sampling) if chosen is None else chosen, allowed)
-    except InputError as error:
-        raise RefusedParameter("logits_processors", str(error)) from error
-    if calls:
-        arguments[EXTRA_ARG] = {"processors": calls}
-    request.vllm_xargs = arguments or None
 
 
 def _sets(request: "SamplingRequest", name: str) -> bool:

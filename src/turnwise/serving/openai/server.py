@@ -123,16 +123,19 @@ class OpenAIServer:
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
         serving, store, counts = self._config.serving, self.sessions, self.requests
-        processes, key = self._processes, api_key(self._config)
+        processes, key, generator = self._processes, api_key(self._config), self._generator
         app = await build(
             self._config,
-            self._generator,
-            self._healthy,
+            generator,
+            lambda: (
+                not isinstance(generator, Scheduler)
+                or any(worker.usable for worker in generator.workers.values())
+            ),
             store,
             # model.path is also a name, unless another was configured
             [self.model_name, *([] if serving.served_model_name else [self._config.model.path])],
         )
-        engines = EngineMetrics(self._generator)
+        engines = EngineMetrics(generator)
         add_routes(
             app,
             store,
@@ -147,12 +150,6 @@ class OpenAIServer:
         app.state.server = self  # vLLM's error handler reads it
         sessions = SessionMiddleware(app, app.state.chats, store, counts, processes, key)
         return guarded(sessions, serving, key, store)
-
-    def _healthy(self) -> bool:
-        scheduler = self._generator
-        if isinstance(scheduler, Scheduler):
-            return any(worker.usable for worker in scheduler.workers.values())
-        return True
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""

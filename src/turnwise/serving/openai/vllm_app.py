@@ -46,23 +46,10 @@ from turnwise.serving.openai.requests import CURRENT, ChoiceKey, RequestContext,
 Create = Callable[..., Awaitable[object]]
 """A method of vLLM's that answers or renders a request."""
 ROUTES = {
-    "/health",
-    "/ping",
-    "/invocations",
-    "/metrics",
-    "/version",
-    "/openapi.json",
-    "/docs",
-    "/static",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
+    *("/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/static"),
+    *("/invocations", "/tokenize", "/detokenize", "/v1/models", "/v1/completions"),
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
 }
 """Paths that are served; vLLM's control routes are not among them."""
 _FINISH = {str(reason): reason for reason in vllm.FinishReason}
@@ -317,7 +304,7 @@ def _storing(create_responses: Create, store: SessionStore) -> Create:
         if context is None:
             return await create_responses(request, raw_request)
         previous, kept, asked = request.previous_response_id, request.store, request.input
-        new: list[object] = (
+        new: list[Foreign] = (
             [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         )
         before: StoredResponse | None = None
@@ -335,7 +322,11 @@ def _storing(create_responses: Create, store: SessionStore) -> Create:
                 output, body = list(response.output), response.model_dump_json(by_alias=True)
                 stored = StoredResponse(before, new, output, json.loads(body))
                 session.responses[response.id] = stored
-                session.size += sum(map(_bytes_of, [*new, *output])) + 2 * len(body)
+                session.size += 2 * len(body)
+                for item in [*new, *output]:
+                    is_model = isinstance(item, BaseModel)
+                    text = item.model_dump_json() if is_model else json.dumps(item, default=str)
+                    session.size += _ITEM_BYTES + len(text)
                 store.remember_completion(response.id, session)
 
         async def watched(events: AsyncGenerator[Foreign, None]) -> AsyncGenerator[object, None]:
@@ -356,11 +347,6 @@ def _storing(create_responses: Create, store: SessionStore) -> Create:
         return made
 
     return create
-
-
-def _bytes_of(item: object) -> int:
-    text = item.model_dump_json() if isinstance(item, BaseModel) else json.dumps(item, default=str)
-    return _ITEM_BYTES + len(text)
 
 
 class EngineClient:

@@ -1,0 +1,238 @@
+"""A stage: an environment with all that its episodes share, and the limits of their first prompts.
+
+No pass over all rows is needed before the first rollout, and no environment is built for a row that
+is never played.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from turnwise.chat.prompts import PromptCache
+from turnwise.chat.template import in_thread_if_long, missing_stop
+from turnwise.config import LOOP_NAMES, Config
+from turnwise.core.json_types import JsonObject
+from turnwise.core.user_code import call_and_wait, call_user_code
+from turnwise.errors import InputError, TrajectoryError, describe_error
+from turnwise.rollouts.agent_loop import AgentLoop
+from turnwise.rollouts.configured_tools import load_tools
+from turnwise.rollouts.environment import (
+    EnvironmentType,
+    configured_environment,
+    name_of,
+    own_method,
+    type_of,
+)
+from turnwise.rollouts.episode import Episode, LocalEpisode
+from turnwise.rollouts.group import TOO_LONG
+from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
+from turnwise.trajectory import ChatTemplate, Message
+from turnwise.trajectory.left_out import check_messages, check_results, check_tools
+
+logger = logging.getLogger(__name__)
+
+_BY_REQUESTS = ("agent", "chat_scheduler")
+_READING = ("tool_calling", "self_play")
+"""Loops in which the model reads results of tools as messages."""
+
+
+class PromptLimit:
+    """Measures first prompts, and leaves out rows with too long a one when they are first seen."""
+
+    def __init__(self, config: Config, prompts: PromptCache) -> None:
+        self._prompts = prompts
+        self._longest = config.data.max_prompt_tokens
+        self._room = config.model.max_length
+        self.left_out: dict[str, str] = {}
+        """Reasons why problems are left out, by their ids."""
+
+    def length(self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]) -> int:
+        """Return the number of tokens of a first prompt; an error names the row, `where`."""
+        try:
+            return len(self._prompts.render(messages, tools=schemas))
+        except InputError as error:  # there is no template
+            raise InputError(f"{where}: {error}") from error
+        except Exception as error:  # a template may raise anything
+            refusal = "the chat template refuses the environment's problem"
+            raise InputError(f"{where}: {refusal}: {describe_error(error)}") from error
+
+    def admit(self, where: str, length: int) -> None:
+        """Leave out a problem with too long a prompt; the first one is logged as a warning.
+
+        Raises:
+            TrajectoryError: `prompt_too_long`.
+        """
+        if self._beyond_longest(length):
+            most = f"{self._longest} (data.max_prompt_tokens)"
+            reason = f"its prompt has {length} tokens, more than {most}"
+        elif (reason := self.beyond_context(length)) == "":
+            return
+        if not self.left_out:
+            logger.warning("%s is left out, and so is every such row: %s", where, reason)
+        self.left_out[where] = f"{where}: {reason}"
+        raise TrajectoryError(TOO_LONG, self.left_out[where])
+
+    def admitted(self, problems: Sequence[Problem], lengths: Sequence[int | None]) -> list[Problem]:
+        """Return the problems with a prompt that is short enough, or not known yet (None)."""
+        known = zip(problems, lengths, strict=True)
+        kept = [one for one, length in known if not self._beyond_longest(length or 0)]
+        if len(kept) < len(problems):
+            number = f"{len(problems) - len(kept)} of {len(problems)} rows"
+            most = f"{self._longest} tokens (data.max_prompt_tokens)"
+            too_long = f"{number} have prompts of more than {most}"
+            if not kept:
+                raise InputError(f"{too_long}, and none is left")
+            logger.warning("%s and are left out", too_long)
+        return kept
+
+    def _beyond_longest(self, length: int) -> bool:
+        return self._longest is not None and length > self._longest
+
+    def beyond_context(self, length: int) -> str:
+        """Return why a prompt does not fit; "" if it does, or is left out for its length."""
+        if length < self._room or self._beyond_longest(length):
+            return ""
+        return (
+            f"its prompt of {length} tokens does not fit the context of {self._room}; raise "
+            "model.max_length, or leave such rows out with data.max_prompt_tokens"
+        )
+
+
+class Stage:
+    """An environment with all that its episodes share: its tools, processes and loop.
+
+    Args:
+        config: The configuration as it holds for this environment.
+        environment: None means the configured one.
+        limit: Measures the prompts; None measures none, and offers no tools of `rollout.tools`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: EnvironmentType | None,
+        loop: AgentLoop,
+        template: ChatTemplate,
+        limit: PromptLimit | None,
+    ) -> None:
+        self.rollout = config.rollout
+        self.loop = loop
+        self._config = config
+        self._template = template
+        given = config.environment if environment is None else name_of(environment)
+        self._name = f"the environment {given}"
+        self._environment = environment or configured_environment(config)
+        self._tools = [] if limit is None else load_tools(config.rollout.tools)
+        self._processes: EnvironmentProcesses | None = None
+        if config.rollout.environment_process:
+            self._processes = EnvironmentProcesses(self._environment, config.rollout)
+        self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
+        """Whether the environment's class has a `prompt`."""
+        self._limit = limit
+        self._measures = not (template.missing and config.rollout.loop in _BY_REQUESTS)
+        """Whether the problems of environments can be rendered as prompts."""
+        self._checked = False
+        """Whether the first prompt has been checked."""
+
+    def episode(self, problem: Problem) -> Episode:
+        if self._processes is not None:
+            return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
+        return LocalEpisode(self._environment, problem, self.rollout, self._tools)
+
+    def check(self, problem: Problem) -> int | None:
+        """Build a problem's environment and prompt; call this from a thread.
+
+        Returns:
+            Tokens of the prompt; None if they are not known: the environment has a `setup`, which
+            is not called, or an agent writes the prompts of a model without a chat template.
+
+        Raises:
+            InputError: naming the row with unusable fields or tools, or too long a prompt; or, for
+                the first row, what the chat template leaves out of its prompt.
+        """
+        limit = self._limit
+        assert limit is not None
+
+        def measure() -> int | None:
+            episode = self.episode(problem)
+            if not episode.preview():
+                return None
+            messages, schemas = episode.problem, episode.toolbox.schemas
+            self._check_shown(problem.id, messages, schemas)
+            if not self._measures:
+                return None
+            return limit.length(problem.id, messages, self._offered(schemas))
+
+        seconds = self.rollout.environment_timeout
+        length = call_and_wait(measure, name=self._name, seconds=seconds)
+        if length is not None and (reason := limit.beyond_context(length)):
+            raise InputError(f"{problem.id}: {reason}")
+        return length
+
+    async def known_too_long(self, problem: Problem) -> str:
+        """Return why a problem is left out before its environment is built; "" if it is not."""
+        limit = self._limit
+        if limit is None or not (self.knows_prompts and self._measures):
+            return "" if limit is None else limit.left_out.get(problem.id, "")
+
+        def measure() -> int | None:
+            messages = self.episode(problem).prompt()
+            return None if messages is None else limit.length(problem.id, messages, [])
+
+        try:
+            seconds = self.rollout.environment_timeout
+            length = await call_user_code(measure, name=self._name, seconds=seconds)
+            if length is not None:
+                limit.admit(problem.id, length)
+        except TrajectoryError as error:
+            return str(error)
+        except Exception:
+            return ""  # its trajectories fail too, and are counted
+        return ""
+
+    async def admit(self, problem: Problem, episode: Episode) -> None:
+        """Fail a trajectory whose prompt is too long, or which the template refuses."""
+        limit = self._limit
+        if limit is None or not self._measures:
+            return
+        messages, schemas = episode.problem, self._offered(episode.toolbox.schemas)
+        try:
+            length = await in_thread_if_long(
+                messages, lambda: limit.length(problem.id, messages, schemas)
+            )
+        except InputError as error:
+            if self._template.missing:
+                raise
+            raise TrajectoryError("template_refuses", str(error)) from error
+        limit.admit(problem.id, length)
+
+    def _offered(self, schemas: Sequence[JsonObject]) -> Sequence[JsonObject]:
+        """Return the tools that the chat template gets."""
+        rollout = self.rollout
+        if not rollout.tools_in_prompt or rollout.call_start or rollout.loop == "single_turn":
+            return []
+        return schemas
+
+    def _check_shown(
+        self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
+    ) -> None:
+        """Check, once, that the template shows messages and tools, and later the tools' results.
+
+        A loop of the user's own shows them when it asks for a prompt
+        (`RolloutContext.first_prompt`).
+        """
+        loop = self.rollout.loop
+        if self._checked or loop in _BY_REQUESTS:
+            return
+        try:
+            check_messages(self._template, messages)
+            offered = self._offered(schemas)
+            if offered and loop in LOOP_NAMES:
+                check_tools(self._template, messages, offered)
+            if schemas and loop in _READING:
+                check_results(self._template, offered)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if stop := missing_stop(self._config, self._template):
+            logger.warning("%s", stop)
+        self._checked = True
